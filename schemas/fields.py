@@ -1,0 +1,253 @@
+"""Kinds of message fields: how each is packed, checked and described.
+
+A message is a frozen dataclass whose fields are annotated with one of these kinds
+(`Annotated[str, Text(max_bytes=128), "what it means"]`). The codec, the validation and the
+generated reference in `docs/messages.md` all read the same annotation, so they cannot disagree.
+
+Every kind bounds what it accepts. `pack` and `unpack` raise `FieldError` for a value outside
+those bounds and never another exception.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+INT64_MAX = 2**63 - 1
+
+
+class FieldError(ValueError):
+    """A value does not satisfy its field's type or bounds."""
+
+
+class FieldKind(ABC):
+    """One kind of field. `Any` is what msgpack gives and takes: None, bool, int, float, str, bytes, list, dict."""
+
+    @abstractmethod
+    def pack(self, value: Any) -> Any:
+        """The msgpack value for `value`. Raises FieldError."""
+
+    @abstractmethod
+    def unpack(self, raw: Any) -> Any:
+        """The Python value for a decoded msgpack value. Raises FieldError."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Type, bounds, shape and unit, in one line of the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text(FieldKind):
+    """UTF-8 text of at least one and at most `max_bytes` bytes, without control characters."""
+
+    max_bytes: int
+
+    def pack(self, value: Any) -> Any:
+        return self.unpack(value)
+
+    def unpack(self, raw: Any) -> str:
+        if not isinstance(raw, str):
+            raise FieldError(f"expected text, got {type(raw).__name__}")
+        try:
+            size = len(raw.encode())
+        except UnicodeEncodeError as error:
+            raise FieldError("not encodable as UTF-8") from error
+        if not 1 <= size <= self.max_bytes:
+            raise FieldError(f"{size} bytes of text, allowed are 1 to {self.max_bytes}")
+        if not raw.isprintable():
+            raise FieldError("text holds control characters")
+        return raw
+
+    def describe(self) -> str:
+        return f"text, 1 to {self.max_bytes} UTF-8 bytes, printable"
+
+
+@dataclass(frozen=True, slots=True)
+class UInt(FieldKind):
+    """A whole number from `minimum` to `maximum`."""
+
+    unit: str = ""
+    maximum: int = INT64_MAX
+    minimum: int = 0
+
+    def pack(self, value: Any) -> Any:
+        if isinstance(value, np.integer):
+            value = int(value)
+        return self.unpack(value)
+
+    def unpack(self, raw: Any) -> int:
+        if not isinstance(raw, int) or isinstance(raw, bool):
+            raise FieldError(f"expected a whole number, got {type(raw).__name__}")
+        if not self.minimum <= raw <= self.maximum:
+            raise FieldError(f"{raw} is outside {self.minimum} to {self.maximum}")
+        return raw
+
+    def describe(self) -> str:
+        bound = "" if self.maximum == INT64_MAX else f" to {self.maximum}"
+        return f"whole number from {self.minimum}{bound}" + (f", {self.unit}" if self.unit else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Real(FieldKind):
+    """A finite 64-bit float."""
+
+    unit: str = ""
+
+    def pack(self, value: Any) -> Any:
+        return self.unpack(value)
+
+    def unpack(self, raw: Any) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+            raise FieldError(f"expected a number, got {type(raw).__name__}")
+        number = float(raw)
+        if not math.isfinite(number):
+            raise FieldError("the number is not finite")
+        return number
+
+    def describe(self) -> str:
+        return "finite number" + (f", {self.unit}" if self.unit else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(FieldKind):
+    """True or false."""
+
+    def pack(self, value: Any) -> Any:
+        return self.unpack(value)
+
+    def unpack(self, raw: Any) -> bool:
+        if not isinstance(raw, bool):
+            raise FieldError(f"expected true or false, got {type(raw).__name__}")
+        return raw
+
+    def describe(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(FieldKind):
+    """A member of a string enum, sent as its value."""
+
+    members: type[enum.StrEnum]
+
+    def pack(self, value: Any) -> Any:
+        return self.unpack(value).value
+
+    def unpack(self, raw: Any) -> enum.StrEnum:
+        if not isinstance(raw, str):
+            raise FieldError(f"expected text, got {type(raw).__name__}")
+        try:
+            return self.members(raw)
+        except ValueError as error:
+            raise FieldError(f"{raw[:40]!r} is none of {', '.join(self.members)}") from error
+
+    def describe(self) -> str:
+        return "one of " + ", ".join(f"`{member}`" for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Digest(FieldKind):
+    """Exactly `size` raw bytes."""
+
+    size: int
+
+    def pack(self, value: Any) -> Any:
+        return self.unpack(value)
+
+    def unpack(self, raw: Any) -> bytes:
+        if not isinstance(raw, bytes):
+            raise FieldError(f"expected bytes, got {type(raw).__name__}")
+        if len(raw) != self.size:
+            raise FieldError(f"{len(raw)} bytes, expected {self.size}")
+        return raw
+
+    def describe(self) -> str:
+        return f"{self.size} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(FieldKind):
+    """A one-dimensional array as packed little-endian bytes, read without a copy (and so read-only).
+
+    `dtype` is a numpy name with its byte order, such as `<i8`.
+    """
+
+    dtype: str
+    max_length: int
+    shape: str
+    min_length: int = 0
+    finite: bool = False
+
+    def pack(self, value: Any) -> Any:
+        array = np.asarray(value)
+        wanted = np.dtype(self.dtype)
+        if array.ndim != 1:
+            raise FieldError(f"expected one dimension, got {array.ndim}")
+        if array.dtype != wanted:
+            if not _converts_exactly(array, wanted):
+                raise FieldError(f"values of {array.dtype} do not all fit {wanted}")
+            array = array.astype(wanted)
+        self._check(array)
+        return array.tobytes()
+
+    def unpack(self, raw: Any) -> NDArray[Any]:
+        if not isinstance(raw, bytes):
+            raise FieldError(f"expected packed bytes, got {type(raw).__name__}")
+        item_size = np.dtype(self.dtype).itemsize
+        if len(raw) % item_size:
+            raise FieldError(f"{len(raw)} bytes is no multiple of {item_size}")
+        array = np.frombuffer(raw, dtype=self.dtype)
+        self._check(array)
+        return array
+
+    def _check(self, array: NDArray[Any]) -> None:
+        if not self.min_length <= array.size <= self.max_length:
+            raise FieldError(f"{array.size} entries, allowed are {self.min_length} to {self.max_length}")
+        if self.finite and not bool(np.isfinite(array).all()):
+            raise FieldError("an entry is not finite")
+
+    def describe(self) -> str:
+        finite = ", finite" if self.finite else ""
+        return f"packed `{self.dtype}`, shape [{self.shape}], {self.min_length} to {self.max_length} entries{finite}"
+
+
+def _converts_exactly(array: NDArray[Any], wanted: np.dtype[Any]) -> bool:
+    if array.size == 0:
+        return True
+    if wanted.kind == "f":
+        return array.dtype.kind in "fiu"
+    if array.dtype.kind not in "iu":
+        return False
+    bounds = np.iinfo(wanted)
+    return int(array.min()) >= bounds.min and int(array.max()) <= bounds.max
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf(FieldKind):
+    """Up to `max_length` values of one kind, as a tuple."""
+
+    item: FieldKind
+    max_length: int
+
+    def pack(self, value: Any) -> Any:
+        self._check(value)
+        return [self.item.pack(entry) for entry in value]
+
+    def unpack(self, raw: Any) -> tuple[Any, ...]:
+        self._check(raw)
+        return tuple(self.item.unpack(entry) for entry in raw)
+
+    def _check(self, value: Any) -> None:
+        if not isinstance(value, (list, tuple)):
+            raise FieldError(f"expected a list, got {type(value).__name__}")
+        if len(value) > self.max_length:
+            raise FieldError(f"{len(value)} entries, allowed are at most {self.max_length}")
+
+    def describe(self) -> str:
+        return f"list of up to {self.max_length}: {self.item.describe()}"

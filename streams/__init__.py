@@ -1,0 +1,1 @@
+"""What crosses Kafka: clients, topics, the trigger, the consumer loop, lag and dead letters."""
