@@ -82,7 +82,7 @@ class KafkaSettings(Section):
     heartbeat_interval_ms: Annotated[int, Field(ge=50)] = 500
     fetch_wait_max_ms: Annotated[int, Field(ge=1, description="1 to 5 on the embedded cluster, else 20")] = 20
     connect_timeout_s: Annotated[float, Field(gt=0, description="how long a start waits for the cluster")] = 5.0
-    security: Security = Field(default_factory=Security)
+    security: Security = Security()
 
     @field_validator("topic_prefix", "group_prefix")
     @classmethod
