@@ -1,0 +1,137 @@
+"""The latency model: its shape, its fits, and its on-line correction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.messages import LatencyCoefficients
+from streams.latency import (
+    AppendPoint,
+    Corrector,
+    LatencyModel,
+    RankPoint,
+    ReloadPoint,
+    Stage,
+    fit,
+    fit_append,
+    fit_full,
+    non_negative_least_squares,
+)
+
+MODEL = LatencyModel(LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001))
+
+coefficient = st.floats(0, 1e4, allow_nan=False)
+models = st.builds(
+    LatencyModel, st.builds(LatencyCoefficients, **dict.fromkeys(LatencyCoefficients.__dataclass_fields__, coefficient))
+)
+tokens = st.integers(0, 20_000)
+
+
+@given(models, tokens, tokens, st.integers(0, 5_000))
+def test_more_tokens_never_take_less_time(model: LatencyModel, n: int, m: int, more: int) -> None:
+    assert model.full_us(n + more, m) >= model.full_us(n, m)
+    assert model.full_us(n, m + more) >= model.full_us(n, m)
+    assert model.pre_us(n + more) >= model.pre_us(n)
+    assert model.append_us(n, m + more) >= model.append_us(n, m)
+    assert model.append_us(n + more, m) >= model.append_us(n, m)
+    assert model.hit_us(n + more, m) >= model.hit_us(n, m)
+    assert model.hit_us(n, m + more) >= model.hit_us(n, m)
+    assert model.reload_us(n + more) >= model.reload_us(n)
+
+
+def test_an_append_on_nothing_is_a_pre_infer() -> None:
+    assert MODEL.append_us(0, 777) == MODEL.pre_us(777)
+
+
+@given(tokens, tokens)
+def test_a_prefix_in_two_pieces_costs_only_the_fixed_part_more(first: int, second: int) -> None:
+    pieces = MODEL.append_us(0, first) + MODEL.append_us(first, second)
+    assert pieces == pytest.approx(MODEL.pre_us(first + second) + MODEL.coefficients.b0)
+
+
+@given(st.integers(0, 4_000), st.floats(0, 1e5), st.integers(0, 30_000))
+def test_the_longest_full_prefix_fits_and_one_more_token_does_not(m: int, budget_us: float, limit: int) -> None:
+    longest = MODEL.longest_full(m, budget_us, limit)
+    if longest is None:
+        assert MODEL.full_us(0, m) > budget_us
+    else:
+        assert MODEL.full_us(longest, m) <= budget_us
+        assert longest == limit or MODEL.full_us(longest + 1, m) > budget_us
+
+
+def test_the_longest_append_of_a_budget_below_the_fixed_part_is_none() -> None:
+    assert MODEL.longest_append(1000, 199.0, 512) is None
+    assert MODEL.longest_append(0, MODEL.pre_us(100), 512) == 100
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_is_negative_or_not_finite_is_refused_by_name(bad: float) -> None:
+    values = {name: getattr(MODEL.coefficients, name) for name in LatencyCoefficients.__dataclass_fields__}
+    with pytest.raises(ValueError, match="c1"):
+        LatencyModel(LatencyCoefficients(**{**values, "c1": bad}))
+
+
+def test_a_fit_of_exact_measurements_gives_the_coefficients_back() -> None:
+    sizes = [(n, m) for n in (0, 128, 512, 2048, 4096) for m in (16, 64, 256)]
+    fitted = fit(
+        full=[RankPoint(n, m, MODEL.full_us(n, m)) for n, m in sizes],
+        append=[AppendPoint(n, m, MODEL.append_us(n, m)) for n, m in sizes],
+        hit=[RankPoint(n, m, MODEL.hit_us(n, m)) for n, m in sizes],
+        reload=[ReloadPoint(b, MODEL.reload_us(b)) for b in (1 << 12, 1 << 16, 1 << 20)],
+    )
+    for name in LatencyCoefficients.__dataclass_fields__:
+        assert getattr(fitted.coefficients, name) == pytest.approx(getattr(MODEL.coefficients, name), rel=1e-6), name
+
+
+@given(st.lists(st.tuples(st.integers(1, 8192), st.floats(1, 1e6)), min_size=3, max_size=20, unique_by=lambda p: p[0]))
+def test_a_fit_of_any_noise_is_never_negative(measured: list[tuple[int, float]]) -> None:
+    assert all(value >= 0 for value in fit_append([AppendPoint(0, k, us) for k, us in measured]))
+
+
+def test_a_fit_of_falling_times_is_flat_rather_than_negative() -> None:
+    constant, linear, quadratic = fit_full([RankPoint(n, 0, 1000.0 - n / 10) for n in range(0, 1000, 100)])
+    assert constant == pytest.approx(950, rel=0.05)
+    assert linear == quadratic == 0
+
+
+def test_too_few_sizes_or_a_duration_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 distinct sizes"):
+        fit_full([RankPoint(1, 1, 5.0), RankPoint(2, 2, 6.0), RankPoint(2, 2, 7.0)])
+    with pytest.raises(ValueError, match="positive"):
+        fit_full([RankPoint(1, 1, 5.0), RankPoint(2, 2, 0.0), RankPoint(3, 2, 7.0)])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_non_negative_least_squares_satisfies_its_optimality_conditions(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    matrix, target = random.normal(size=(9, 3)), random.normal(size=9)
+    solution = non_negative_least_squares(matrix, target)
+    gradient = matrix.T @ (matrix @ solution - target)
+    assert (solution >= 0).all()
+    assert (gradient >= -1e-9).all(), "an unused column would have helped"
+    assert abs(gradient @ solution) < 1e-9, "a used column is not at its optimum"
+
+
+def test_the_corrector_follows_a_device_that_became_slower() -> None:
+    corrector = Corrector(MODEL, weight=0.1)
+    for _ in range(100):
+        corrector.observe(Stage.HIT, MODEL.hit_us(1000, 50), 1.5 * MODEL.hit_us(1000, 50))
+    assert corrector.model.hit_us(400, 10) == pytest.approx(1.5 * MODEL.hit_us(400, 10), rel=0.01)
+    assert corrector.model.full_us(400, 10) == MODEL.full_us(400, 10)
+
+
+def test_one_stall_moves_the_correction_by_its_weight_at_most() -> None:
+    corrector = Corrector(MODEL, weight=0.05)
+    corrector.observe(Stage.FULL, 1000.0, 1e9)
+    assert corrector.factor(Stage.FULL) == pytest.approx(1.05)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True)))
+def test_the_correction_stays_within_its_bounds_whatever_is_measured(measured: list[float]) -> None:
+    corrector = Corrector(MODEL, weight=1.0, max_factor=4.0)
+    for duration in measured:
+        corrector.observe(Stage.PRE, 100.0, duration)
+    assert 0.25 <= corrector.factor(Stage.PRE) <= 4.0
