@@ -1,0 +1,1 @@
+"""What the device does next: pure decisions over numbers, without Kafka, torch or a clock of its own."""
