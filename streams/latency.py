@@ -111,7 +111,7 @@ class LatencyModel:
         return self.coefficients.d0 + self.coefficients.d1 * size_bytes
 
     def longest_full(self, scored_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
-        """The longest prefix up to `limit_tokens` whose full inference fits into `budget_us`; None: not even an empty one."""
+        """The longest prefix up to `limit_tokens` whose full inference fits `budget_us`; None: no prefix does."""
         return _largest(lambda tokens: self.full_us(tokens, scored_tokens), budget_us, limit_tokens)
 
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
