@@ -1,0 +1,200 @@
+"""The buckets: what they bound, over every window, whatever is offered."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.messages import LatencyCoefficients
+from streams.latency import LatencyModel
+from streams.trigger.buckets import BucketLimits, FleetBuckets, LeakyAccount, OwnerBuckets, ValueGate
+from streams.trigger.policy import Estimate, OwnerView, Refusal
+
+LIMITS = BucketLimits(footprint_reserve=0.1, load_limit=0.8, preinfer_share=0.3, burst_us=500_000)
+CAPACITY_BYTES = 1_000_000
+
+
+def offer(
+    new_bytes: int = 1000, alive_us: int = 100_000, prepare_us: float = 0.0, saved_us: float = 1000.0
+) -> Estimate:
+    return Estimate(
+        prefix_tokens=100,
+        scored_tokens=10,
+        full_us=saved_us,
+        hit_us=0.0,
+        prepare_us=prepare_us,
+        new_bytes=new_bytes,
+        lead_us=alive_us,
+        alive_us=alive_us,
+    )
+
+
+offers = st.lists(
+    st.tuples(
+        st.integers(0, 300_000),
+        st.builds(
+            offer,
+            new_bytes=st.integers(0, 2 * CAPACITY_BYTES),
+            alive_us=st.integers(0, 2_000_000),
+            prepare_us=st.floats(0, 400_000),
+            saved_us=st.floats(0, 1e6),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60)
+@given(offers, st.floats(0.05, 1.0))
+def test_admitted_bytes_times_time_and_device_time_stay_within_the_budget_over_every_window(
+    arrivals: list[tuple[int, Estimate]], share: float
+) -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, share, 0)
+    admitted, now_us = [], 0
+    for gap_us, estimate in arrivals:
+        now_us += gap_us
+        if buckets.admit(estimate, now_us) is None:
+            admitted.append((now_us, estimate))
+    footprint_rate = 0.9 * CAPACITY_BYTES * share
+    for first in range(len(admitted)):
+        byte_us = device_us = largest_byte_us = largest_device_us = 0.0
+        for at_us, estimate in admitted[first:]:
+            byte_us += estimate.footprint_byte_us
+            device_us += estimate.prepare_us
+            largest_byte_us = max(largest_byte_us, estimate.footprint_byte_us)
+            largest_device_us = max(largest_device_us, estimate.prepare_us)
+            window_us = at_us - admitted[first][0] + LIMITS.burst_us
+            assert byte_us <= (footprint_rate * window_us + largest_byte_us) * (1 + 1e-9)
+            assert device_us <= (LIMITS.load_limit * share * window_us + largest_device_us) * (1 + 1e-9)
+
+
+@given(offers)
+def test_two_halves_of_a_budget_admit_no_more_than_the_whole_and_its_burst(
+    arrivals: list[tuple[int, Estimate]],
+) -> None:
+    halves = [OwnerBuckets(LIMITS, CAPACITY_BYTES, 0.5, 0) for _ in range(2)]
+    now_us, byte_us, largest = 0, 0.0, [0.0, 0.0]
+    for index, (gap_us, estimate) in enumerate(arrivals):
+        now_us += gap_us
+        if halves[index % 2].admit(estimate, now_us) is None:
+            byte_us += estimate.footprint_byte_us
+            largest[index % 2] = max(largest[index % 2], estimate.footprint_byte_us)
+    assert byte_us <= (0.9 * CAPACITY_BYTES * (now_us + LIMITS.burst_us) + sum(largest)) * (1 + 1e-9)
+
+
+def test_a_prefix_larger_than_the_whole_share_of_the_cache_is_refused_for_good() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    assert buckets.admit(offer(new_bytes=900_001), 0) is Refusal.FOOTPRINT
+    assert buckets.admit(offer(new_bytes=900_000), 0) is None
+
+
+def test_a_charge_beyond_the_burst_is_taken_when_the_account_is_empty_and_paid_off_after() -> None:
+    account = LeakyAccount(rate_per_us=1.0, burst_us=100, now_us=0)
+    assert account.has_room(250, 0)
+    account.charge(250, 0)
+    assert not account.has_room(1, 150)
+    assert account.has_room(1, 151)
+
+
+def test_an_account_without_a_rate_takes_nothing() -> None:
+    account = LeakyAccount(rate_per_us=0.0, burst_us=100, now_us=0)
+    assert not account.has_room(1, 10**9)
+    assert account.has_room(0, 10**9)
+
+
+def test_a_clock_that_goes_back_neither_drains_nor_fills() -> None:
+    account = LeakyAccount(rate_per_us=1.0, burst_us=100, now_us=1000)
+    account.charge(50, 1000)
+    assert account.fill(0) == pytest.approx(0.5)
+    assert account.fill(1025) == pytest.approx(0.25)
+
+
+def test_the_load_bucket_leaves_ranking_its_time() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    for now_us in range(0, 5_000_000, 10_000):
+        buckets.count_ranking(4_000, now_us)
+    assert buckets.ranking_load(5_000_000) == pytest.approx(0.4, rel=0.02)
+    now_us = 5_000_000
+    # rho - 0.4 leaves 0.4 of a device: 200 ms of burst.
+    assert buckets.admit(offer(prepare_us=150_000), now_us) is None
+    assert buckets.admit(offer(prepare_us=60_000), now_us) is Refusal.LOAD
+
+
+def test_an_overload_of_ranking_never_shuts_pre_infer_out() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    admitted_us = 0.0
+    for now_us in range(0, 10_000_000, 10_000):
+        buckets.count_ranking(20_000, now_us)
+        if buckets.admit(offer(new_bytes=1, prepare_us=10_000), now_us) is None:
+            admitted_us += 10_000
+    assert admitted_us / 10_000_000 == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_short_bucket_prefers_what_saves_the_most_time_per_byte() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    good = poor = 0
+    for step in range(4000):
+        now_us = step * 10_000
+        # Twice what the footprint carries, half of it of ten times the value.
+        valuable = step % 2 == 0
+        estimate = offer(new_bytes=90_000, alive_us=200_000, saved_us=10_000.0 if valuable else 1_000.0)
+        if buckets.admit(estimate, now_us) is None:
+            good, poor = good + valuable, poor + (not valuable)
+    assert good > 4 * poor
+
+
+def test_offers_of_equal_value_are_all_admitted_until_the_bucket_is_full() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    # The burst is 0.9 MB for half a second; each takes a tenth of that.
+    answers = [buckets.admit(offer(new_bytes=90_000, alive_us=500_000), 0) for _ in range(11)]
+    assert answers == [None] * 10 + [Refusal.FOOTPRINT]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300), st.floats(0, 2))
+def test_the_value_gate_never_asks_for_more_than_was_lately_offered(densities: list[float], fill: float) -> None:
+    gate = ValueGate(window=16)
+    for density in densities:
+        gate.observe(density)
+    assert gate.asks(fill) <= max(densities[-16:])
+    assert gate.asks(0.5) == 0
+
+
+MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
+
+
+def view(worker_id: str, partitions: set[int], capacity_bytes: int = CAPACITY_BYTES) -> OwnerView:
+    return OwnerView(worker_id, frozenset(partitions), MODEL, 10, 0, 1, 1000, capacity_bytes, 0, 0)
+
+
+def admitted_at_once(buckets: OwnerBuckets) -> int:
+    count = 0
+    while buckets.admit(offer(new_bytes=1000, alive_us=500_000), 0) is None:
+        count += 1
+    return count
+
+
+def test_several_processes_add_up_to_one_budget() -> None:
+    owner = view("worker-00", {0, 1, 2, 3})
+    whole, first, second = (FleetBuckets(LIMITS) for _ in range(3))
+    whole.reassign(frozenset(range(8)))
+    first.reassign(frozenset({0, 5}))
+    second.reassign(frozenset({1, 2, 3}))
+    parts = admitted_at_once(first.of(owner, 0)) + admitted_at_once(second.of(owner, 0))
+    assert parts == admitted_at_once(whole.of(owner, 0)) == 900
+
+
+def test_a_new_assignment_changes_the_share_but_forgets_no_charge() -> None:
+    owner = view("worker-00", {0, 1})
+    fleet = FleetBuckets(LIMITS)
+    fleet.reassign(frozenset({0, 1}))
+    assert admitted_at_once(fleet.of(owner, 0)) == 900
+    fleet.reassign(frozenset({0}))
+    assert admitted_at_once(fleet.of(owner, 0)) == 0
+
+
+def test_a_worker_with_more_memory_gets_more() -> None:
+    fleet = FleetBuckets(LIMITS)
+    fleet.reassign(frozenset({0, 1}))
+    assert admitted_at_once(fleet.of(view("worker-00", {0}), 0)) == 900
+    assert admitted_at_once(fleet.of(view("worker-00", {0}, 2 * CAPACITY_BYTES), 0)) == 900
