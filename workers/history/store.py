@@ -40,7 +40,7 @@ from workers.history.record import StoredHistory
 log = structlog.get_logger()
 
 LAYOUT: Final = b"relaygr.history-store.1"
-LEAST_BYTES: Final = 4 * 1024 * 1024
+LEAST_BYTES: Final = 1024 * 1024
 # A batch rewrites pages before the old ones are free: room that values may not take.
 _RESERVE_FRACTION: Final = 8
 _MAX_READERS: Final = 512
@@ -74,12 +74,21 @@ class HistoryRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryBatch:
+    """Records of one partition in offset order, and the offset to go on from."""
+
+    partition: int
+    records: tuple[HistoryRecord, ...]
+    next_offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionState:
     """How far a partition has been read."""
 
     next_offset: int
     current_at_ms: int
-    """When the store was last known to hold all of it, wall clock; 0: never."""
+    """No deletion since then can have been missed; ms since the epoch, wall clock; 0: not known."""
     refused: int
     """Records for which there was no room since it was last read from the beginning."""
 
@@ -192,23 +201,29 @@ class HistoryStore:
             return None if found is None else record.read_version(found)
 
     def apply(self, partition: int, records: Sequence[HistoryRecord], next_offset: int) -> ApplyOutcome:
-        """Stores the records of one partition, in offset order, and its next offset, in one transaction.
+        """`apply_all` of one partition."""
+        return self.apply_all((HistoryBatch(partition, tuple(records), next_offset),))
+
+    def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
+        """Stores the batches and their next offsets in one transaction, all or nothing.
 
         Records below the stored offset are skipped, and the offset never goes back (`forget` does that).
-        Raises StoreFullError if not even the offset fits, lmdb.Error if the disk fails: nothing is stored then.
+        Raises StoreFullError if not even the offsets fit, lmdb.Error if the disk fails.
         """
         try:
-            return self._apply(partition, records, next_offset)
+            return self._apply(batches)
         except lmdb.MapFullError:
             self._env.reader_check()
         # Free pages are there, but not in one piece, or readers hold them: one record at a time needs least.
         outcomes = []
-        for entry in records:
-            try:
-                outcomes.append(self._apply(partition, (entry,), entry.offset + 1))
-            except lmdb.MapFullError:
-                outcomes.append(self._refuse(partition, entry))
-        outcomes.append(self._refuse_nothing(partition, next_offset))
+        try:
+            for batch in batches:
+                outcomes += [self._apply_one(batch.partition, entry) for entry in batch.records]
+                outcomes.append(self._apply((replace(batch, records=()),)))
+        except lmdb.MapFullError as error:
+            raise StoreFullError(
+                f"the history store in {self.path} has no free page: raise history_max_bytes"
+            ) from error
         return _joined(outcomes)
 
     def forget(self, partition: int) -> int:
@@ -227,10 +242,12 @@ class HistoryStore:
     def rewind(self, partition: int) -> None:
         """Lets a partition be read again from the beginning; its users stay meanwhile."""
         with self._env.begin(write=True) as txn:
-            txn.delete(_PARTITION_KEY.pack(partition), db=self._partitions)
+            state = self._state(txn, partition)
+            if state is not None:
+                self._put_state(txn, partition, replace(state, next_offset=0, refused=0))
 
     def mark_current(self, partitions: Iterable[int], now_ms: int) -> None:
-        """Notes that all of these partitions, as far as they are written now, is in the store."""
+        """Notes that these partitions are, or from now on will be, read without a gap."""
         with self._env.begin(write=True) as txn:
             for partition in partitions:
                 state = self._state(txn, partition) or PartitionState(0, 0, 0)
@@ -239,7 +256,7 @@ class HistoryStore:
     def next_offset(self, partition: int) -> int | None:
         """Where to go on reading; None: from the beginning."""
         state = self.state(partition)
-        return None if state is None else state.next_offset
+        return state.next_offset if state is not None and state.next_offset > 0 else None
 
     def state(self, partition: int) -> PartitionState | None:
         """How far a partition has been read; None: not at all."""
@@ -270,56 +287,51 @@ class HistoryStore:
         with self._env.begin() as txn:
             return int(txn.stat(self._users)["entries"])
 
-    def _apply(self, partition: int, records: Sequence[HistoryRecord], next_offset: int) -> ApplyOutcome:
+    def _apply(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
+        with self._env.begin(write=True, buffers=True) as txn:
+            return _joined([self._apply_batch(txn, batch) for batch in batches])
+
+    def _apply_batch(self, txn: Any, batch: HistoryBatch) -> ApplyOutcome:
         changed: list[str] = []
         deleted: list[str] = []
         refused: list[str] = []
         older = repeated = 0
-        with self._env.begin(write=True, buffers=True) as txn:
-            state = self._state(txn, partition) or PartitionState(0, 0, 0)
-            for entry in records:
-                key = _user_key(entry.user_id)
-                if entry.offset < state.next_offset:
-                    repeated += 1
-                    continue
-                if entry.history is None:
-                    txn.delete(key, db=self._users)
-                    deleted.append(entry.user_id)
-                    continue
-                found = txn.get(key, db=self._users)
-                if found is not None and record.read_head(found).number > entry.history.number:
-                    older += 1
-                    continue
-                value = record.pack(entry.history, partition)
-                freed = 0 if found is None else len(found)
-                if self._pages(txn) * self._page_bytes + len(value) - freed > self._value_bytes:
-                    txn.delete(key, db=self._users)
-                    refused.append(entry.user_id)
-                    continue
-                txn.put(key, value, db=self._users)
-                changed.append(entry.user_id)
-            self._advance(txn, partition, state, next_offset, len(refused))
+        state = self._state(txn, batch.partition) or PartitionState(0, 0, 0)
+        for entry in batch.records:
+            key = _user_key(entry.user_id)
+            if entry.offset < state.next_offset:
+                repeated += 1
+                continue
+            if entry.history is None:
+                txn.delete(key, db=self._users)
+                deleted.append(entry.user_id)
+                continue
+            found = txn.get(key, db=self._users)
+            if found is not None and record.read_head(found).number > entry.history.number:
+                older += 1
+                continue
+            value = record.pack(entry.history, batch.partition)
+            freed_bytes = 0 if found is None else len(found)
+            if self._pages(txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
+                txn.delete(key, db=self._users)
+                refused.append(entry.user_id)
+                continue
+            txn.put(key, value, db=self._users)
+            changed.append(entry.user_id)
+        self._advance(txn, batch.partition, state, batch.next_offset, len(refused))
         return ApplyOutcome(tuple(changed), tuple(deleted), tuple(refused), older, repeated)
 
-    def _refuse(self, partition: int, entry: HistoryRecord) -> ApplyOutcome:
+    def _apply_one(self, partition: int, entry: HistoryRecord) -> ApplyOutcome:
+        """One record in its own transaction; refused if that has no room. Raises lmdb.MapFullError."""
         try:
-            with self._env.begin(write=True) as txn:
-                state = self._state(txn, partition) or PartitionState(0, 0, 0)
-                txn.delete(_user_key(entry.user_id), db=self._users)
-                self._advance(txn, partition, state, entry.offset + 1, 1)
-        except lmdb.MapFullError as error:
-            raise StoreFullError(
-                f"the history store in {self.path} has no free page: raise history_max_bytes"
-            ) from error
+            return self._apply((HistoryBatch(partition, (entry,), entry.offset + 1),))
+        except lmdb.MapFullError:
+            pass
+        with self._env.begin(write=True) as txn:
+            state = self._state(txn, partition) or PartitionState(0, 0, 0)
+            txn.delete(_user_key(entry.user_id), db=self._users)
+            self._advance(txn, partition, state, entry.offset + 1, 1)
         return ApplyOutcome(refused=(entry.user_id,))
-
-    def _refuse_nothing(self, partition: int, next_offset: int) -> ApplyOutcome:
-        try:
-            return self._apply(partition, (), next_offset)
-        except lmdb.MapFullError as error:
-            raise StoreFullError(
-                f"the history store in {self.path} has no free page: raise history_max_bytes"
-            ) from error
 
     def _advance(self, txn: Any, partition: int, state: PartitionState, next_offset: int, refused: int) -> None:
         offset = max(next_offset, state.next_offset)
