@@ -1,0 +1,19 @@
+"""The worker's consumer: poll thread, commit watermark, lanes to the device thread."""
+
+from streams.consumer.loop import ConsumerFactory, ConsumerLoop, Handler, LoopState, LoopStatus, Received, Token
+from streams.consumer.settings import ConsumerSettings
+from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
+
+__all__ = [
+    "Begin",
+    "ConsumerFactory",
+    "ConsumerLoop",
+    "ConsumerSettings",
+    "Handler",
+    "LoopState",
+    "LoopStatus",
+    "Received",
+    "Token",
+    "TopicPartition",
+    "WatermarkTracker",
+]

@@ -1,0 +1,609 @@
+"""The worker's consumer loop: one thread owns the Kafka consumer, and never computes.
+
+Contract:
+
+* `start()` subscribes and starts the poll thread. All calls of the `Handler` come from that thread, so they
+  must not block: they put work elsewhere, or answer it at once.
+* Each message is handed over once (`on_message`), with a `token`. When its work is done, whatever its end, any
+  thread calls `finish(token)`. What may be committed is the contiguous watermark of finished offsets
+  (`streams.consumer.watermark`), handed to the client's auto-commit a few times a second.
+* A rebalance: on revoke the watermark is committed before the partitions go, and everything known is kept.
+  What comes back and is delivered again is skipped if it is in flight or finished here; the work of lost
+  partitions may go on, but never touches an offset. A message that was begun and not finished when the
+  process dies is delivered again to whoever owns the partition then.
+* `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
+  Partitions that are not owned on all topics alike (an owner split) are counted and logged.
+* `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
+  A partition whose span reaches `max_span` is paused by the loop itself until half of it is finished.
+* `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end.
+* The loop ends by itself as FENCED (another process took over the `group.instance.id`: exit at once, with a
+  code on which nobody restarts it), or as FAILED with the reason in `error`: a topic that stays unknown, missing
+  rights, or an exception of the handler. A handler that meets a bad message must deal with it (dead letter)
+  and finish it; an exception that it lets out is a bug, and going on would lose that message or block its
+  partition for ever.
+* A broker that is away ends nothing: `status().broker_reachable` says so until it is back.
+
+Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
+through a queue that it looks at between polls.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from schemas.headers import RawHeaders
+from streams.client_errors import ErrorCallback, cause_of
+from streams.clock import Clock, SystemClock
+from streams.consumer import metrics
+from streams.consumer.ownership import split_partitions
+from streams.consumer.settings import ConsumerSettings
+from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
+from streams.errors import RelayError
+
+ConsumerFactory = Callable[[ErrorCallback], Consumer]
+
+_UNKNOWN_TOPIC: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC))
+_UNREACHABLE: Final = frozenset((KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE))
+_REFUSED: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topics",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
+    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to what the broker allows (6000 by default)",
+}
+_PROBE_INTERVAL_US: Final = 1_000_000
+# While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
+_PROBE_TIMEOUT_S: Final = 0.1
+_LOG_INTERVAL_US: Final = 10_000_000
+
+
+class LoopState(enum.StrEnum):
+    """Where the loop is in its life. FENCED and FAILED are ends that nobody asked for."""
+
+    NEW = "new"
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FENCED = "fenced"
+    FAILED = "failed"
+
+
+_ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What `finish` takes: which message, of which generation of its partition."""
+
+    topic: str
+    partition: int
+    offset: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message, handed over once. `message` is the client's own, for dead letters."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: RawHeaders
+    timestamp_ms: int
+    received_us: int
+    """Monotonic."""
+    assignment_epoch: int
+    token: Token
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """For readiness and status messages. `assigned`: the group has answered, if only with no partition."""
+
+    state: LoopState
+    assigned: bool
+    partitions: frozenset[int]
+    assignment_epoch: int
+    last_poll_us: int
+    """Monotonic. Older than a second: the poll thread hangs."""
+    broker_reachable: bool
+    stalled: bool
+    in_flight: int
+    paused: int
+    owner_split: frozenset[int]
+
+
+class Handler(Protocol):
+    """Called on the poll thread; never computes, never blocks."""
+
+    def on_message(self, message: Received) -> None:
+        """New work. Sooner or later its token goes to `finish`."""
+
+    def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
+        """The whole of what this process owns now."""
+
+    def on_revoked(self, partitions: frozenset[int]) -> None:
+        """Taken in a rebalance, most of them to be given back in a moment."""
+
+    def on_lost(self, partitions: frozenset[int]) -> None:
+        """The membership expired: others may own them already."""
+
+    def on_tick(self, now_us: int) -> None:
+        """Between polls, every `tick_interval_ms`: producer polls, timers. Monotonic µs."""
+
+
+class ConsumerLoop:
+    """See the module. `topics` are the co-partitioned ones that one owner must have alike."""
+
+    def __init__(
+        self,
+        consumer_factory: ConsumerFactory,
+        topics: Sequence[str],
+        handler: Handler,
+        clock: Clock | None = None,
+        settings: ConsumerSettings | None = None,
+        name: str = "workers",
+        on_end: Callable[[LoopState], None] | None = None,
+    ) -> None:
+        self._factory = consumer_factory
+        self._topics = tuple(topics)
+        self._handler = handler
+        self._clock = clock or SystemClock()
+        self._settings = settings or ConsumerSettings()
+        self._name = name
+        self._on_end = on_end
+        self._log = structlog.get_logger().bind(loop=name)
+        self._tracker = WatermarkTracker(self._settings.max_span)
+        self._finished: deque[Token] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"poll-{name}", daemon=True)
+        self._consumer: Consumer | None = None
+
+        self._state = LoopState.NEW
+        self._error: BaseException | None = None
+        self._assigned = False
+        self._partitions: frozenset[int] = frozenset()
+        self._owner_split: frozenset[int] = frozenset()
+        self._epoch = 0
+        self._broker_reachable = True
+        self._stalled = False
+        self._in_flight = 0
+
+        self._asked: set[TopicPartition] = set()
+        self._full: set[TopicPartition] = set()
+        self._paused: set[TopicPartition] = set()
+
+        self._received: Tally[str] = Tally()
+        self._last_poll_us = self._tick_at_us = self._store_at_us = self._probe_at_us = 0
+        self._message_at_us = self._drain_until_us = 0
+        self._missing_topic: str | None = None
+        self._missing_since_us = 0
+        self._logged_at_us: dict[int, int] = {}
+
+    # Any thread.
+
+    def start(self) -> None:
+        """Subscribes, and starts the poll thread. Raises what the factory raises."""
+        self._consumer = self._factory(self._on_client_error)
+        self._consumer.subscribe(
+            list(self._topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+        self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
+        self._state = LoopState.RUNNING
+        metrics.BROKER_REACHABLE.labels(self._name).set(1)
+        self._thread.start()
+
+    def finish(self, token: Token) -> None:
+        """The message's work is done: its offset may be committed. Never blocks."""
+        self._finished.append(token)
+
+    def pause(self, topic: str, partitions: Iterable[int]) -> None:
+        """No more messages of these until `resume`."""
+        asked = {TopicPartition(topic, partition) for partition in partitions}
+        self._commands.append(lambda: self._asked.update(asked))
+
+    def resume(self, topic: str, partitions: Iterable[int]) -> None:
+        """Undoes `pause`."""
+        asked = {TopicPartition(topic, partition) for partition in partitions}
+        self._commands.append(lambda: self._asked.difference_update(asked))
+
+    def stop(self, drain_s: float) -> None:
+        """Reads no more, waits at most `drain_s` for what is in flight, commits and closes. Returns at once."""
+        self._commands.append(lambda: self._drain(drain_s))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end of the poll thread; whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the loop is FENCED or FAILED: a RelayError where the user can mend it."""
+        return self._error
+
+    def status(self) -> LoopStatus:
+        """A snapshot, as of the last tick."""
+        return LoopStatus(
+            state=self._state,
+            assigned=self._assigned,
+            partitions=self._partitions,
+            assignment_epoch=self._epoch,
+            last_poll_us=self._last_poll_us,
+            broker_reachable=self._broker_reachable,
+            stalled=self._stalled,
+            in_flight=self._in_flight,
+            paused=len(self._paused),
+            owner_split=self._owner_split,
+        )
+
+    # The poll thread.
+
+    @property
+    def _client(self) -> Consumer:
+        assert self._consumer is not None
+        return self._consumer
+
+    def _run(self) -> None:
+        try:
+            while self._state in _ALIVE:
+                self._step()
+        except BaseException as error:
+            self._fail(LoopState.FAILED, error)
+            self._log.exception("consumer loop failed")
+        finally:
+            self._close()
+            if self._on_end is not None:
+                self._on_end(self._state)
+
+    def _step(self) -> None:
+        message = self._client.poll(self._settings.poll_timeout_ms / 1000)
+        if message is not None:
+            self._receive(message)
+            # poll() is the one call that wakes at the first message; consume() waits out its time-out, but
+            # takes what is there with one release of the interpreter lock.
+            for message in self._client.consume(self._settings.batch_messages - 1, 0):
+                self._receive(message)
+        self._take_finished()
+        while self._commands:
+            self._commands.popleft()()
+        now_us = self._last_poll_us = self._clock.monotonic_us()
+        if now_us >= self._tick_at_us and self._state in _ALIVE:
+            self._tick_at_us = now_us + self._settings.tick_interval_ms * 1000
+            self._tick(now_us)
+
+    def _receive(self, message: Message) -> None:
+        error = message.error()
+        if error is not None:
+            self._on_error(error)
+            return
+        if self._state is not LoopState.RUNNING:
+            # Not begun, so never committed: its next owner reads it.
+            return
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None and partition is not None and offset is not None
+        tp = TopicPartition(topic, partition)
+        begin = self._tracker.begin(tp, offset)
+        if begin is not Begin.NEW:
+            metrics.SKIPPED.labels(self._name, begin.value).inc()
+            return
+        if self._tracker.is_full(tp):
+            self._full.add(tp)
+        now_us = self._message_at_us = self._clock.monotonic_us()
+        self._received[topic] += 1
+        self._handler.on_message(
+            Received(
+                topic=topic,
+                partition=partition,
+                offset=offset,
+                key=_as_bytes(message.key()),
+                value=_as_bytes(message.value()),
+                headers=_as_pairs(message.headers()),
+                timestamp_ms=message.timestamp()[1],
+                received_us=now_us,
+                assignment_epoch=self._epoch,
+                token=Token(topic, partition, offset, self._tracker.generation(tp)),
+                message=message,
+            )
+        )
+
+    def _tick(self, now_us: int) -> None:
+        self._handler.on_tick(now_us)
+        self._full = {tp for tp in self._full if self._tracker.span(tp) * 2 > self._settings.max_span}
+        self._apply_pauses()
+        if self._received:
+            self._broker_is(True)
+            for topic, count in self._received.items():
+                metrics.MESSAGES.labels(self._name, topic).inc(count)
+            self._received.clear()
+        if now_us >= self._store_at_us:
+            self._store_at_us = now_us + self._settings.store_interval_ms * 1000
+            self._store()
+            self._in_flight = self._tracker.in_flight()
+            metrics.IN_FLIGHT.labels(self._name).set(self._in_flight)
+            self._watch(now_us)
+        if self._state is LoopState.DRAINING and (self._tracker.in_flight() == 0 or now_us >= self._drain_until_us):
+            self._state = LoopState.STOPPED
+
+    def _drain(self, drain_s: float) -> None:
+        if self._state is LoopState.RUNNING:
+            self._state = LoopState.DRAINING
+            self._drain_until_us = self._clock.monotonic_us() + int(drain_s * 1e6)
+
+    def _close(self) -> None:
+        """The last commit, and good-bye. A fenced consumer commits nothing: the id is another's now."""
+        try:
+            if self._state is not LoopState.FENCED:
+                self._commit_now(self._tracker.owned())
+            self._client.close()
+        except (KafkaException, RuntimeError) as error:
+            self._log.warning("consumer did not close cleanly", error=str(error))
+        self._assigned = False
+        self._log.info("consumer loop ended", state=self._state.value, unfinished=self._tracker.in_flight())
+
+    # Offsets.
+
+    def _take_finished(self) -> None:
+        while self._finished:
+            token = self._finished.popleft()
+            self._tracker.finish(TopicPartition(token.topic, token.partition), token.offset, token.generation)
+
+    def _store(self) -> None:
+        offsets = self._tracker.committable()
+        if not offsets:
+            return
+        try:
+            self._client.store_offsets(offsets=_to_kafka(offsets))
+        except KafkaException as error:
+            # A partition that is just going away: what counts is committed when it is revoked.
+            self._count_error(error.args[0])
+            return
+        self._tracker.committed(offsets)
+        metrics.COMMITS.labels(self._name, "stored").inc()
+
+    def _commit_now(self, partitions: Iterable[TopicPartition]) -> None:
+        """Commits and waits. Without a broker there is nobody to wait for: then it is left to redelivery."""
+        offsets = self._tracker.unconfirmed(partitions)
+        if offsets and self._broker_reachable and self._commit(offsets):
+            self._tracker.confirmed(offsets)
+
+    def _commit(self, offsets: Mapping[TopicPartition, int]) -> bool:
+        started_us = self._clock.monotonic_us()
+        try:
+            answers = self._client.commit(offsets=_to_kafka(offsets), asynchronous=False) or []
+            failed = [answer for answer in answers if answer.error is not None]
+        except KafkaException as error:
+            self._count_error(error.args[0])
+            return False
+        if failed:
+            self._log.warning("commit refused", partitions=len(failed), error=str(failed[0].error))
+            return False
+        metrics.COMMITS.labels(self._name, "waited").inc()
+        took_us = self._clock.monotonic_us() - started_us
+        self._log.info("committed", partitions=len(offsets), took_us=took_us)
+        return True
+
+    # Rebalances: called by the client inside poll() and consume(), on the poll thread.
+
+    def _on_assign(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        self._tracker.assign(self._positions(consumer, partitions))
+        self._epoch += 1
+        self._assigned = True
+        self._stalled = False
+        self._message_at_us = self._clock.monotonic_us()
+        self._paused.clear()  # A new assignment starts unpaused.
+        self._note_ownership()
+        if self._owner_split:
+            self._log.error(
+                "owner split: these partitions are not owned on all topics alike, so requests and prefixes miss "
+                "each other; every member must subscribe to the same topics, of equal partition counts, with the "
+                "range assignor",
+                partitions=sorted(self._owner_split)[:20],
+            )
+        if self._missing_topic in {tp.topic for tp in self._tracker.owned()}:
+            self._missing_topic = None
+        self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
+        self._handler.on_assigned(self._partitions, self._epoch)
+
+    def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        gone = _from_kafka(partitions)
+        self._take_finished()
+        self._commit_now(gone)
+        self._tracker.revoke(gone)
+        self._paused.difference_update(gone)
+        self._note_ownership()
+        self._log.info("revoked", partitions=len(partitions))
+        self._handler.on_revoked(frozenset(tp.partition for tp in gone))
+
+    def _on_lost(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        gone = _from_kafka(partitions)
+        self._tracker.revoke(gone)
+        self._paused.difference_update(gone)
+        self._assigned = False
+        self._note_ownership()
+        self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
+        self._handler.on_lost(frozenset(tp.partition for tp in gone))
+
+    def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:
+        """Where the group stands. A partition without a commit gets one, at the start of its log.
+
+        Without it, and with a log that is cut meanwhile, a dead owner's unfinished messages could be passed over.
+        """
+        positions: dict[TopicPartition, int | None] = dict.fromkeys(_from_kafka(partitions))
+        if not partitions:
+            return positions
+        try:
+            committed = consumer.committed(partitions, timeout=self._settings.request_timeout_s)
+            fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
+            starts = consumer.offsets_for_times(fresh, timeout=self._settings.request_timeout_s) if fresh else []
+        except KafkaException as error:
+            self._count_error(error.args[0])
+            return positions
+        positions.update(_offsets(committed))
+        if starts and self._commit(_offsets(starts)):
+            positions.update(_offsets(starts))
+        return positions
+
+    def _note_ownership(self) -> None:
+        owned = self._tracker.owned()
+        self._partitions = frozenset(tp.partition for tp in owned)
+        self._owner_split = split_partitions(owned, self._topics) if owned else frozenset()
+        metrics.EPOCH.labels(self._name).set(self._epoch)
+        metrics.OWNED.labels(self._name).set(len(self._partitions))
+        metrics.OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
+
+    # Pauses.
+
+    def _apply_pauses(self) -> None:
+        wanted = self._asked | self._full
+        if wanted == self._paused and self._state is LoopState.RUNNING:
+            return
+        owned = self._tracker.owned()
+        wanted = set(owned) if self._state is not LoopState.RUNNING else wanted & owned
+        try:
+            if pause := wanted - self._paused:
+                self._client.pause([KafkaPartition(*tp) for tp in pause])
+            if resume := self._paused - wanted:
+                self._client.resume([KafkaPartition(*tp) for tp in resume])
+        except KafkaException as error:
+            # A rebalance is under way; the next tick finds out what is ours.
+            self._count_error(error.args[0])
+            return
+        self._paused = wanted
+        metrics.PAUSED.labels(self._name).set(len(wanted))
+
+    # Errors.
+
+    def _on_client_error(self, error: KafkaError) -> None:
+        if error.code() in _UNREACHABLE:
+            self._broker_is(False)
+        else:
+            self._count_error(error)
+
+    def _on_error(self, error: KafkaError) -> None:
+        code = error.code()
+        if code == KafkaError._FATAL or error.fatal() or code == KafkaError.FENCED_INSTANCE_ID:
+            self._on_fatal(error)
+        elif code in _UNKNOWN_TOPIC:
+            if self._missing_topic is None:
+                self._missing_since_us = self._clock.monotonic_us()
+                self._missing_topic = next((topic for topic in self._topics if topic in error.str()), self._topics[0])
+            self._count_error(error)
+        elif code in _REFUSED:
+            self._fail(LoopState.FAILED, RelayError(f"Kafka refuses: {cause_of(error)}. {_REFUSED[code]}"))
+        elif code in _UNREACHABLE:
+            self._broker_is(False)
+        else:
+            self._count_error(error)
+
+    def _on_fatal(self, error: KafkaError) -> None:
+        if "FENCED" in error.str() or error.code() == KafkaError.FENCED_INSTANCE_ID:
+            self._fail(
+                LoopState.FENCED,
+                RelayError("Another process took over this group.instance.id. This one must exit, and stay down"),
+            )
+        else:
+            self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+
+    def _fail(self, state: LoopState, error: BaseException) -> None:
+        self._state = state
+        self._error = error
+        self._log.error("consumer loop ends", state=state.value, error=str(error))
+
+    def _count_error(self, error: KafkaError) -> None:
+        metrics.ERRORS.labels(self._name, error.name()).inc()
+        now_us = self._clock.monotonic_us()
+        if now_us - self._logged_at_us.get(error.code(), -_LOG_INTERVAL_US) >= _LOG_INTERVAL_US:
+            self._logged_at_us[error.code()] = now_us
+            self._log.warning("consumer error", error=error.name(), cause=cause_of(error))
+
+    def _broker_is(self, reachable: bool) -> None:
+        if reachable != self._broker_reachable:
+            self._broker_reachable = reachable
+            metrics.BROKER_REACHABLE.labels(self._name).set(int(reachable))
+            self._log.warning("broker is back" if reachable else "broker is away")
+
+    # Watches.
+
+    def _watch(self, now_us: int) -> None:
+        if (
+            self._missing_topic is not None
+            and now_us - self._missing_since_us >= self._settings.missing_topic_grace_s * 1e6
+        ):
+            sentence = f"Topic {self._missing_topic} does not exist. Create it: relaygr topics create"
+            self._fail(LoopState.FAILED, RelayError(sentence))
+            return
+        if now_us < self._probe_at_us:
+            return
+        self._probe_at_us = now_us + _PROBE_INTERVAL_US
+        if not self._broker_reachable:
+            self._probe()
+        elif self._assigned and now_us - self._message_at_us >= self._settings.stall_s * 1e6:
+            self._probe_at_us = now_us + int(self._settings.stall_s * 1e6)
+            self._look_for_unread()
+        elif self._stalled:
+            self._stall_is(False)
+
+    def _probe(self) -> None:
+        try:
+            self._client.list_topics(self._topics[0], timeout=_PROBE_TIMEOUT_S)
+        except KafkaException:
+            return
+        self._broker_is(True)
+
+    def _look_for_unread(self) -> None:
+        """Quiet for long: is there really nothing to read? A consumer that was fenced just returns None for ever."""
+        readable = [KafkaPartition(*tp, OFFSET_END) for tp in self._tracker.owned() - self._paused]
+        if not readable:
+            return
+        try:
+            ends = _offsets(self._client.offsets_for_times(readable, timeout=_PROBE_TIMEOUT_S))
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError._FATAL:
+                self._on_fatal(error.args[0])
+            else:
+                self._count_error(error.args[0])
+            return
+        unread = sum(max(0, end - self._tracker.next_offset(tp)) for tp, end in ends.items())
+        self._stall_is(unread > 0)
+        if unread:
+            self._log.error("assigned, but no message comes", unread=unread, quiet_s=self._settings.stall_s)
+
+    def _stall_is(self, stalled: bool) -> None:
+        self._stalled = stalled
+        metrics.STALLED.labels(self._name).set(int(stalled))
+
+
+def _as_bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _as_pairs(headers: Mapping[str, bytes | str | None] | RawHeaders) -> RawHeaders:
+    return headers.items() if isinstance(headers, Mapping) else headers
+
+
+def _to_kafka(offsets: Mapping[TopicPartition, int]) -> list[KafkaPartition]:
+    return [KafkaPartition(tp.topic, tp.partition, offset) for tp, offset in offsets.items()]
+
+
+def _from_kafka(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:
+    return [TopicPartition(tp.topic, tp.partition) for tp in partitions]
+
+
+def _offsets(partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, int]:
+    """The offsets that are known: errors and logical offsets are left out."""
+    return {
+        TopicPartition(tp.topic, tp.partition): tp.offset for tp in partitions if tp.error is None and tp.offset >= 0
+    }
