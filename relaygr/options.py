@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from relaygr.settings import Settings, load
+from streams.logs import configure_logging
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings file (YAML).", show_default=False)
@@ -26,5 +27,10 @@ SetOption = Annotated[
 def load_settings(
     config: Path | None = None, bootstrap: str | None = None, overrides: list[str] | None = None
 ) -> Settings:
-    """The settings of this process: command line > environment > file > default. Raises RelayError."""
-    return load(config, os.environ, overrides or (), bootstrap).settings
+    """The settings of this process: command line > environment > file > default. Raises RelayError.
+
+    Logging is set up by them at once, so that nothing is said in another form than what was asked for.
+    """
+    settings = load(config, os.environ, overrides or (), bootstrap).settings
+    configure_logging(settings.log)
+    return settings

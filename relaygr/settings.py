@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from streams.errors import RelayError
+from streams.logs import LogSettings
 from streams.settings import KafkaSettings
 from workers.settings import WorkerSettings
 
@@ -38,6 +39,7 @@ DEFAULT_ORIGIN = "default"
 class Settings(KafkaSettings):
     """The root: what talks to Kafka at the top, each process's own in its section."""
 
+    log: LogSettings = Field(LogSettings(), description="what every process logs")
     worker: WorkerSettings = Field(WorkerSettings(), description="`relaygr worker`")
 
 
