@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from streams.errors import RelayError
 from streams.logs import LogSettings
 from streams.settings import KafkaSettings
+from streams.trigger.settings import TriggerSettings
 from workers.settings import WorkerSettings
 
 ENV_PREFIX = "RELAYGR_"
@@ -40,6 +41,7 @@ class Settings(KafkaSettings):
     """The root: what talks to Kafka at the top, each process's own in its section."""
 
     log: LogSettings = Field(LogSettings(), description="what every process logs")
+    trigger: TriggerSettings = Field(TriggerSettings(), description="`relaygr trigger`")
     worker: WorkerSettings = Field(WorkerSettings(), description="`relaygr worker`")
 
 

@@ -9,15 +9,16 @@ Wire form: two MessagePack values, one after the other.
 How the schema changes:
 
 * A new *optional* field keeps the version: readers ignore names that they do not know (their number
-  is bounded), and see None for a name that is absent.
+  and size are bounded as all else), and take the field's default for a name that is absent or nil.
 * Everything else (a new required field, a changed meaning, unit, bound or enum member) takes the
   next version. A reader refuses a version that it does not know with
   `DecodeError(UNSUPPORTED_VERSION)`; the message goes to dead letters, where it can be replayed
   once the readers are upgraded. So readers are upgraded before writers.
 * The golden bytes in `tests/schemas/` hold the wire form still.
 
-`decode` bounds every length before it allocates, and raises `DecodeError`, never another exception,
-whatever the bytes.
+`decode` bounds every length before it allocates and how many maps and lists there are, so that bytes
+cannot unfold into much more memory than they take; it refuses a name given twice. It raises `DecodeError`,
+never another exception, whatever the bytes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096
+MAX_CONTAINERS = 64
+"""Maps and lists in one message. Today's messages have 5 at most; an empty one takes one byte, but 64 in memory."""
 
 M = TypeVar("M")
 
@@ -151,6 +154,7 @@ def decode(message: type[M], data: bytes | None) -> M:
             DecodeReason.UNSUPPORTED_VERSION,
             f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
         )
+    containers = _Containers()
     try:
         body = msgpack.unpackb(
             memoryview(data)[1:],
@@ -161,6 +165,8 @@ def decode(message: type[M], data: bytes | None) -> M:
             max_array_len=MAX_LIST_ENTRIES,
             max_map_len=MAX_MAP_ENTRIES,
             max_ext_len=0,
+            object_pairs_hook=containers.map,
+            list_hook=containers.list,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         text = str(error)[:200] or type(error).__name__
@@ -169,6 +175,31 @@ def decode(message: type[M], data: bytes | None) -> M:
         return _unpack(message, body)
     except FieldError as error:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"{message.__name__}{error}") from error
+
+
+class _Containers:
+    """Called by msgpack for each map and list of one message, as soon as it is complete."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._one_more()
+        body = dict(pairs)
+        if len(body) != len(pairs):
+            raise ValueError("a map names a field twice")
+        return body
+
+    def list(self, entries: list[Any]) -> list[Any]:
+        self._one_more()
+        return entries
+
+    def _one_more(self) -> None:
+        self._count += 1
+        if self._count > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} maps and lists")
 
 
 def _pack(message: Any) -> dict[str, Any]:

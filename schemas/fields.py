@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT64_MAX = 2**63 - 1
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class FieldError(ValueError):
@@ -60,12 +62,12 @@ class Text(FieldKind):
             raise FieldError("not encodable as UTF-8") from error
         if not 1 <= size <= self.max_bytes:
             raise FieldError(f"{size} bytes of text, allowed are 1 to {self.max_bytes}")
-        if not raw.isprintable():
+        if _CONTROL.search(raw):
             raise FieldError("text holds control characters")
         return raw
 
     def describe(self) -> str:
-        return f"text, 1 to {self.max_bytes} UTF-8 bytes, printable"
+        return f"text, 1 to {self.max_bytes} UTF-8 bytes, no control characters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,10 @@ class Real(FieldKind):
     def unpack(self, raw: Any) -> float:
         if isinstance(raw, bool) or not isinstance(raw, (int, float)):
             raise FieldError(f"expected a number, got {type(raw).__name__}")
-        number = float(raw)
+        try:
+            number = float(raw)
+        except OverflowError as error:
+            raise FieldError("the number is too large") from error
         if not math.isfinite(number):
             raise FieldError("the number is not finite")
         return number
@@ -185,14 +190,18 @@ class Packed(FieldKind):
     finite: bool = False
 
     def pack(self, value: Any) -> Any:
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FieldError(f"not an array of numbers: {error}") from error
         wanted = np.dtype(self.dtype)
         if array.ndim != 1:
             raise FieldError(f"expected one dimension, got {array.ndim}")
         if array.dtype != wanted:
-            if not _converts_exactly(array, wanted):
+            if not _fits(array, wanted):
                 raise FieldError(f"values of {array.dtype} do not all fit {wanted}")
-            array = array.astype(wanted)
+            with np.errstate(over="ignore"):
+                array = array.astype(wanted)
         self._check(array)
         return array.tobytes()
 
@@ -217,7 +226,8 @@ class Packed(FieldKind):
         return f"packed `{self.dtype}`, shape [{self.shape}], {self.min_length} to {self.max_length} entries{finite}"
 
 
-def _converts_exactly(array: NDArray[Any], wanted: np.dtype[Any]) -> bool:
+def _fits(array: NDArray[Any], wanted: np.dtype[Any]) -> bool:
+    """Whole numbers must not change; floats may be rounded."""
     if array.size == 0:
         return True
     if wanted.kind == "f":

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from schemas.codec import DecodeError, DecodeReason
-from schemas.fields import INT64_MAX
+from schemas.fields import INT64_MAX, FieldError, Text
+from schemas.messages import REQUEST_ID_TEXT
 
 Headers = list[tuple[str, bytes]]
 RawHeaders = Iterable[tuple[str, bytes | str | None]] | None
@@ -31,6 +32,7 @@ ORIGIN_OFFSET = "origin_offset"
 DEAD_LETTERED_AT_US = "dead_lettered_at_us"
 
 MAX_HEADER_BYTES = 512
+_HEADER_TEXT = Text(MAX_HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class RankingHeaders:
         """Raises DecodeError if one is absent, repeated or out of bounds."""
         values = _values(raw)
         return cls(
-            request_id=_text(values, REQUEST_ID),
+            request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
             gateway_id=_text(values, GATEWAY_ID),
             reply_topic=_text(values, REPLY_TOPIC),
             reply_partition=_whole(values, REPLY_PARTITION, 2**31 - 1),
@@ -79,14 +81,15 @@ class ResultHeaders:
     def decode(cls, raw: RawHeaders) -> ResultHeaders:
         """Raises DecodeError if one is absent, repeated or out of bounds."""
         values = _values(raw)
-        return cls(request_id=_text(values, REQUEST_ID), gateway_id=_text(values, GATEWAY_ID))
+        return cls(request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT), gateway_id=_text(values, GATEWAY_ID))
 
 
 def _values(raw: RawHeaders) -> dict[str, bytes]:
     """Headers by name. Other systems' headers (tracing, say) may repeat; ours may not."""
     values: dict[str, bytes] = {}
     for name, value in raw or ():
-        data = value.encode() if isinstance(value, str) else value
+        # What is no UTF-8 fails where it is read, so another system's header cannot get in the way.
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         if data is None:
             continue
         if name in values and values[name] != data and name in _OURS:
@@ -95,21 +98,16 @@ def _values(raw: RawHeaders) -> dict[str, bytes]:
     return values
 
 
-def _text(values: dict[str, bytes], name: str) -> str:
+def _text(values: dict[str, bytes], name: str, kind: Text = _HEADER_TEXT) -> str:
     data = values.get(name)
     if not data:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is absent")
-    if len(data) > MAX_HEADER_BYTES:
-        raise DecodeError(
-            DecodeReason.TOO_LARGE, f"header {name} has {len(data)} bytes, allowed are {MAX_HEADER_BYTES}"
-        )
     try:
-        text = data.decode()
+        return kind.unpack(data.decode())
     except UnicodeDecodeError as error:
         raise DecodeError(DecodeReason.MALFORMED, f"header {name} is not UTF-8") from error
-    if not text.isprintable():
-        raise DecodeError(DecodeReason.MALFORMED, f"header {name} holds control characters")
-    return text
+    except FieldError as error:
+        raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name}: {error}") from error
 
 
 def _whole(values: dict[str, bytes], name: str, maximum: int) -> int:

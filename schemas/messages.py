@@ -29,8 +29,9 @@ Int64Array = NDArray[np.int64]
 UInt16Array = NDArray[np.uint16]
 Float32Array = NDArray[np.float32]
 
+REQUEST_ID_TEXT = Text(128)
 RequestId = Annotated[
-    str, Text(128), "one impression; `GATEWAY.INCARNATION.SEQUENCE`, unique over gateways and restarts"
+    str, REQUEST_ID_TEXT, "one impression; `GATEWAY.INCARNATION.SEQUENCE`, unique over gateways and restarts"
 ]
 UserId = Annotated[str, Text(256), "the user; its UTF-8 bytes are the message key"]
 WorkerId = Annotated[str, Text(128), "the worker: its `group.instance.id`"]
@@ -126,7 +127,7 @@ class Behaviours:
             raise FieldError(
                 f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
             )
-        if self.timestamps_ms.size > 1 and bool((np.diff(self.timestamps_ms) < 0).any()):
+        if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
             raise FieldError(".timestamps_ms: time falls; behaviours are sent oldest first")
 
 
