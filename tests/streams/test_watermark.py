@@ -1,0 +1,277 @@
+"""The commit watermark, case by case and against a naive model of a log, a group and two owners."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
+from streams.errors import RelayError
+
+TP = TopicPartition("ranking", 0)
+OTHER = TopicPartition("ranking", 1)
+
+
+def tracker_at(position: int | None = 0, max_span: int = 100) -> WatermarkTracker:
+    tracker = WatermarkTracker(max_span)
+    tracker.assign({TP: position})
+    return tracker
+
+
+def begin(tracker: WatermarkTracker, *offsets: int) -> list[Begin]:
+    return [tracker.begin(TP, offset) for offset in offsets]
+
+
+def finish(tracker: WatermarkTracker, *offsets: int) -> None:
+    for offset in offsets:
+        tracker.finish(TP, offset, tracker.generation(TP))
+
+
+def test_nothing_is_committable_while_the_first_message_is_unfinished() -> None:
+    tracker = tracker_at(5)
+    begin(tracker, 5, 6, 7)
+    finish(tracker, 6, 7)
+    assert tracker.committable() == {}
+    finish(tracker, 5)
+    assert tracker.committable() == {TP: 8}
+
+
+def test_a_watermark_is_offered_until_it_is_noted_and_then_not_again() -> None:
+    tracker = tracker_at()
+    begin(tracker, 0)
+    finish(tracker, 0)
+    assert tracker.committable() == tracker.committable() == {TP: 1}
+    tracker.committed({TP: 1})
+    assert tracker.committable() == {}
+    assert tracker.unconfirmed([TP, OTHER]) == {TP: 1}
+    tracker.confirmed({TP: 1})
+    assert tracker.unconfirmed([TP]) == {}
+
+
+def test_offsets_that_do_not_exist_hold_nothing_up() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, 3, 9)
+    finish(tracker, 3)
+    assert tracker.committable() == {TP: 9}
+    finish(tracker, 9)
+    assert tracker.committable() == {TP: 10}
+
+
+def test_what_is_in_flight_or_finished_here_is_not_done_again_when_a_partition_comes_back() -> None:
+    tracker = tracker_at()
+    begin(tracker, 0, 1, 2)
+    finish(tracker, 1)
+    tracker.revoke([TP])
+    tracker.assign({TP: 0})
+    assert begin(tracker, 0, 1, 2, 3) == [Begin.IN_FLIGHT, Begin.FINISHED, Begin.IN_FLIGHT, Begin.NEW]
+    finish(tracker, 0, 2)
+    assert tracker.committable() == {TP: 3}
+
+
+def test_completions_of_a_lost_partition_never_touch_offsets() -> None:
+    tracker = tracker_at()
+    begin(tracker, 0)
+    tracker.revoke([TP])
+    finish(tracker, 0)
+    assert tracker.committable() == {}
+    assert tracker.unconfirmed([TP]) == {}
+    tracker.committed({TP: 1})
+    tracker.assign({TP: 0})
+    assert tracker.committable() == {TP: 1}, "but it is known when the partition comes back"
+
+
+def test_work_that_another_owner_committed_past_is_dropped() -> None:
+    tracker = tracker_at()
+    begin(tracker, 0, 1, 2, 3)
+    tracker.revoke([TP])
+    tracker.assign({TP: 2})
+    finish(tracker, 0)
+    assert tracker.committable() == {}, "2 and 3 are still in flight here"
+    assert tracker.in_flight() == 2
+    assert begin(tracker, 2, 3, 4) == [Begin.IN_FLIGHT, Begin.IN_FLIGHT, Begin.NEW]
+    tracker.revoke([TP])
+    tracker.assign({TP: 50})
+    assert tracker.in_flight() == 0
+    finish(tracker, 2, 3, 4)
+    assert tracker.committable() == {}
+    assert begin(tracker, 50) == [Begin.NEW]
+
+
+def test_an_unknown_position_commits_nothing_before_the_first_message_tells_it() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, 0, 1)
+    tracker.revoke([TP])
+    tracker.assign({TP: None})
+    finish(tracker, 0)
+    assert tracker.committable() == tracker.unconfirmed([TP]) == {}, "another owner may be at 50 by now"
+    assert begin(tracker, 1) == [Begin.IN_FLIGHT]
+    finish(tracker, 1)
+    assert tracker.committable() == {TP: 2}
+
+
+def test_an_offset_that_somebody_reset_is_read_again_and_old_completions_do_not_count() -> None:
+    tracker = tracker_at(10)
+    begin(tracker, 10, 11)
+    finish(tracker, 10)
+    before = tracker.generation(TP)
+    tracker.revoke([TP])
+    tracker.assign({TP: 4})
+    assert begin(tracker, 4, 11) == [Begin.NEW, Begin.NEW]
+    assert tracker.generation(TP) != before
+    tracker.finish(TP, 11, before)
+    finish(tracker, 4)
+    assert tracker.committable() == {TP: 11}
+
+
+def test_a_log_that_goes_back_within_one_assignment_is_read_again() -> None:
+    tracker = tracker_at(0)
+    assert begin(tracker, 0, 1, 2) == [Begin.NEW] * 3
+    finish(tracker, 0, 1, 2)
+    assert begin(tracker, 1) == [Begin.NEW]
+
+
+def test_a_partition_is_full_when_its_span_reaches_the_bound_however_little_is_unfinished() -> None:
+    tracker = tracker_at(0, max_span=3)
+    begin(tracker, 0, 1)
+    assert not tracker.is_full(TP)
+    begin(tracker, 2)
+    finish(tracker, 1, 2)
+    assert tracker.is_full(TP)
+    finish(tracker, 0)
+    assert not tracker.is_full(TP)
+    assert tracker.span(TP) == 0
+
+
+def test_finishing_twice_or_what_was_never_begun_does_nothing() -> None:
+    tracker = tracker_at(0)
+    begin(tracker, 0, 1)
+    finish(tracker, 1, 1, 7)
+    tracker.finish(OTHER, 0, 0)
+    assert tracker.committable() == {}
+    assert tracker.in_flight() == 1
+
+
+def test_partitions_do_not_touch_each_other() -> None:
+    tracker = WatermarkTracker(10)
+    tracker.assign({TP: 0, OTHER: 100})
+    tracker.begin(TP, 0)
+    tracker.begin(OTHER, 100)
+    finish(tracker, 0)
+    assert tracker.committable() == {TP: 1}
+    tracker.revoke([TP])
+    assert tracker.owned() == {OTHER}
+    assert tracker.in_flight() == 1
+
+
+def test_a_bound_that_lets_nothing_in_is_refused() -> None:
+    with pytest.raises(RelayError, match="at least one"):
+        WatermarkTracker(0)
+
+
+class OneLogTwoOwners(RuleBasedStateMachine):
+    """A log with holes, the group's offset, this process and another owner, any order of events, crashes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+        self.end = 0
+        self.group_offset = 0
+        self.done: set[int] = set()
+        self._restart()
+
+    def _restart(self) -> None:
+        self.tracker = WatermarkTracker(1000)
+        self.owned = False
+        self.position = 0
+        self.begun = 0
+        self.working: dict[int, int] = {}
+
+    @rule(hole=st.integers(0, 3))
+    def append(self, hole: int) -> None:
+        self.log.append(self.end + hole)
+        self.end += hole + 1
+
+    @precondition(lambda self: not self.owned)
+    @rule(known=st.booleans())
+    def assign(self, known: bool) -> None:
+        self.owned = True
+        self.position = self.group_offset
+        self.tracker.assign({TP: self.group_offset if known else None})
+
+    @precondition(lambda self: self.owned)
+    @rule(commit=st.booleans())
+    def revoke(self, commit: bool) -> None:
+        if commit:
+            offsets = self.tracker.unconfirmed([TP])
+            self._commit(offsets)
+            self.tracker.confirmed(offsets)
+        self.tracker.revoke([TP])
+        self.owned = False
+
+    @precondition(lambda self: self.owned)
+    @rule()
+    def deliver(self) -> None:
+        offset = next((offset for offset in self.log if offset >= self.position), None)
+        if offset is None:
+            return
+        self.position = offset + 1
+        answer = self.tracker.begin(TP, offset)
+        if answer is Begin.NEW:
+            assert offset not in self.working, "in flight, and done a second time"
+            self.working[offset] = self.tracker.generation(TP)
+        elif answer is Begin.IN_FLIGHT:
+            assert offset in self.working
+        else:
+            assert offset in self.done, "skipped, and done by nobody"
+
+    @precondition(lambda self: self.working)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.working)))
+        self.tracker.finish(TP, offset, self.working.pop(offset))
+        self.done.add(offset)
+
+    @rule()
+    def store(self) -> None:
+        offsets = self.tracker.committable()
+        assert self.owned or not offsets
+        self._commit(offsets)
+        self.tracker.committed(offsets)
+
+    @precondition(lambda self: not self.owned)
+    @rule(count=st.integers(1, 5))
+    def other_owner_works(self, count: int) -> None:
+        ahead = [offset for offset in self.log if offset >= self.group_offset][:count]
+        if ahead:
+            self.done.update(ahead)
+            self.group_offset = ahead[-1] + 1
+
+    @rule()
+    def crash(self) -> None:
+        self._restart()
+
+    def _commit(self, offsets: dict[TopicPartition, int]) -> None:
+        for offset in offsets.values():
+            assert offset >= self.group_offset, "the group's offset would go back"
+            self.group_offset = offset
+
+    @invariant()
+    def nothing_before_the_groups_offset_is_unfinished(self) -> None:
+        assert all(offset in self.done for offset in self.log if offset < self.group_offset)
+
+    def teardown(self) -> None:
+        if not self.owned:
+            self.assign(known=True)
+        for _ in self.log:
+            self.deliver()
+        for offset, generation in self.working.items():
+            self.tracker.finish(TP, offset, generation)
+            self.done.add(offset)
+        self.working.clear()
+        self.store()
+        assert self.done.issuperset(self.log), "read, and lost"
+        assert not self.log or self.group_offset == self.end
+
+
+TestOneLogTwoOwners = OneLogTwoOwners.TestCase
