@@ -37,6 +37,17 @@ from streams.errors import RelayError
 from workers.history import record
 from workers.history.record import StoredHistory
 
+__all__ = [
+    "ApplyOutcome",
+    "HistoryBatch",
+    "HistoryRecord",
+    "HistoryStore",
+    "PartitionState",
+    "StoreFullError",
+    "StoreOrigin",
+    "StoredHistory",
+]
+
 log = structlog.get_logger()
 
 LAYOUT: Final = b"relaygr.history-store.1"
