@@ -40,8 +40,12 @@ def cause_of(error: KafkaError) -> str:
 class ClientErrors:
     """An `error_cb` for one client. librdkafka calls it from the thread that polls that client."""
 
-    def __init__(self, client_id: str, on_error: ErrorCallback | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, client_id: str, on_error: ErrorCallback | None = None, clock: Clock | None = None, quiet: bool = False
+    ) -> None:
+        """`quiet`: remembered only, for a caller that reports them itself."""
         self._client_id = client_id
+        self._quiet = quiet
         self._on_error = on_error
         self._clock = clock or SystemClock()
         self._logged_at_us: dict[int, int] = {}
@@ -52,7 +56,8 @@ class ClientErrors:
     def __call__(self, error: KafkaError) -> None:
         if self.last is None or error.code() != KafkaError._ALL_BROKERS_DOWN:
             self.last = error
-        self._log(error)
+            if not self._quiet:
+                self._log(error)
         if self._on_error is not None:
             self._on_error(error)
 

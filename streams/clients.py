@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._metadata import ClusterMetadata
+from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from schemas.topics import CATALOGUE
 from streams.client_errors import PERMANENT, ClientErrors, ErrorCallback
@@ -173,7 +172,7 @@ def require_broker(kafka: KafkaSettings) -> ClusterMetadata:
 
     Bad credentials and TLS errors are told at once; other known causes after a few more tries.
     """
-    errors = ClientErrors("relaygr-connect")
+    errors = ClientErrors("relaygr-connect", quiet=True)
     try:
         admin = AdminClient(_config(kafka, "relaygr-connect", errors))
     except KafkaException as error:
