@@ -1,0 +1,290 @@
+"""The device layer: the only module that knows which accelerator is there.
+
+`open_device(setting)` chooses: the `device` setting, else the accelerator that torch reports, else the CPU. It
+returns a `Device`, which makes streams and events, allocates device and host memory, and says how much is free.
+CPU, CUDA and NPU go through the same two classes: `CpuDevice`, where everything happens at once on the calling
+thread, and `AcceleratorDevice`, which uses `torch.accelerator`, `torch.Stream` and `torch.Event` only.
+
+torch_npu is imported only when the setting asks for `npu`. Its plug-in would else load at `import torch`, and
+one without its CANN libraries then breaks torch for everybody; this module therefore sets
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 before torch is imported, unless the user has set it.
+Import this module before torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+import psutil
+import torch
+
+from streams.errors import RelayError
+
+_NPU = "npu"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Memory of a device, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Event(ABC):
+    """A point in a stream's work."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all work before it has completed. Never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks the calling thread until all work before it has completed."""
+
+
+class Stream(ABC):
+    """An ordered queue of device work."""
+
+    @abstractmethod
+    def use(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the calling thread's work goes to this stream."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event after all work given to the stream so far."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Work given to the stream from now on starts after `event`. Does not block the thread."""
+
+
+class Device(ABC):
+    """One device, as the rest of the code sees it."""
+
+    def __init__(self, torch_device: torch.device, description: str) -> None:
+        self.torch_device = torch_device
+        self.description = description
+
+    @property
+    def name(self) -> str:
+        """`cpu`, `cuda:0`, `npu:1`."""
+        return str(self.torch_device)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.torch_device.type == "cpu"
+
+    def empty_bytes(self, *shape: int) -> torch.Tensor:
+        """Uninitialised uint8 memory on the device. Raises RelayError if it does not fit."""
+        try:
+            return torch.empty(shape, dtype=torch.uint8, device=self.torch_device)
+        except (RuntimeError, MemoryError) as error:
+            raise _too_large(shape, self.name) from error
+
+    @abstractmethod
+    def empty_host_bytes(self, *shape: int) -> torch.Tensor:
+        """Uninitialised uint8 host memory that the device copies from at full speed. Raises RelayError."""
+
+    @abstractmethod
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        """A new stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread's work goes to now."""
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Makes this device the calling thread's current one. Call it first in each thread that uses the device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Blocks until all work given to the device has completed."""
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo:
+        """Free and total memory now."""
+
+
+class _DoneEvent(Event):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _InlineStream(Stream):
+    """Work runs on the calling thread and is done when the call returns."""
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        yield
+
+    def record(self) -> Event:
+        return _DoneEvent()
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+
+class CpuDevice(Device):
+    """The CPU: every piece of work is complete when its call returns."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), _cpu_name())
+
+    def empty_host_bytes(self, *shape: int) -> torch.Tensor:
+        return self.empty_bytes(*shape)
+
+    def stream(self, *, low_priority: bool = False) -> Stream:  # noqa: ARG002 - one thread has one priority
+        return _InlineStream()
+
+    def current_stream(self) -> Stream:
+        return _InlineStream()
+
+    def bind_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory(self) -> MemoryInfo:
+        memory = psutil.virtual_memory()
+        return MemoryInfo(int(memory.available), int(memory.total))
+
+
+class _AcceleratorEvent(Event):
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _AcceleratorStream(Stream):
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        with self.stream:
+            yield
+
+    def record(self) -> Event:
+        return _AcceleratorEvent(self.stream.record_event())
+
+    def wait_for(self, event: Event) -> None:
+        if isinstance(event, _AcceleratorEvent):
+            self.stream.wait_event(event.event)
+        else:
+            event.wait()
+
+
+class AcceleratorDevice(Device):
+    """CUDA, NPU and whatever else torch calls an accelerator."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device, str(torch_device))
+        self.bind_thread()
+
+    def empty_host_bytes(self, *shape: int) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, MemoryError) as error:
+            raise _too_large(shape, "pinned host memory") from error
+
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        # torch: a lower number is more urgent, and 0 the least urgent of all.
+        return _AcceleratorStream(torch.Stream(self.torch_device, priority=0 if low_priority else -1))
+
+    def current_stream(self) -> Stream:
+        return _AcceleratorStream(torch.accelerator.current_stream(self.torch_device))
+
+    def bind_thread(self) -> None:
+        torch.accelerator.set_device_index(self.torch_device.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
+    def memory(self) -> MemoryInfo:
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(self.torch_device)
+        return MemoryInfo(int(free_bytes), int(total_bytes))
+
+
+def open_device(setting: str | None = None) -> Device:
+    """The device that the setting names; with none, the accelerator that is there, else the CPU.
+
+    Raises RelayError for a name that torch does not know, and for a device that is not there.
+    """
+    if setting is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return CpuDevice() if found is None else AcceleratorDevice(torch.device(found.type, 0))
+    if setting.split(":", 1)[0] == _NPU:
+        _load_npu()
+    try:
+        wanted = torch.device(setting)
+    except RuntimeError as error:
+        raise RelayError(f"{setting!r} is not a device; write cpu, cuda, cuda:1 or npu.") from error
+    if wanted.type == "cpu":
+        return CpuDevice()
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != wanted.type:
+        there = "no accelerator at all" if present is None else present.type
+        raise RelayError(
+            f"Device {setting!r} was asked for, but torch {torch.__version__} finds {there}: set the device to cpu, "
+            f"or install the build of torch and the driver that {wanted.type} needs."
+        )
+    count = torch.accelerator.device_count()
+    index = wanted.index or 0
+    if index >= count:
+        raise RelayError(
+            f"Device {setting!r} was asked for, but there are {count}: the last is {wanted.type}:{count - 1}."
+        )
+    return AcceleratorDevice(torch.device(wanted.type, index))
+
+
+def set_threads(threads: int) -> None:
+    """CPU threads that one operator may use, process-wide. Raises ValueError below 1."""
+    if threads < 1:
+        raise ValueError(f"{threads} threads: at least 1 is needed")
+    torch.set_num_threads(threads)
+
+
+def _load_npu() -> None:
+    try:
+        importlib.import_module("torch_npu")
+    # A torch_npu without its CANN libraries raises OSError, ImportError or worse from deep inside.
+    except Exception as error:
+        raise RelayError(
+            f"Device npu needs torch_npu and the CANN libraries, and importing torch_npu failed ({error}): install the "
+            "extra `npu`, and source CANN's set_env.sh."
+        ) from error
+
+
+def _too_large(shape: tuple[int, ...], where: str) -> RelayError:
+    size_mib = torch.Size(shape).numel() / 2**20
+    return RelayError(f"{size_mib:,.0f} MiB do not fit into {where}: lower the tier sizes, or free memory there.")
+
+
+def _cpu_name() -> str:
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,189 @@
+"""A checkpoint: a folder with `config.json` and `model.safetensors`.
+
+`config.json` fixes the name and shape of every tensor (`expected_tensors`); a file that disagrees is refused with
+the tensor's name and both shapes. The *revision* is a hash of the canonical configuration and of each tensor's
+name, type, shape and bytes: the same model has the same revision wherever it was saved, and any other weight
+another, so K,V of old weights can never match.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from streams.errors import RelayError
+from workers.model.config import CONFIG_FILE, Family, ModelConfig, ReadoutNorm, read_config
+from workers.model.embedding import IDS_TENSOR, Vocabulary
+
+WEIGHTS_FILE = "model.safetensors"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_REVISION_BYTES = 16
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A configuration and its tensors, checked against each other; floats as float32."""
+
+    config: ModelConfig
+    tensors: Mapping[str, torch.Tensor]
+    revision: str
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for name, tensor in self.tensors.items() if name != IDS_TENSOR)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def vocabulary(self) -> Vocabulary:
+        """The items that it knows."""
+        ids = self.tensors.get(IDS_TENSOR)
+        return Vocabulary(self.config.vocabulary_size, None if ids is None else ids.numpy())
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a configuration asks for, `items.ids` (optional) left out."""
+    if config.family is Family.NULL:
+        return {}
+    d, values = config.embedding_dim, config.num_heads * config.hidden_dim
+    shapes: dict[str, tuple[int, ...]] = {"items.weight": (config.vocabulary_size + 1, d)}
+    for index, feature in enumerate(config.contextual_features):
+        shapes[f"features.{index}.weight"] = (feature.cardinality + 1, d)
+    if config.num_actions:
+        shapes["actions.weight"] = (config.num_actions + 2, d)
+    if config.num_positions:
+        shapes["positions.weight"] = (config.num_positions, d)
+    for index in range(config.num_layers):
+        layer = f"layers.{index}"
+        if config.norm_affine:
+            out_norm = (config.num_heads,) if config.group_norm else (values,)
+            shapes |= {f"{layer}.input_norm.weight": (d,), f"{layer}.input_norm.bias": (d,)}
+            shapes |= {f"{layer}.output_norm.weight": out_norm, f"{layer}.output_norm.bias": out_norm}
+        shapes[f"{layer}.projection.weight"] = (d, config.projection_width)
+        if config.projection_bias:
+            shapes[f"{layer}.projection.bias"] = (config.projection_width,)
+        shapes[f"{layer}.output.weight"] = (config.output_width, d)
+        if config.output_bias:
+            shapes[f"{layer}.output.bias"] = (d,)
+    if config.readout_norm is ReadoutNorm.LAYER:
+        shapes |= {"readout.norm.weight": (d,), "readout.norm.bias": (d,)}
+    widths = (d, *config.readout_hidden, len(config.tasks))
+    for index, (rows, columns) in enumerate(itertools.pairwise(widths)):
+        shapes |= {f"readout.mlp.{index}.weight": (rows, columns), f"readout.mlp.{index}.bias": (columns,)}
+    return shapes
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Raises RelayError if a file is not there, broken, or disagrees with the configuration."""
+    config = read_config(folder)
+    path = folder / WEIGHTS_FILE
+    tensors: dict[str, torch.Tensor] = {}
+    if expected_tensors(config) or path.exists():
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RelayError(f"{path} cannot be read: {error}.") from error
+    _check(config, tensors, str(path))
+    revision = compute_revision(config, tensors)
+    as_floats = {name: tensor if name == IDS_TENSOR else tensor.float() for name, tensor in tensors.items()}
+    return Checkpoint(config, as_floats, revision)
+
+
+def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Writes a folder that `load_checkpoint` reads. Raises RelayError if tensors and configuration disagree."""
+    _check(config, tensors, str(folder / WEIGHTS_FILE))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The weights first, and each under its name only when whole: what can be read is complete.
+        if tensors:
+            partial = folder / f".{WEIGHTS_FILE}.partial"
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+            partial.replace(folder / WEIGHTS_FILE)
+        partial = folder / f".{CONFIG_FILE}.partial"
+        partial.write_text(config.to_json(), encoding="utf-8")
+        partial.replace(folder / CONFIG_FILE)
+    except (OSError, SafetensorError) as error:
+        raise RelayError(f"{folder} cannot be written: {error}.") from error
+    return Checkpoint(config, tensors, compute_revision(config, tensors))
+
+
+def random_checkpoint(config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None = None) -> Checkpoint:
+    """Random weights, the same for the same seed and configuration, scaled so that scores vary.
+
+    `item_ids`: the vocabulary, strictly rising; None: items 0 to vocabulary_size - 1. Raises RelayError if their
+    number is not the configuration's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _random_tensor(name, shape, config, generator) for name, shape in expected_tensors(config).items()}
+    if item_ids is not None and tensors:
+        tensors[IDS_TENSOR] = torch.from_numpy(np.ascontiguousarray(item_ids, dtype=np.int64))
+    _check(config, tensors, "the random model")
+    return Checkpoint(config, tensors, compute_revision(config, tensors))
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
+    noise: torch.Tensor = torch.randn(shape, generator=generator)
+    kind = name.rsplit(".", 2)[-2:]
+    if name.startswith(("items.", "features.", "actions.")):
+        return noise
+    if name.startswith("positions."):
+        return noise * 0.3
+    if kind == ["input_norm", "weight"] or kind == ["norm", "weight"] or kind == ["output_norm", "weight"]:
+        return 1.0 + 0.1 * noise
+    if kind[-1] == "bias":
+        return noise * 0.1
+    fan_in = shape[0]
+    # Residual branches of many layers add up; this keeps the rows' size about constant.
+    gain = (2.0 / config.num_layers) ** 0.5 if kind[0] == "output" else 2.0
+    return noise.mul_(gain / fan_in**0.5)
+
+
+def compute_revision(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> str:
+    """32 hex digits: a hash of the configuration and of all weights as they are stored."""
+    digest = blake2b(digest_size=_REVISION_BYTES)
+    digest.update(config.to_json().encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check(config: ModelConfig, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
+    expected = expected_tensors(config)
+    problems = [f"{name} is missing, expected {list(shape)}" for name, shape in expected.items() if name not in tensors]
+    for name, tensor in tensors.items():
+        if name == IDS_TENSOR:
+            problems += _id_problems(config, tensor)
+        elif name not in expected:
+            problems.append(f"{name} {list(tensor.shape)} is not part of this configuration")
+        elif tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name} is {list(tensor.shape)}, expected {list(expected[name])}")
+        elif tensor.dtype not in _FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, expected float32, bfloat16 or float16")
+        elif not bool(torch.isfinite(tensor).all()):
+            problems.append(f"{name} holds values that are not finite")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "; ".join(problems[:_SHOWN])
+        raise RelayError(f"{origin} disagrees with its {CONFIG_FILE}: {shown}{more}.")
+
+
+def _id_problems(config: ModelConfig, ids: torch.Tensor) -> list[str]:
+    wanted = (config.vocabulary_size,)
+    if ids.dtype is not torch.int64 or tuple(ids.shape) != wanted:
+        return [f"{IDS_TENSOR} is {ids.dtype} {list(ids.shape)}, expected int64 {list(wanted)}"]
+    if bool((ids[1:] <= ids[:-1]).any()):
+        return [f"{IDS_TENSOR} does not rise strictly"]
+    return []

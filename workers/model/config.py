@@ -1,0 +1,191 @@
+"""What a checkpoint's `config.json` says: the sizes and the options of a model.
+
+Everything that changes a number that the model computes is here, and so in the model's revision. Symbols:
+`D` embedding_dim, `H` num_heads, `dqk` attention_dim (per head), `dv` hidden_dim (per head), `N` normalizer.
+
+The HSTU layer: "Actions Speak Louder than Words" (arXiv 2402.17152), and the variants of Meta's
+generative-recommenders and NVIDIA's recsys-examples. `docs/model.md` says what each option changes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_FEATURES, MAX_SUFFIX_BEHAVIOURS, MAX_TASKS
+from streams.errors import RelayError
+from workers.kv import KvDtype, KvGeometry, PrefixLayout
+
+CONFIG_FILE = "config.json"
+
+Size = Annotated[int, Field(ge=1, le=1_048_576)]
+
+
+class Part(BaseModel):
+    """A part of the configuration: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Family(enum.StrEnum):
+    """What computes the scores."""
+
+    HSTU = "hstu"
+    NULL = "null"
+    """Computes nothing: for measuring what surrounds the model."""
+
+
+class Activated(enum.StrEnum):
+    """Which blocks of the joint projection go through SiLU."""
+
+    U = "u"
+    UVQK = "uvqk"
+
+
+class OutputForm(enum.StrEnum):
+    """What the output projection reads; A is the attention's result."""
+
+    U_A_UNORM = "u_a_unorm"
+    """[U, A, U * norm(A)]"""
+    UNORM = "unorm"
+    """U * norm(A)"""
+
+
+class TaskKind(enum.StrEnum):
+    """What a task predicts."""
+
+    BINARY = "binary"
+    """Score = sigmoid(logit)."""
+    REGRESSION = "regression"
+    """Score = logit."""
+
+
+class ReadoutNorm(enum.StrEnum):
+    """How a candidate's last row is normalised before the task MLP."""
+
+    LAYER = "layer"
+    L2 = "l2"
+
+
+class ContextualFeature(Part):
+    """A categorical user feature: one token at the beginning of the prefix."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
+
+
+class Task(Part):
+    """One column of the scores."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    kind: TaskKind = TaskKind.BINARY
+
+
+class ModelConfig(Part):
+    """One model. Sizes are per head where they say so."""
+
+    format: Literal[1] = 1
+    family: Family = Family.HSTU
+
+    embedding_dim: Size
+    num_heads: Annotated[int, Field(ge=1, le=1024)]
+    attention_dim: Annotated[int, Field(ge=1, le=65_536, description="dqk, per head")]
+    hidden_dim: Annotated[int, Field(ge=1, le=65_536, description="dv, per head")]
+    num_layers: Annotated[int, Field(ge=1, le=1024)]
+
+    normalizer: Annotated[float, Field(gt=0, description="N: one constant for every sequence, never a batch's length")]
+    attn_alpha: Annotated[float | None, Field(gt=0, description="scale of q.k; none: attention_dim ** -0.5")] = None
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    activated: Activated = Activated.U
+    output_form: OutputForm = OutputForm.U_A_UNORM
+    norm_affine: bool = True
+    group_norm: bool = Field(False, description="the output norm is per head, with one weight and bias a head")
+    projection_bias: bool = True
+    output_bias: bool = False
+
+    contextual_features: Annotated[tuple[ContextualFeature, ...], Field(max_length=MAX_FEATURES)] = ()
+    vocabulary_size: Annotated[int, Field(ge=1, le=2**31, description="items known; one more row is for all others")]
+    num_actions: Annotated[
+        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1 and added to the item; 0: not used")
+    ] = 0
+    num_positions: Annotated[
+        int, Field(ge=0, le=2**24, description="rows of the position table, from the start; later tokens use the last")
+    ] = 0
+    tasks: Annotated[tuple[Task, ...], Field(min_length=1, max_length=MAX_TASKS)] = (Task(name="click"),)
+    readout_norm: ReadoutNorm = ReadoutNorm.LAYER
+    readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
+
+    max_prefix_behaviours: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS)]
+    max_suffix_behaviours: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
+    max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> ModelConfig:
+        for what, names in (
+            ("tasks", [task.name for task in self.tasks]),
+            ("contextual_features", [feature.name for feature in self.contextual_features]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{what} has the same name twice: {', '.join(names)}")
+        if self.group_norm and not self.norm_affine:
+            raise ValueError("group_norm needs norm_affine: its weight and bias are one number a head")
+        return self
+
+    @property
+    def alpha(self) -> float:
+        """The scale of q.k."""
+        return self.attention_dim**-0.5 if self.attn_alpha is None else self.attn_alpha
+
+    @property
+    def projection_width(self) -> int:
+        """Columns of the joint projection: U, V, Q, K."""
+        return self.num_heads * 2 * (self.hidden_dim + self.attention_dim)
+
+    @property
+    def output_width(self) -> int:
+        """Rows of the output projection."""
+        blocks = 3 if self.output_form is OutputForm.U_A_UNORM else 1
+        return self.num_heads * self.hidden_dim * blocks
+
+    def layout(self) -> PrefixLayout:
+        """Tokens of a prefix: the contextual ones, then one a behaviour (the action is added to the item)."""
+        return PrefixLayout(len(self.contextual_features), 1)
+
+    def geometry(self, page_tokens: int, dtype: KvDtype) -> KvGeometry:
+        """K,V of this model in pages."""
+        return KvGeometry(self.num_layers, self.num_heads, self.attention_dim, self.hidden_dim, page_tokens, dtype)
+
+    def to_json(self) -> str:
+        """Canonical: the same model gives the same bytes, since the revision is computed over them."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1, ensure_ascii=True) + "\n"
+
+
+def parse_config(text: str, origin: str) -> ModelConfig:
+    """Raises RelayError that names the origin and each wrong key."""
+    try:
+        return ModelConfig.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())
+        raise RelayError(f"{origin} is not a model configuration: {problems}.") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in a checkpoint folder. Raises RelayError if it is not there or not valid."""
+    path = folder / CONFIG_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RelayError(
+            f"{path} cannot be read ({error}): a model is a folder with {CONFIG_FILE} and model.safetensors; "
+            "`relaygr model init` makes a random one."
+        ) from error
+    return parse_config(text, str(path))
+
+
+def _sentence(location: tuple[int | str, ...], message: str) -> str:
+    where = ".".join(str(part) for part in location)
+    return f"{where}: {message}" if where else message

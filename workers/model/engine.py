@@ -1,0 +1,59 @@
+"""Loading an engine: a checkpoint folder, a device, and the form in which K,V are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workers.device import Device, open_device, set_threads
+from workers.kv import KvDtype
+from workers.model.checkpoint import Checkpoint, load_checkpoint
+from workers.model.config import Family
+from workers.model.hstu_engine import HstuEngine
+from workers.model.interface import (
+    Engine,
+    EngineLimits,
+    PrefixChunk,
+    PrefixInputs,
+    RankInputs,
+    RankOutputs,
+    TooLongError,
+)
+from workers.model.null_engine import NullEngine
+
+__all__ = [
+    "Engine",
+    "EngineLimits",
+    "PrefixChunk",
+    "PrefixInputs",
+    "RankInputs",
+    "RankOutputs",
+    "TooLongError",
+    "build_engine",
+    "load_engine",
+]
+
+DEFAULT_PAGE_TOKENS = 64
+
+
+def load_engine(
+    path: Path,
+    device: str | None = None,
+    kv_dtype: KvDtype = KvDtype.FLOAT32,
+    page_tokens: int = DEFAULT_PAGE_TOKENS,
+    threads: int | None = None,
+) -> Engine:
+    """The checkpoint in folder `path`, on the device that the setting names (None: the accelerator, else the CPU).
+
+    `threads`: CPU threads of one operator, process-wide; None leaves torch's own choice. Raises RelayError for a
+    checkpoint that is not there or broken, and for a device that is not there.
+    """
+    if threads is not None:
+        set_threads(threads)
+    opened = open_device(device)
+    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens)
+
+
+def build_engine(checkpoint: Checkpoint, device: Device, kv_dtype: KvDtype, page_tokens: int) -> Engine:
+    """An engine for a checkpoint that is in memory."""
+    family = NullEngine if checkpoint.config.family is Family.NULL else HstuEngine
+    return family(checkpoint, device, kv_dtype, page_tokens)

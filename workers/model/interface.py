@@ -1,0 +1,144 @@
+"""What the worker asks of an engine. Who calls what, and when:
+
+* any thread, any time: `prefix_inputs`, `rank_inputs` (numpy; they look up rows and check limits);
+* once, before any work: `bind(arena)` on the device's thread;
+* the device's thread only: `pre_infer(chunk)`, `rank(batch)`.
+
+Full inference is `pre_infer` over the chunks of a prefix, then `rank`; there is no third code path. A prefix is
+computed in any chunks, in order: [0, a), [a, b), ... Chunk [start, end) finds K,V of [0, start) in its pages and
+writes [start, end); an append is the same call on a prefix that was there. `rank` writes nothing to the arena.
+
+Device work is given to the calling thread's current stream; the arrays that `rank` returns are complete.
+`pre_infer` may return before the device is done: an event recorded after it completes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from workers.device import Device
+from workers.kv import KvGeometry, PrefixLayout
+from workers.model.embedding import TokenRows
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+class TooLongError(ValueError):
+    """More behaviours or candidates than the model's limits allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Most of each in one request; from the checkpoint."""
+
+    max_prefix_behaviours: int
+    max_suffix_behaviours: int
+    max_candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInputs:
+    """A whole prefix, looked up: rows of its contextual tokens, then of its behaviours."""
+
+    features: Int64Array
+    behaviours: TokenRows
+    tokens: int
+    unknown_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChunk:
+    """Tokens [start, end) of a prefix, to be computed. `pages`: those that hold tokens [0, end), or more."""
+
+    inputs: PrefixInputs
+    start: int
+    end: int
+    pages: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class RankInputs:
+    """One request: rows of its suffix, then of its candidates, against the first `prefix_tokens` in `pages`."""
+
+    prefix_tokens: int
+    pages: Int32Array
+    rows: TokenRows
+    places: Int64Array
+    """Position of each row: the suffix counts on, all candidates stand after it."""
+    suffix_tokens: int
+    num_candidates: int
+    unknown_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutputs:
+    """Scores of one request: float32 [candidates, tasks], in the order of its candidates."""
+
+    scores: NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """A loaded model on one device."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def geometry(self) -> KvGeometry: ...
+
+    @property
+    def layout(self) -> PrefixLayout: ...
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def revision(self) -> str:
+        """Hash of weights and configuration."""
+
+    @property
+    def namespace(self) -> bytes:
+        """All that K,V depend on but the user's own part: revision, layout, types, N. A part of each cache key."""
+
+    @property
+    def num_tasks(self) -> int: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
+        """Most device memory beyond weights and arena that one call needs, for calls within these sizes.
+
+        Batch rows: suffix tokens + candidates of all requests of one `rank`.
+        """
+
+    def bind(self, arena: torch.Tensor) -> None:
+        """Uses this arena from now on: uint8 [num_pages, geometry.page_bytes] on the device. Raises ValueError."""
+
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours) -> PrefixInputs:
+        """Looks a prefix up. Missing and unknown features take their unknown row. Raises TooLongError."""
+
+    def rank_inputs(
+        self, prefix_tokens: int, pages: Int32Array, suffix: Behaviours, candidates: Int64Array
+    ) -> RankInputs:
+        """Looks a request up. Raises TooLongError."""
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        """Computes K,V of the chunk into its pages. Raises ValueError for pages that do not hold it."""
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        """Scores each request of the batch, in its order. No request changes another's scores."""
+
+
+def check_limit(count: int, limit: int, what: str) -> None:
+    """Raises TooLongError if count is above limit."""
+    if count > limit:
+        raise TooLongError(f"{count} {what}, the model takes {limit}")

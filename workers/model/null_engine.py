@@ -1,0 +1,78 @@
+"""An engine that computes nothing: what is left is the cost of the pipeline around it. Contract: `interface.py`.
+
+Its prefixes take pages as a real model's would, but are never written. A candidate's score is a fixed function of
+its item id, in [0, 1), so that a mixed-up answer shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from workers.device import Device
+from workers.kv import KvDtype
+from workers.model.checkpoint import Checkpoint
+from workers.model.embedding import TokenRows
+from workers.model.hstu_engine import kv_namespace, limits_of
+from workers.model.interface import (
+    Int32Array,
+    Int64Array,
+    PrefixChunk,
+    PrefixInputs,
+    RankInputs,
+    RankOutputs,
+    check_limit,
+)
+
+_NONE = np.empty(0, np.int64)
+
+
+def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
+    """float32 [items, num_tasks]: 24 bits of Fibonacci hashing of id + task."""
+    mixed = (items[:, None] + np.arange(num_tasks)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(40)) / np.float32(2**24)).astype(np.float32)
+
+
+class NullEngine:
+    """Takes any checkpoint's configuration; needs no weights."""
+
+    def __init__(self, checkpoint: Checkpoint, device: Device, kv_dtype: KvDtype, page_tokens: int) -> None:
+        config = checkpoint.config
+        self.device = device
+        self.geometry = config.geometry(page_tokens, kv_dtype)
+        self.layout = config.layout()
+        self.limits = limits_of(config)
+        self.revision = checkpoint.revision
+        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry)
+        self.num_tasks = len(config.tasks)
+        self.weights_bytes = 0
+
+    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
+        return 0
+
+    def bind(self, arena: torch.Tensor) -> None:
+        if arena.shape[1:] != (self.geometry.page_bytes,):
+            raise ValueError(f"arena is {list(arena.shape)}, not [num_pages, {self.geometry.page_bytes}]")
+
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours) -> PrefixInputs:  # noqa: ARG002
+        check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
+        return PrefixInputs(_NONE, TokenRows(_NONE, _NONE), self.layout.tokens(len(behaviours)), 0)
+
+    def rank_inputs(
+        self, prefix_tokens: int, pages: Int32Array, suffix: Behaviours, candidates: Int64Array
+    ) -> RankInputs:
+        check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
+        check_limit(candidates.size, self.limits.max_candidates, "candidates")
+        rows = TokenRows(candidates, _NONE)
+        return RankInputs(prefix_tokens, pages, rows, _NONE, len(suffix), int(candidates.size), 0)
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        if self.geometry.pages_for(chunk.end) > len(chunk.pages):
+            raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        return [RankOutputs(null_scores(inputs.rows.items, self.num_tasks)) for inputs in batch]
