@@ -1,0 +1,378 @@
+"""What the codec promises: equal after a round trip, read without a copy, refused with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+import typing
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas import (
+    SCHEMA_VERSION,
+    Behaviours,
+    DecodeError,
+    DecodeReason,
+    EncodeError,
+    FailureReason,
+    History,
+    Outcome,
+    Path,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+    WorkerStatus,
+    decode,
+    encode,
+)
+from schemas.codec import MAX_CONTAINERS, MAX_LIST_ENTRIES, MAX_MAP_ENTRIES, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
+from schemas.fields import INT64_MAX, Packed, Real
+from schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS, Message
+from tests.strategies import messages
+
+STRATEGIES = messages()
+INT64_MIN = -(2**63)
+
+
+def request(**changes: Any) -> RankingRequest:
+    values = {
+        "request_id": "gateway.1.7",
+        "user_id": "u1",
+        "sent_at_us": 1,
+        "deadline_us": 2,
+        "query_time_ms": 3,
+        "candidates": np.array([10, 11], "<i8"),
+        "suffix": some_behaviours(2),
+    }
+    return RankingRequest(**(values | changes))
+
+
+def some_behaviours(length: int) -> Behaviours:
+    return Behaviours(np.arange(length, dtype="<i8"), np.zeros(length, "<u2"), np.arange(length, dtype="<i8"))
+
+
+def result(**changes: Any) -> RankingResult:
+    values = {
+        "request_id": "gateway.1.7",
+        "worker_id": "worker-00",
+        "outcome": Outcome.RANKED,
+        "request_sent_at_us": 1,
+        "received_at_us": 2,
+        "sent_at_us": 3,
+        "timings": StageTimings(),
+        "path": Path.HBM,
+        "num_tasks": 2,
+        "scores": np.zeros(4, "<f4"),
+        "model_revision": "abc",
+    }
+    return RankingResult(**(values | changes))
+
+
+def body(message: Any) -> dict[str, Any]:
+    return typing.cast(dict[str, Any], msgpack.unpackb(encode(message)[1:]))
+
+
+def wire(content: Any) -> bytes:
+    return bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(content))
+
+
+def test_every_message_has_a_strategy() -> None:
+    assert set(STRATEGIES) == set(typing.get_args(Message))
+
+
+@pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_a_message_is_equal_after_a_round_trip(message_class: type[Any], data: st.DataObject) -> None:
+    message = data.draw(STRATEGIES[message_class])
+    encoded = encode(message)
+    decoded = decode(message_class, encoded)
+    assert decoded == message
+    assert encode(decoded) == encoded
+
+
+@pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
+@settings(max_examples=25)
+@given(data=st.data(), added=st.integers() | st.none() | st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=3))
+def test_an_older_reader_ignores_a_field_that_it_does_not_know(
+    message_class: type[Any], data: st.DataObject, added: Any
+) -> None:
+    message = data.draw(STRATEGIES[message_class])
+    if isinstance(added, int):
+        added %= 2**63
+    assert decode(message_class, wire(body(message) | {"added_later": added})) == message
+
+
+def test_nil_for_an_optional_field_is_its_default() -> None:
+    assert decode(RankingRequest, wire(body(request()) | {"history": None})).history is None
+    assert decode(RankingResult, wire(body(result()) | {"unknown_items": None})).unknown_items == 0
+
+
+@pytest.mark.parametrize("version", [0, 2, 0x7F, 0x80, 0xFF])
+def test_an_unknown_version_is_refused_with_its_number(version: int) -> None:
+    with pytest.raises(DecodeError, match=f"version byte is {version}, this reader knows 1") as caught:
+        decode(RankingRequest, bytes((version,)) + encode(request())[1:])
+    assert caught.value.reason is DecodeReason.UNSUPPORTED_VERSION
+
+
+@pytest.mark.parametrize("nothing", [None, b""])
+def test_no_bytes_are_refused_as_empty(nothing: bytes | None) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(RankingRequest, nothing)
+    assert caught.value.reason is DecodeReason.EMPTY
+
+
+def test_too_many_bytes_are_refused_before_they_are_read() -> None:
+    with pytest.raises(DecodeError, match=str(MAX_MESSAGE_BYTES)) as caught:
+        decode(RankingRequest, bytes(MAX_MESSAGE_BYTES + 1))
+    assert caught.value.reason is DecodeReason.TOO_LARGE
+
+
+def test_the_longest_allowed_history_fits_into_a_message() -> None:
+    longest = request(
+        history=History("u1", 1, np.empty(0, "<i8"), some_behaviours(MAX_BEHAVIOURS)),
+        suffix=some_behaviours(MAX_SUFFIX_BEHAVIOURS),
+        candidates=np.arange(MAX_CANDIDATES),
+    )
+    decoded = decode(RankingRequest, encode(longest))
+    assert decoded.history is not None
+    assert len(decoded.history.behaviours) == MAX_BEHAVIOURS
+
+
+BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
+    "text for a whole number": (RankingRequest, {"sent_at_us": "1"}, ".sent_at_us: expected a whole number"),
+    "a float for a whole number": (RankingRequest, {"sent_at_us": 1.0}, ".sent_at_us: expected a whole number"),
+    "true for a whole number": (RankingRequest, {"sent_at_us": True}, ".sent_at_us: expected a whole number"),
+    "a negative time": (RankingRequest, {"sent_at_us": -1}, ".sent_at_us: -1 is outside"),
+    "a time beyond 63 bits": (RankingRequest, {"sent_at_us": 2**63}, ".sent_at_us: 9223372036854775808 is outside"),
+    "a number for text": (RankingRequest, {"user_id": 7}, ".user_id: expected text"),
+    "bytes for text": (RankingRequest, {"user_id": b"u1"}, ".user_id: expected text"),
+    "empty text": (RankingRequest, {"user_id": ""}, ".user_id: 0 bytes"),
+    "long text": (RankingRequest, {"user_id": "é" * 129}, ".user_id: 258 bytes"),
+    "a control character": (RankingRequest, {"user_id": "a\nb"}, ".user_id: text holds control"),
+    "a required field that is absent": (RankingRequest, {"user_id": None}, ".user_id: is required"),
+    "no candidates": (RankingRequest, {"candidates": b""}, ".candidates: 0 entries, allowed are 1"),
+    "half a candidate": (RankingRequest, {"candidates": bytes(12)}, ".candidates: 12 bytes is no multiple of 8"),
+    "a list for packed numbers": (RankingRequest, {"candidates": [1, 2]}, ".candidates: expected packed bytes"),
+    "a list for a message": (RankingRequest, {"suffix": []}, ".suffix: expected a map"),
+    "too many candidates": (
+        RankingRequest,
+        {"candidates": bytes(8 * (MAX_CANDIDATES + 1))},
+        f"allowed are 1 to {MAX_CANDIDATES}",
+    ),
+    "another user's history": (
+        RankingRequest,
+        {"history": body(History("other", 1, np.empty(0, "<i8"), Behaviours.empty()))},
+        ".history.user_id: 'other' is not",
+    ),
+    "arrays of different lengths": (
+        RankingRequest,
+        {"suffix": {"items": bytes(16), "actions": bytes(2), "timestamps_ms": bytes(16)}},
+        ".suffix: 2 items, 1 actions, 2 timestamps",
+    ),
+    "1 for true": (RankingResult, {"history_stale": 1}, ".history_stale: expected true or false"),
+    "an unknown path": (RankingResult, {"path": "teleport"}, ".path: 'teleport' is none of hbm, dram"),
+    "a score that is no number": (
+        RankingResult,
+        {"scores": np.array([0, np.nan, 0, 0], "<f4").tobytes()},
+        ".scores: an entry is not finite",
+    ),
+    "an infinite score": (
+        RankingResult,
+        {"scores": np.array([0, np.inf, 0, 0], "<f4").tobytes()},
+        ".scores: an entry is not finite",
+    ),
+    "scores that are no whole rows": (RankingResult, {"num_tasks": 3}, ".scores: not a multiple of 3 tasks"),
+    "ranked without scores": (RankingResult, {"scores": None}, "outcome is ranked, but scores is absent"),
+    "failed without a reason": (RankingResult, {"outcome": "failed"}, ".reason: is required"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_broken_field_is_refused_by_name(name: str) -> None:
+    message_class, change, text = BREAKAGES[name]
+    whole = request() if message_class is RankingRequest else result()
+    with pytest.raises(DecodeError) as caught:
+        decode(message_class, wire(body(whole) | change))
+    assert caught.value.reason is DecodeReason.INVALID_FIELD
+    assert text in str(caught.value)
+    assert str(caught.value).startswith(message_class.__name__)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), True, "1", None, b""])
+def test_a_coefficient_must_be_a_finite_number(value: Any, status: WorkerStatus) -> None:
+    content = body(status)
+    content["latency"]["a1"] = value
+    with pytest.raises(DecodeError, match=r"WorkerStatus\.latency\.a1: "):
+        decode(WorkerStatus, wire(content))
+
+
+@pytest.mark.parametrize(
+    "times",
+    [[2, 1], [INT64_MAX, INT64_MIN], [0, INT64_MAX, -1]],
+    ids=["by one", "from the last to the first instant", "after the last instant"],
+)
+def test_behaviours_whose_time_falls_are_refused(times: list[int]) -> None:
+    falling = Behaviours(np.zeros(len(times), "<i8"), np.zeros(len(times), "<u2"), np.array(times, "<i8"))
+    with pytest.raises(EncodeError, match="time falls"):
+        encode(request(suffix=falling))
+
+
+def test_the_widest_span_of_time_is_accepted() -> None:
+    """A difference of the two would overflow 64 bits, and look like time falling."""
+    span = Behaviours(np.zeros(2, "<i8"), np.zeros(2, "<u2"), np.array([INT64_MIN, INT64_MAX], "<i8"))
+    assert decode(RankingRequest, encode(request(suffix=span))).suffix == span
+
+
+MALFORMED: dict[str, bytes] = {
+    "nothing after the version": b"",
+    "an unfinished map": b"\x85",
+    "two bodies": msgpack.packb({}) * 2,
+    "a reserved code": b"\xc1",
+    "text that is no UTF-8": b"\x81\xa7user_id\xa2\xff\xfe",
+    "a surrogate in UTF-8": b"\x81\xa7user_id\xa3\xed\xa0\x80",
+    "a name given twice": b"\x82" + b"\xa7user_id\xa1u" * 2,
+    "a number as a name": b"\x81\x01\x02",
+    "a list as a name": b"\x81\x91\x01\x02",
+    "an array that claims 4 billion entries": b"\xdd\xff\xff\xff\xff",
+    "a map that claims 4 billion entries": b"\xdf\xff\xff\xff\xff",
+    "bytes that claim 4 billion": b"\xc6\xff\xff\xff\xff",
+    "text that claims 4 billion": b"\xdb\xff\xff\xff\xff",
+    "an extension type that claims 4 billion": b"\xc9\xff\xff\xff\xff\x01",
+    "a timestamp extension": b"\xd6\xff\x00\x00\x00\x00",
+    "lists in lists without end": b"\x91" * 100_000,
+    "maps in maps without end": b"\x81\xa1a" * 100_000,
+    "a list too long": msgpack.packb([0] * (MAX_LIST_ENTRIES + 1)),
+    "a map too large": msgpack.packb({str(n): 0 for n in range(MAX_MAP_ENTRIES + 1)}),
+    "text too long": msgpack.packb("a" * (MAX_TEXT_BYTES + 1)),
+    "too many lists": msgpack.packb([[]] * (MAX_CONTAINERS + 1)),
+    "a million empty lists": msgpack.packb([[[]] * MAX_LIST_ENTRIES] * 250),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_bytes_that_are_no_bounded_messagepack_are_refused(name: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(RankingRequest, bytes((SCHEMA_VERSION,)) + MALFORMED[name])
+    assert caught.value.reason is DecodeReason.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [*MALFORMED.values(), b"\xdc\x10\x00" * 1023, b"\xdc\x10\x00" + b"\xdc\x10\x00" * 4096],
+    ids=[*MALFORMED, "a thousand nested long lists", "four thousand nested long lists"],
+)
+def test_refusing_takes_bounded_memory(attack: bytes) -> None:
+    """The worst is the deepest nesting that msgpack follows (1,024), each level claiming the longest list."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DecodeError):
+            decode(RankingRequest, bytes((SCHEMA_VERSION,)) + attack)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1024 * MAX_LIST_ENTRIES * 8 + MAX_MESSAGE_BYTES
+
+
+def test_arrays_are_read_without_a_copy_and_read_only() -> None:
+    """All arrays of a request together take less memory than one more copy of the longest of them would."""
+    data = encode(request(user_id="u", history=History("u", 1, np.empty(0, "<i8"), some_behaviours(100_000))))
+    decode(RankingRequest, data)
+    tracemalloc.start()
+    try:
+        decoded = decode(RankingRequest, data)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert decoded.history is not None
+    assert held_bytes < len(data) + 100_000
+    for array in (decoded.candidates, decoded.suffix.items, decoded.history.behaviours.actions):
+        assert isinstance(array.base, bytes), "the array stands on the bytes that msgpack made"
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_packed_field_is_a_view_of_the_bytes_it_is_given() -> None:
+    raw = bytes(80)
+    array = Packed("<i8", 10, "n").unpack(raw)
+    assert np.shares_memory(array, np.frombuffer(raw, np.uint8))
+
+
+UNENCODABLE: dict[str, tuple[Any, str]] = {
+    "a matrix": (request(candidates=np.zeros((2, 2), "<i8")), "one dimension"),
+    "a scalar": (request(candidates=np.int64(3)), "one dimension"),
+    "ragged lists": (request(candidates=[[1], [2, 3]]), "not an array of numbers"),
+    "texts": (request(candidates=np.array(["a"])), "do not all fit"),
+    "objects": (request(candidates=[None]), "do not all fit"),
+    "fractions for ids": (request(candidates=np.array([1.5])), "do not all fit"),
+    "truths for ids": (request(candidates=np.array([True])), "do not all fit"),
+    "ids beyond 63 bits": (request(candidates=np.array([2**63], np.uint64)), "do not all fit"),
+    "ids beyond 64 bits": (request(candidates=[2**70]), "candidates"),
+    "no candidates": (request(candidates=[]), "0 entries"),
+    "a surrogate": (request(user_id="\ud800"), "not encodable as UTF-8"),
+    "a suffix too long": (request(suffix=some_behaviours(MAX_SUFFIX_BEHAVIOURS + 1)), "4097 behaviours"),
+    "a score beyond 32 bits": (result(scores=np.array([1e300, 0.0])), "not finite"),
+    "a part of the wrong class": (request(suffix=StageTimings()), "expected Behaviours"),
+    "a required value that is None": (request(user_id=None), "is required"),
+    "a reason that is no member": (result(outcome=Outcome.FAILED, reason="tired"), "is none of"),
+}
+
+
+@pytest.mark.parametrize("name", UNENCODABLE)
+def test_a_message_outside_its_bounds_is_not_encoded(name: str) -> None:
+    message, text = UNENCODABLE[name]
+    with pytest.raises(EncodeError, match=text):
+        encode(message)
+
+
+def test_numbers_of_other_types_are_packed_if_they_fit() -> None:
+    wanted = request(candidates=np.array([1, 2], "<i8"))
+    assert encode(request(candidates=[1, 2])) == encode(wanted)
+    assert encode(request(candidates=np.array([1, 2], ">i8"))) == encode(wanted)
+    assert encode(request(candidates=np.array([1, 9, 2, 9], "<i4")[::2])) == encode(wanted)
+    assert encode(request(sent_at_us=np.int64(1))) == encode(request())
+
+
+def test_a_number_too_large_for_a_float_is_a_field_error() -> None:
+    with pytest.raises(ValueError, match="too large"):
+        Real().pack(10**400)
+
+
+def test_text_of_every_script_is_a_user_id() -> None:
+    """Also what Python does not call printable: an ideographic space, a joiner, a no-break space."""
+    for user_id in ("用户\u3000一", "👩\u200d💻", "a\u00a0b", "مستخدم"):
+        assert decode(RankingRequest, encode(request(user_id=user_id))).user_id == user_id
+
+
+def test_an_inline_history_must_have_the_length_that_its_version_says() -> None:
+    history = History("u1", 1, np.empty(0, "<i8"), some_behaviours(3))
+    event = RetrievalEvent("r", "u1", 1, 2, 50, 10, 0, history=history, history_version=history.version())
+    assert decode(RetrievalEvent, encode(event)).history_length == 3
+    shorter = History("u1", 1, np.empty(0, "<i8"), some_behaviours(2))
+    with pytest.raises(EncodeError, match="2 behaviours, but history_version says 3"):
+        encode(RetrievalEvent("r", "u1", 1, 2, 50, 10, 0, history=shorter, history_version=history.version()))
+
+
+def test_a_failed_result_keeps_its_reason() -> None:
+    failed = result(outcome=Outcome.FAILED, reason=FailureReason.OVERLOADED, path=None, scores=None, num_tasks=0)
+    assert decode(RankingResult, encode(failed)).reason is FailureReason.OVERLOADED
+
+
+def test_schemas_need_neither_kafka_nor_torch() -> None:
+    script = (
+        "import sys\n"
+        "for name in ('confluent_kafka', 'torch', 'faust', 'aiokafka', 'pydantic', 'typer', 'structlog', 'yaml'):\n"
+        "    sys.modules[name] = None\n"
+        "import schemas, schemas.headers, schemas.reference\n"
+        "event = schemas.RetrievalEvent('r', 'u', 1, 2, 50, 10, 0)\n"
+        "assert schemas.decode(schemas.RetrievalEvent, schemas.encode(event)) == event\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

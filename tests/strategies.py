@@ -1,0 +1,188 @@
+"""Hypothesis strategies for every message: `messages()[RankingRequest]` draws valid ranking requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from schemas import (
+    Behaviours,
+    FailureReason,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    Outcome,
+    Path,
+    PrefixSource,
+    PreInferJob,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+    WorkerState,
+    WorkerStatus,
+)
+from schemas.fields import INT64_MAX
+from schemas.messages import (
+    MAX_BEHAVIOURS,
+    MAX_BUDGET_MS,
+    MAX_CANDIDATES,
+    MAX_PARTITIONS,
+    MAX_SUFFIX_BEHAVIOURS,
+    MAX_TASKS,
+)
+
+INT64_MIN = -(2**63)
+item_ids = st.integers(INT64_MIN, INT64_MAX)
+timestamps_ms = st.integers(INT64_MIN, INT64_MAX) | st.integers(1_600_000_000_000, 1_800_000_000_000)
+whole = st.integers(0, INT64_MAX)
+real = st.floats(allow_nan=False, allow_infinity=False)
+digests = st.binary(min_size=16, max_size=16)
+
+
+def texts(max_bytes: int) -> st.SearchStrategy[str]:
+    """Text that a field of `max_bytes` takes."""
+    characters = st.characters(exclude_categories=("Cc", "Cs"))
+    return st.text(characters, min_size=1, max_size=20).filter(lambda text: len(text.encode()) <= max_bytes)
+
+
+@st.composite
+def behaviours(draw: st.DrawFn, max_length: int = 20) -> Behaviours:
+    """Behaviours whose time never falls; extreme ids and times included."""
+    length = draw(st.integers(0, max_length))
+    items = draw(hnp.arrays("<i8", length, elements=item_ids))
+    actions = draw(hnp.arrays("<u2", length))
+    times = sorted(draw(st.lists(timestamps_ms, min_size=length, max_size=length)))
+    return Behaviours(items, actions, np.array(times, dtype="<i8"))
+
+
+history_versions = st.builds(HistoryVersion, whole, st.integers(0, MAX_BEHAVIOURS), digests)
+
+
+@st.composite
+def histories(draw: st.DrawFn, user_id: str | None = None) -> History:
+    """A history, of `user_id` if given."""
+    user = draw(texts(256)) if user_id is None else user_id
+    features = draw(hnp.arrays("<i8", st.integers(0, 8), elements=item_ids))
+    return History(user, draw(whole), features, draw(behaviours()))
+
+
+@st.composite
+def _histories_of(draw: st.DrawFn, user_id: str) -> dict[str, Any]:
+    """The two history fields that impressions share: neither, one, or both in agreement."""
+    history = draw(st.none() | histories(user_id))
+    version = draw(st.none() | history_versions)
+    if history is not None and version is not None:
+        version = history.version()
+    return {"history": history, "history_version": version}
+
+
+def _estimates(draw: st.DrawFn) -> dict[str, Any]:
+    """What the retrieval event says and the pre-infer job repeats."""
+    user_id = draw(texts(256))
+    return {
+        "request_id": draw(texts(128)),
+        "user_id": user_id,
+        "retrieval_at_us": draw(whole),
+        "expected_ranking_at_us": draw(whole),
+        "ranking_budget_ms": draw(st.integers(1, MAX_BUDGET_MS)),
+        "expected_candidates": draw(st.integers(0, MAX_CANDIDATES)),
+        "expected_suffix": draw(st.integers(0, MAX_SUFFIX_BEHAVIOURS)),
+        **draw(_histories_of(user_id)),
+    }
+
+
+@st.composite
+def retrieval_events(draw: st.DrawFn) -> RetrievalEvent:
+    return RetrievalEvent(**_estimates(draw))
+
+
+@st.composite
+def preinfer_jobs(draw: st.DrawFn) -> PreInferJob:
+    return PreInferJob(**_estimates(draw), decided_at_us=draw(whole))
+
+
+@st.composite
+def ranking_requests(draw: st.DrawFn) -> RankingRequest:
+    user_id = draw(texts(256))
+    return RankingRequest(
+        request_id=draw(texts(128)),
+        user_id=user_id,
+        sent_at_us=draw(whole),
+        deadline_us=draw(whole),
+        query_time_ms=draw(whole),
+        candidates=draw(hnp.arrays("<i8", st.integers(1, 20), elements=item_ids)),
+        suffix=draw(behaviours()),
+        **draw(_histories_of(user_id)),
+    )
+
+
+@st.composite
+def ranking_results(draw: st.DrawFn) -> RankingResult:
+    outcome = draw(st.sampled_from(Outcome))
+    specific: dict[str, Any] = {}
+    if outcome is Outcome.RANKED:
+        num_tasks = draw(st.integers(1, MAX_TASKS))
+        size = num_tasks * draw(st.integers(1, 10))
+        specific = {
+            "path": draw(st.sampled_from(Path)),
+            "prefix_source": draw(st.none() | st.sampled_from(PrefixSource)),
+            "num_tasks": num_tasks,
+            "scores": draw(hnp.arrays("<f4", size, elements=st.floats(-(2.0**100), 2.0**100, width=32))),
+            "history_version": draw(st.none() | history_versions),
+            "model_revision": draw(texts(64)),
+        }
+    elif outcome is Outcome.FAILED:
+        specific = {"reason": draw(st.sampled_from(FailureReason)), "detail": draw(st.none() | texts(512))}
+    return RankingResult(
+        request_id=draw(texts(128)),
+        worker_id=draw(texts(128)),
+        outcome=outcome,
+        request_sent_at_us=draw(whole),
+        received_at_us=draw(whole),
+        sent_at_us=draw(whole),
+        timings=StageTimings(*draw(st.lists(whole, min_size=6, max_size=6))),
+        prefix_tokens=draw(whole),
+        tokens_cached=draw(whole),
+        history_stale=draw(st.booleans()),
+        history_loading=draw(st.booleans()),
+        unknown_items=draw(whole),
+        **specific,
+    )
+
+
+worker_statuses = st.builds(
+    WorkerStatus,
+    worker_id=texts(128),
+    state=st.sampled_from(WorkerState),
+    written_at_us=whole,
+    assignment_epoch=whole,
+    partitions=st.lists(st.integers(0, MAX_PARTITIONS), max_size=60).map(tuple),
+    model_revision=texts(64),
+    kv_bytes_per_token=whole,
+    contextual_tokens=whole,
+    tokens_per_behaviour=st.integers(1, 16),
+    max_prefix_behaviours=whole,
+    hbm_capacity_bytes=whole,
+    hbm_free_bytes=whole,
+    dram_capacity_bytes=whole,
+    dram_free_bytes=whole,
+    ranking_queue_p99_us=whole,
+    preinfer_queue_us=whole,
+    latency=st.builds(LatencyCoefficients, *[real] * 11),
+)
+
+
+def messages() -> dict[type[Any], st.SearchStrategy[Any]]:
+    """A strategy for each message that is the value of a topic."""
+    return {
+        RetrievalEvent: retrieval_events(),
+        PreInferJob: preinfer_jobs(),
+        RankingRequest: ranking_requests(),
+        RankingResult: ranking_results(),
+        History: histories(),
+        WorkerStatus: worker_statuses,
+    }
