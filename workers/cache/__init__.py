@@ -1,0 +1,53 @@
+"""Prefix cache: pages of K,V in two tiers, found by identity, shared by pins and leases.
+
+Books (`metadata` and what it uses: no torch, no threads, no clock) and bytes (`arena`, `mover`) do not
+import each other; `PrefixCache` joins them through the `Mover` protocol of `transfer`.
+"""
+
+from workers.cache.cache import PrefixCache
+from workers.cache.handles import Fill, Handle
+from workers.cache.identity import PrefixKey
+from workers.cache.pending import Pending
+from workers.cache.results import (
+    Declined,
+    DeclineReason,
+    Hit,
+    Miss,
+    MissReason,
+    NoRoom,
+    NoRoomReason,
+    PageCopy,
+    PendingKind,
+    PendingOutcome,
+    Presence,
+    Purpose,
+    SpillOutcome,
+    WasteReason,
+)
+from workers.cache.stats import CacheStats, TierStats
+from workers.cache.tiers import Tier
+
+__all__ = [
+    "CacheStats",
+    "DeclineReason",
+    "Declined",
+    "Fill",
+    "Handle",
+    "Hit",
+    "Miss",
+    "MissReason",
+    "NoRoom",
+    "NoRoomReason",
+    "PageCopy",
+    "Pending",
+    "PendingKind",
+    "PendingOutcome",
+    "PrefixCache",
+    "PrefixKey",
+    "Presence",
+    "Purpose",
+    "SpillOutcome",
+    "Tier",
+    "TierStats",
+    "WasteReason",
+]

@@ -1,0 +1,95 @@
+"""What the cache's users hold: a `Handle` to read a prefix, a `Fill` to compute one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from schemas.messages import PrefixSource
+from workers.cache.entries import Pin, Work
+from workers.cache.pages import PageArray
+from workers.cache.results import PageCopy, Purpose
+
+if TYPE_CHECKING:
+    from workers.cache.cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """A pinned prefix in HBM. It stays as it is, whatever becomes of its entry, until it is released.
+
+    `pages` int32 [pages_for(tokens)]: token t lies in row t % page_tokens of pages[t // page_tokens].
+    `behaviours` of the key asked for are covered, `complete` if that is all of them.
+    """
+
+    behaviours: int
+    tokens: int
+    pages: PageArray
+    complete: bool
+    source: PrefixSource
+    pin: Pin = field(repr=False)
+
+
+class Fill:
+    """Pages to compute a prefix into; ends with `publish` or `abort`, once.
+
+    `pages` int32 is the whole table; rows up to `start_tokens` are there already. If `copy_page` is
+    set, copy that page before computing: its rows belong to others too. As a context it aborts when left
+    unpublished.
+    """
+
+    def __init__(self, cache: PrefixCache, work: Work) -> None:
+        self._cache = cache
+        self._work = work
+        self.behaviours = work.key.length
+        self.tokens = work.tokens
+        self.start_behaviours = work.start_behaviours
+        self.start_tokens = work.start_tokens
+        self.filled_tokens = work.start_tokens
+        self.pages: PageArray = work.table
+        self.copy_page: PageCopy | None = work.copy_page
+
+    @property
+    def purpose(self) -> Purpose:
+        return self._work.purpose
+
+    @property
+    def work(self) -> Work:
+        """For the cache alone."""
+        return self._work
+
+    @property
+    def closed(self) -> bool:
+        """Published or aborted."""
+        return not self._work.open
+
+    @property
+    def is_current(self) -> bool:
+        """False once invalidated: then computing on is for nothing, and `publish` will give None."""
+        return self._work.is_current
+
+    def progress(self, tokens: int) -> None:
+        """`tokens` rows are filled, from the first. Raises ValueError if that is fewer than before, or too many."""
+        if not self.filled_tokens <= tokens <= self.tokens:
+            raise ValueError(f"{tokens} tokens filled, after {self.filled_tokens} of {self.tokens}")
+        self.filled_tokens = tokens
+
+    def publish(self, now_us: int) -> Handle | None:
+        """Shows the prefix and pins it for the caller; None if it was invalidated, and the pages are free.
+
+        Raises ValueError unless every row is filled.
+        """
+        return self._cache.publish(self, now_us)
+
+    def abort(self) -> None:
+        """Gives the pages back; waiters learn that it failed. Nothing if it has ended."""
+        self._cache.abort(self)
+
+    def __enter__(self) -> Fill:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

@@ -1,0 +1,64 @@
+"""Pages of one tier, by index: which are free, and how many hold each of the others.
+
+Memory is taken once, elsewhere; here a page is a number below `capacity`. A page leaves the free list
+with one reference, its owner's (an entry, or work in flight); every reader adds one; it is free again
+when the last is dropped. So whoever still reads an evicted or replaced page keeps it alive.
+Taking is all or nothing. Single-threaded: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+PageArray = NDArray[np.int32]
+
+
+class PagePool:
+    """A free list and reference counts. Raises ValueError for a negative capacity."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"a pool can not have {capacity} pages")
+        self.capacity = capacity
+        # A stack whose top is the lowest index: a fresh pool gives neighbours, which copy in one run.
+        self._stack: PageArray = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._top = capacity
+        self._references = np.zeros(capacity, dtype=np.int32)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._top
+
+    def take(self, count: int) -> PageArray | None:
+        """`count` free pages with one reference each, or None if there are fewer."""
+        if count > self._top:
+            return None
+        pages = self._stack[self._top - count : self._top][::-1].copy()
+        self._top -= count
+        self._references[pages] = 1
+        return pages
+
+    def share(self, pages: PageArray) -> None:
+        """One more reference on each of `pages` (distinct, none free)."""
+        self._references[pages] += 1
+
+    def drop(self, pages: PageArray) -> int:
+        """One reference less on each of `pages` (distinct); how many became free. ValueError if one is free already."""
+        left = self._references[pages] - 1
+        if left.size and int(left.min()) < 0:
+            raise ValueError("a free page was dropped again")
+        self._references[pages] = left
+        freed = pages[left == 0][::-1]
+        self._stack[self._top : self._top + freed.size] = freed
+        self._top += freed.size
+        return int(freed.size)
+
+    def free_pages(self) -> PageArray:
+        """A copy of the free list."""
+        return self._stack[: self._top].copy()
+
+    def references(self) -> PageArray:
+        """A copy of the reference counts, int32 [capacity]."""
+        return self._references.copy()

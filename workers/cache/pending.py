@@ -1,0 +1,57 @@
+"""Something under way that requests may wait for: one per user and identity.
+
+Each waiter has its own deadline elsewhere. One that leaves just ignores the call; the work goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from workers.cache.results import PendingKind, PendingOutcome
+
+_log = structlog.get_logger()
+
+
+class Pending:
+    """Ends once, with an outcome. `behaviours` of the key asked for will then be covered."""
+
+    def __init__(self, kind: PendingKind, behaviours: int, outcome: PendingOutcome | None = None) -> None:
+        self.kind = kind
+        self.behaviours = behaviours
+        self._lock = threading.Lock()
+        self._outcome = outcome
+        self._callbacks: list[Callable[[Pending], None]] = []
+
+    @property
+    def outcome(self) -> PendingOutcome | None:
+        """None while under way."""
+        return self._outcome
+
+    @property
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def add_done_callback(self, callback: Callable[[Pending], None]) -> None:
+        """Calls `callback(self)` once when it ends, in the thread that ends it; at once if it has."""
+        with self._lock:
+            if self._outcome is None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, outcome: PendingOutcome) -> None:
+        """For the cache alone: ends it and tells the waiters. Later calls change nothing."""
+        with self._lock:
+            if self._outcome is not None:
+                return
+            self._outcome = outcome
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                # One waiter's fault is not the others'.
+                _log.exception("a waiter for a prefix failed", kind=self.kind, outcome=outcome)

@@ -1,0 +1,108 @@
+"""Copies between the tiers, as the books ask for them and a mover does them. No bytes, no threads here.
+
+Also the two decisions about copies: whether a reload is worth its time, and whether spills may go on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.cache.pages import PageArray
+from workers.cache.tiers import Tier
+
+
+class CopyPriority(enum.IntEnum):
+    """Lower goes first."""
+
+    RELOAD = 0
+    SPILL = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyRequest:
+    """Pages to copy, `source_pages[i]` of one tier to `target_pages[i]` of the other; all or nothing.
+
+    `on_done(ok)` is called once, from any thread, never under a lock of the mover. The pages stay as
+    they are until then. `deadline_us` is monotonic.
+    """
+
+    source: Tier
+    target: Tier
+    source_pages: PageArray
+    target_pages: PageArray
+    priority: CopyPriority
+    deadline_us: int
+    on_done: Callable[[bool], None]
+
+    def size_bytes(self, page_bytes: int) -> int:
+        return int(self.source_pages.size) * page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyForecast:
+    """How long a copy would wait and take, as things are."""
+
+    wait_us: float
+    copy_us: float
+
+
+class Mover(Protocol):
+    """Does copies. Bounded: refuses instead of blocking."""
+
+    def submit(self, request: CopyRequest) -> bool:
+        """Queues a copy; False, with `on_done` never called, when the queue is full or closed."""
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        """What a copy of that size would meet if it were submitted now."""
+
+    def close(self) -> None:
+        """Ends copies under way, fails those that wait, and joins its threads. Safe to call again."""
+
+
+class NoMover:
+    """For a cache of one tier: refuses every copy."""
+
+    def submit(self, request: CopyRequest) -> bool:  # noqa: ARG002
+        return False
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:  # noqa: ARG002
+        return CopyForecast(0.0, 0.0)
+
+    def close(self) -> None:
+        return
+
+
+def reload_pays(forecast: CopyForecast, saved_us: float) -> bool:
+    """Whether `wait + copy < T_full - T_hit`: else full inference is as fast. Equal is not worth a copy."""
+    return forecast.wait_us + forecast.copy_us < saved_us
+
+
+class SpillGate:
+    """Lets spills through while copies are quick: an average of the predicted wait, with hysteresis.
+
+    Closes above `close_above_us`, opens below `open_below_us`. Raises ValueError unless
+    0 < open_below_us <= close_above_us and 0 < weight <= 1.
+    """
+
+    def __init__(self, open_below_us: float, close_above_us: float, weight: float = 0.2) -> None:
+        if not 0 < open_below_us <= close_above_us:
+            raise ValueError(f"a gate can not close at {close_above_us} µs and open at {open_below_us} µs")
+        if not 0 < weight <= 1:
+            raise ValueError(f"the newest wait can not weigh {weight}")
+        self._open_below_us = open_below_us
+        self._close_above_us = close_above_us
+        self._weight = weight
+        self._average_us = 0.0
+        self._is_open = True
+
+    def admits(self, wait_us: float) -> bool:
+        """Takes in the wait that a spill would meet now, and says whether it may go."""
+        self._average_us += self._weight * (wait_us - self._average_us)
+        if self._average_us > self._close_above_us:
+            self._is_open = False
+        elif self._average_us < self._open_below_us:
+            self._is_open = True
+        return self._is_open
