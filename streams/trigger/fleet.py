@@ -137,7 +137,13 @@ class FleetReader:
         self._on_bad = on_bad
         self._stopping = threading.Event()
         self._caught_up = threading.Event()
+        self._heard_us = 0
         self._thread = threading.Thread(target=self._run, name="fleet-reader", daemon=True)
+
+    @property
+    def heard_us(self) -> int:
+        """Monotonic time of the last message from the topic; 0 before the first."""
+        return self._heard_us
 
     @property
     def caught_up(self) -> bool:
@@ -178,6 +184,7 @@ class FleetReader:
         error: KafkaError | None = message.error()
         if error is not None:
             return
+        self._heard_us = self._clock.monotonic_us()
         key, value = message.key(), message.value()
         try:
             worker_id = bytes(key or b"").decode()

@@ -49,6 +49,8 @@ class DecisionReason(enum.StrEnum):
     MISROUTED = "misrouted"
     NOT_SENT = "not_sent"
     """Admitted, but the producer could not take the job."""
+    ERROR = "error"
+    """A fault of ours; the event is in dead letters, the traceback in the log."""
 
 
 class Tier(enum.StrEnum):
