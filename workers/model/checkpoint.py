@@ -110,6 +110,8 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
             partial = folder / f".{WEIGHTS_FILE}.partial"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
             partial.replace(folder / WEIGHTS_FILE)
+        else:
+            (folder / WEIGHTS_FILE).unlink(missing_ok=True)
         partial = folder / f".{CONFIG_FILE}.partial"
         partial.write_text(config.to_json(), encoding="utf-8")
         partial.replace(folder / CONFIG_FILE)

@@ -169,8 +169,7 @@ def parse_config(text: str, origin: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate_json(text)
     except ValidationError as error:
-        problems = "; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())
-        raise RelayError(f"{origin} is not a model configuration: {problems}.") from error
+        raise RelayError(f"{origin} is not a model configuration: {describe_problems(error)}.") from error
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -184,6 +183,11 @@ def read_config(folder: Path) -> ModelConfig:
             "`relaygr model init` makes a random one."
         ) from error
     return parse_config(text, str(path))
+
+
+def describe_problems(error: ValidationError) -> str:
+    """Each wrong key and what is wrong with it."""
+    return "; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())
 
 
 def _sentence(location: tuple[int | str, ...], message: str) -> str:

@@ -1,0 +1,181 @@
+"""`relaygr model init` makes a random checkpoint; `relaygr model show` says what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from streams.errors import RelayError
+from workers.kv import KvDtype
+from workers.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from workers.model.config import CONFIG_FILE, Activated, Family, ModelConfig, OutputForm, describe_problems
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make or inspect a checkpoint.")
+
+_MIB = 2**20
+
+
+@app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Items 0 to this - 1; or give --items.", show_default="10000")
+    ] = None,
+    items: Annotated[
+        Path | None, typer.Option(help="Item ids: one whole number a line, or a .npy of int64.", show_default=False)
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 128,
+    attention_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
+    hidden_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
+    normalizer: Annotated[
+        float | None, typer.Option(help="N, one constant.", show_default="the longest prefix + suffix")
+    ] = None,
+    activated: Annotated[Activated, typer.Option(help="Which projections take SiLU.")] = Activated.U,
+    output_form: Annotated[OutputForm, typer.Option(help="What the output projection reads.")] = OutputForm.U_A_UNORM,
+    group_norm: Annotated[bool, typer.Option("--group-norm", help="Output norm per head.")] = False,
+    actions: Annotated[int, typer.Option(min=0, help="Action codes 0 to this - 1; 0: not used.")] = 16,
+    positions: Annotated[
+        int | None, typer.Option(min=0, help="Rows of the position table.", show_default="longest prefix + suffix + 1")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=CARDINALITY", help="A contextual feature; may be repeated.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:binary|:regression]", help="A task; may be repeated.", show_default="click"),
+    ] = None,
+    readout_hidden: Annotated[
+        list[int] | None, typer.Option(min=1, help="Width of a hidden layer of the read-out; may be repeated.")
+    ] = None,
+    max_prefix: Annotated[int, typer.Option(min=1, help="Longest prefix, behaviours.")] = 8192,
+    max_suffix: Annotated[int, typer.Option(min=0, help="Longest suffix, behaviours.")] = 128,
+    max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
+    null: Annotated[
+        bool, typer.Option("--null", help="A model that computes nothing, to measure the pipeline.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a checkpoint that is there.")] = False,
+) -> None:
+    """Make a random checkpoint."""
+    if items is not None and vocabulary is not None:
+        raise RelayError("Give --items or --vocabulary, not both.")
+    if (out / CONFIG_FILE).exists() and not force:
+        raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
+    item_ids = None if items is None else read_item_ids(items)
+    places = max_prefix + max_suffix
+    config = _config(
+        {
+            "family": Family.NULL if null else Family.HSTU,
+            "embedding_dim": dim,
+            "num_heads": heads,
+            "attention_dim": attention_dim or max(1, dim // heads),
+            "hidden_dim": hidden_dim or max(1, dim // heads),
+            "num_layers": layers,
+            "normalizer": normalizer or float(places),
+            "activated": activated,
+            "output_form": output_form,
+            "group_norm": group_norm,
+            "vocabulary_size": item_ids.size if item_ids is not None else vocabulary or 10_000,
+            "num_actions": actions,
+            "num_positions": places + 1 if positions is None else positions,
+            "contextual_features": [_feature(text) for text in feature or ()],
+            "tasks": [_task(text) for text in task or ("click",)],
+            "readout_hidden": readout_hidden or (),
+            "max_prefix_behaviours": max_prefix,
+            "max_suffix_behaviours": max_suffix,
+            "max_candidates": max_candidates,
+        }
+    )
+    random = random_checkpoint(config, seed, item_ids)
+    _print_checkpoint(save_checkpoint(out, config, random.tensors), out)
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
+    """Check a checkpoint and say what it holds."""
+    _print_checkpoint(load_checkpoint(path), path)
+
+
+def read_item_ids(path: Path) -> NDArray[np.int64]:
+    """Distinct item ids of a file, rising. Raises RelayError that names the line that is not a whole number."""
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, allow_pickle=False)
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise RelayError(f"{path} holds {ids.dtype} {list(ids.shape)}, not one row of whole numbers.")
+            found = ids.astype(np.int64)
+        else:
+            with path.open(encoding="utf-8") as lines:
+                found = np.fromiter((_item_id(path, number, line) for number, line in enumerate(lines, 1)), np.int64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RelayError(f"{path} cannot be read as item ids: {error}.") from error
+    if found.size == 0:
+        raise RelayError(f"{path} holds no item id.")
+    return np.unique(found)
+
+
+def _item_id(path: Path, number: int, line: str) -> int:
+    try:
+        return int(line)
+    except ValueError as error:
+        raise RelayError(f"{path}, line {number}: {line.strip()!r} is not a whole number; one id a line.") from error
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        raise RelayError(f"This is not a model: {describe_problems(error)}.") from error
+
+
+def _feature(text: str) -> dict[str, str]:
+    name, equals, cardinality = text.partition("=")
+    if not (name and equals and cardinality.isdecimal()):
+        raise RelayError(f"--feature {text}: write NAME=CARDINALITY, such as country=250.")
+    return {"name": name, "cardinality": cardinality}
+
+
+def _task(text: str) -> dict[str, str]:
+    name, _, kind = text.partition(":")
+    return {"name": name, "kind": kind or "binary"}
+
+
+def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    config = checkpoint.config
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+
+    def row(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    row("checkpoint", str(path))
+    row("revision", checkpoint.revision)
+    row("family", str(config.family))
+    row("layers", f"{config.num_layers} of {config.num_heads} heads, q.k {config.attention_dim}, v {config.hidden_dim}")
+    row("width", str(config.embedding_dim))
+    row("N", f"{config.normalizer:g}")
+    row("layer form", f"SiLU on {config.activated}, output {config.output_form}")
+    row("items", f"{config.vocabulary_size:,}")
+    row("actions", f"{config.num_actions:,}" if config.num_actions else "not used")
+    row("positions", f"{config.num_positions:,}, from the start" if config.num_positions else "not used")
+    row("features", ", ".join(f"{f.name} ({f.cardinality:,})" for f in config.contextual_features) or "none")
+    row("tasks", ", ".join(f"{task.name} ({task.kind})" for task in config.tasks))
+    row(
+        "limits",
+        f"{config.max_prefix_behaviours:,} prefix and {config.max_suffix_behaviours:,} suffix behaviours, "
+        f"{config.max_candidates:,} candidates",
+    )
+    row("parameters", f"{checkpoint.num_parameters:,}, {checkpoint.weights_bytes / _MIB:,.1f} MiB")
+    for dtype in KvDtype:
+        geometry = config.geometry(1, dtype)
+        longest = config.layout().tokens(config.max_prefix_behaviours) * geometry.bytes_per_token
+        row(f"K,V in {dtype}", f"{geometry.bytes_per_token:,} bytes a token, longest prefix {longest / _MIB:,.1f} MiB")
+    Console(highlight=False).print(table)
