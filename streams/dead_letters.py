@@ -9,7 +9,7 @@ Each is counted in `relaygr_dead_letters_total{topic, reason}` when it is writte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -78,7 +78,7 @@ class DeadLetterWriter:
                 on_done(error is None)
 
         try:
-            self._producer.produce(self._topic, value=value, key=key, headers=headers, on_delivery=delivered)
+            self._producer.produce(self._topic, value=value, key=key, headers=[*headers], on_delivery=delivered)
         except (BufferError, KafkaException) as error:
             # The queue is full because the broker is away, or the topic takes no message of this size.
             _log.error("dead letter not written", topic=origin, reason=reason, error=str(error))
@@ -98,7 +98,7 @@ def dead_letter_headers(message: Message, reason: str, detail: str, now_us: int)
     """The original headers, as far as they fit the bounds, and ours after them."""
     kept: Headers = []
     kept_bytes = 0
-    for name, raw in message.headers() or ():
+    for name, raw in cast(list[tuple[str, str | bytes | None]], message.headers() or []):
         value = raw.encode() if isinstance(raw, str) else raw or b""
         kept_bytes += len(name) + len(value)
         if len(kept) >= KEPT_HEADERS or kept_bytes > KEPT_HEADERS_BYTES:
