@@ -30,6 +30,7 @@ from faust.app.base import BootStrategy
 from faust.sensors import Monitor
 from faust.serializers.schemas import Schema
 from faust.transport.drivers import aiokafka as driver
+from mode.utils.futures import maybe_async
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from schemas.topics import CATALOGUE, Topic
@@ -101,7 +102,8 @@ class TriggerApp:
         except aiokafka.errors.KafkaError as error:
             await self.stop()
             raise RelayError(
-                f"The trigger can not join its group at {self._kafka.bootstrap}: {error}. Check `bootstrap` and `security`"
+                f"The trigger can not join its group at {self._kafka.bootstrap}: {error}. "
+                "Check `bootstrap` and `security`"
             ) from error
         self._tasks = [
             asyncio.create_task(self._take_reports(), name="delivery-reports"),
@@ -246,7 +248,7 @@ class _RawSchema(Schema):  # type: ignore[misc]
     def compile(self, app: Any, **_: Any) -> Any:
         create_event = app.create_event
 
-        async def to_event(message: Any, *, propagate: bool = False) -> Any:
+        async def to_event(message: Any, **_: Any) -> Any:
             return create_event(message.key, message, message.headers, message)
 
         return to_event
@@ -266,10 +268,39 @@ class _Silent(Monitor):  # type: ignore[misc]
     def track_tp_end_offset(self, tp: Any, offset: int) -> None: ...
 
 
-class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """faust's consumer thread around a consumer with our settings and security."""
+class _InLoop:
+    """What mode runs a service's thread with, without the thread: the service lives in its parent's loop."""
 
-    def _create_worker_consumer(self, transport: Any) -> aiokafka.AIOKafkaConsumer:
+    def __init__(self, service: Any) -> None:
+        self._service = service
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._service.parent_loop.create_task(self._service._serve(), name="consumer")
+
+    def stop(self) -> None:
+        """Nothing: the service ends its own task."""
+
+
+class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
+    """faust's "consumer thread" in the loop of the stream, around a consumer with our settings and security.
+
+    Two threads that hand each batch to and fro under one interpreter lock waited for the lock more than they
+    worked.
+    """
+
+    Worker = _InLoop
+
+    def __init__(self, consumer: Any, *, loop: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, loop=loop, thread_loop=loop, **kwargs)
+
+    async def call_thread(self, fun: Any, *args: Any, **kwargs: Any) -> Any:
+        return await maybe_async(fun(*args, **kwargs))
+
+    async def _gather_remaining_tasks(self) -> None:
+        """Nothing: the loop's other tasks are not this service's to end."""
+
+    def _create_worker_consumer(self, _: Any) -> aiokafka.AIOKafkaConsumer:
         self._assignor = RoundRobinPartitionAssignor
         app: _App = self.app
         return aiokafka.AIOKafkaConsumer(

@@ -16,7 +16,7 @@ class TriggerSettings(Section):
 
     enabled: bool = Field(True, description="false: every event is counted as `disabled` and no job is sent")
     instance_id: str = Field(
-        "trigger-00", pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", description="names this process to the broker"
+        "trigger-00", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="names this process to the broker"
     )
     fallback_behaviours: Annotated[
         int, Field(ge=1, le=MAX_BEHAVIOURS, description="shortest history admitted while its owner is not known")
