@@ -119,7 +119,7 @@ class ModelConfig(Part):
     readout_norm: ReadoutNorm = ReadoutNorm.LAYER
     readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
 
-    max_prefix_behaviours: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS)]
+    max_prefix_behaviours: Annotated[int, Field(ge=8, le=MAX_BEHAVIOURS)]
     max_suffix_behaviours: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
 
