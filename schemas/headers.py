@@ -15,7 +15,7 @@ from schemas.codec import DecodeError, DecodeReason
 from schemas.fields import INT64_MAX, FieldError, Text
 from schemas.messages import REQUEST_ID_TEXT
 
-Headers = list[tuple[str, bytes]]
+Headers = list[tuple[str, str | bytes | None]]
 RawHeaders = Iterable[tuple[str, bytes | str | None]] | None
 
 REQUEST_ID = "request_id"

@@ -18,11 +18,13 @@ class WorkerSettings(Section):
 
     worker_id: str = Field(
         "worker-00",
-        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         description="group.instance.id: unique, static, zero-padded",
     )
     model: Path = Field(Path("model"), description="checkpoint folder: config.json and model.safetensors")
-    device: str | None = Field(None, description="cpu, cuda, cuda:1, npu; none: the accelerator that is there, else cpu")
+    device: str | None = Field(
+        None, description="cpu, cuda, cuda:1, npu; none: the accelerator that is there, else cpu"
+    )
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the device")] = 1
     calibration: Path | None = Field(None, description="file of `relaygr calibrate`; none: calibrate at start")
 
@@ -31,9 +33,9 @@ class WorkerSettings(Section):
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
     reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
-    lease_margin_ms: Annotated[int, Field(ge=0, description="how long a prefix is kept beyond the predicted arrival")] = (
-        200
-    )
+    lease_margin_ms: Annotated[
+        int, Field(ge=0, description="how long a prefix is kept beyond the predicted arrival")
+    ] = 200
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
     history_max_bytes: ByteSize = Field(ByteSize(4096 * _MIB), ge=_MIB, description="size limit of that store")
@@ -49,9 +51,10 @@ class WorkerSettings(Section):
     preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5
     load_limit: Annotated[float, Field(gt=0, le=1, description="rho: device load up to which jobs are admitted")] = 0.8
-    footprint_reserve: Annotated[float, Field(ge=0, lt=1, description="r: part of the HBM tier kept from pre-infer")] = (
-        0.1
-    )
+    burst_ms: Annotated[int, Field(ge=1, le=60_000, description="how far jobs may run ahead of these limits")] = 500
+    footprint_reserve: Annotated[
+        float, Field(ge=0, lt=1, description="r: part of the HBM tier kept from pre-infer")
+    ] = 0.1
 
     status_interval_ms: Annotated[int, Field(ge=50)] = 500
     watchdog_s: Annotated[float, Field(gt=0, description="exit when the device makes no progress for so long")] = 10.0

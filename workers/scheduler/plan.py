@@ -1,8 +1,8 @@
 """How a ranking request is to be served in the time that it has: pure decisions over predictions.
 
-In order of preference: against the cached prefix (its missing tail appended), after a reload from
-DRAM, by joining the pre-infer that is running, by full inference, by full inference over the newest
-part of the history that fits, and not at all. Never a silent late answer.
+In order of preference: on its whole prefix, what is not cached of it computed first; on the newest part
+of the history that fits; not at all. Never a silent late answer. (Whether a reload from DRAM pays is the
+cache's question: `workers.cache.transfer`.)
 """
 
 from __future__ import annotations
@@ -16,69 +16,35 @@ from streams.latency import LatencyModel
 class Route(enum.StrEnum):
     """What to do with a ranking request."""
 
-    CACHED = "cached"
-    RELOAD = "reload"
-    FULL = "full"
+    WHOLE = "whole"
     TRUNCATE = "truncate"
     REJECT = "reject"
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What is known of one ranking request when it is looked up. Lengths in tokens, times in µs.
-
-    `hbm_tokens` and `dram_tokens` are the leading prefix tokens that each tier holds;
-    `reload_wait_us` is how long a reload started now would wait for those before it;
-    `remaining_us` is the time to the deadline less the device time promised to more urgent work.
-    """
-
-    prefix_tokens: int
-    suffix_and_candidates: int
-    hbm_tokens: int
-    dram_tokens: int
-    dram_bytes: int
-    reload_wait_us: int
-    remaining_us: int
-
-
-@dataclass(frozen=True, slots=True)
 class RoutePlan:
-    """The route, its predicted time in µs, and for TRUNCATE how many prefix tokens fit."""
+    """The route, its predicted time in µs, and how many prefix tokens it keeps."""
 
     route: Route
     predicted_us: int
     prefix_tokens: int
 
 
-def reload_is_worth_it(situation: Situation, latency: LatencyModel) -> bool:
-    """The break-even rule: waiting and copying must cost less than they save.
-
-    Without DRAM the request would compute the prefix from what HBM holds; with it, from the longer of both.
-    """
-    n = situation.prefix_tokens
-    if situation.dram_tokens <= situation.hbm_tokens:
-        return False
-    without_us = latency.append_us(situation.hbm_tokens, n - situation.hbm_tokens)
-    tail_us = latency.append_us(situation.dram_tokens, n - situation.dram_tokens) if situation.dram_tokens < n else 0.0
-    return situation.reload_wait_us + latency.reload_us(situation.dram_bytes) + tail_us < without_us
-
-
-def plan_ranking(situation: Situation, latency: LatencyModel, page_tokens: int) -> RoutePlan:
-    """The best route that ends in time; REJECT if none does."""
-    n, m = situation.prefix_tokens, situation.suffix_and_candidates
-    hit_us = latency.hit_us(n, m)
-    if reload_is_worth_it(situation, latency):
-        tail = n - situation.dram_tokens
-        predicted_us = situation.reload_wait_us + latency.reload_us(situation.dram_bytes) + hit_us
-        predicted_us += latency.append_us(situation.dram_tokens, tail) if tail > 0 else 0.0
-        if predicted_us <= situation.remaining_us:
-            return RoutePlan(Route.RELOAD, int(predicted_us), n)
-    tail = n - situation.hbm_tokens
-    predicted_us = hit_us + (latency.append_us(situation.hbm_tokens, tail) if tail > 0 else 0.0)
-    if predicted_us <= situation.remaining_us:
-        route = Route.CACHED if situation.hbm_tokens > 0 or n == 0 else Route.FULL
-        return RoutePlan(route, int(predicted_us), n)
-    return plan_truncation(n, m, situation.remaining_us, latency, page_tokens)
+def plan_ranking(
+    prefix_tokens: int,
+    suffix_and_candidates: int,
+    cached_tokens: int,
+    remaining_us: int,
+    latency: LatencyModel,
+    page_tokens: int,
+) -> RoutePlan:
+    """The best route that ends within `remaining_us`, with the first `cached_tokens` of the prefix in HBM."""
+    tail_tokens = prefix_tokens - cached_tokens
+    predicted_us = latency.hit_us(prefix_tokens, suffix_and_candidates)
+    predicted_us += latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
+    if predicted_us <= remaining_us:
+        return RoutePlan(Route.WHOLE, int(predicted_us), prefix_tokens)
+    return plan_truncation(prefix_tokens, suffix_and_candidates, remaining_us, latency, page_tokens)
 
 
 def plan_truncation(

@@ -1,0 +1,55 @@
+"""The worker's own look at a pre-infer job: the trigger's policy again, with what only the worker knows.
+
+What HBM holds already is not charged (only the tail is). The trigger has judged risk and lead time; here
+it is footprint and load that count, since several triggers and a stale status can add up to too much.
+"""
+
+from __future__ import annotations
+
+from streams.clock import Clock
+from streams.latency import LatencyModel
+from streams.trigger.buckets import BucketLimits, OwnerBuckets
+from streams.trigger.policy import Estimate, Refusal
+from workers.kv import KvGeometry
+from workers.work import JobOutcome, JobWork, PrefixSpan
+
+_OUTCOMES = {
+    Refusal.FOOTPRINT: JobOutcome.OVER_FOOTPRINT,
+    Refusal.LOAD: JobOutcome.OVER_LOAD,
+    Refusal.LOW_VALUE: JobOutcome.SHED,
+}
+
+
+class JobAdmission:
+    """One worker's buckets. Belongs to the device thread."""
+
+    def __init__(
+        self, limits: BucketLimits, hbm_capacity_bytes: int, geometry: KvGeometry, lease_margin_us: int, clock: Clock
+    ) -> None:
+        self._buckets = OwnerBuckets(limits, hbm_capacity_bytes, share=1.0, now_us=clock.monotonic_us())
+        self._geometry = geometry
+        self._lease_margin_us = lease_margin_us
+        self._clock = clock
+
+    def refuse(self, work: JobWork, span: PrefixSpan, cached_tokens: int, latency: LatencyModel) -> JobOutcome | None:
+        """Why the job is not admitted; None admits and charges it."""
+        now_us = self._clock.monotonic_us()
+        tail_tokens = span.tokens - cached_tokens
+        scored_tokens = work.job.expected_suffix + work.job.expected_candidates
+        lead_us = work.expected_ranking_us - now_us
+        estimate = Estimate(
+            prefix_tokens=span.tokens,
+            scored_tokens=scored_tokens,
+            full_us=latency.full_us(span.tokens, scored_tokens),
+            hit_us=latency.hit_us(span.tokens, scored_tokens),
+            prepare_us=latency.append_us(cached_tokens, tail_tokens),
+            new_bytes=tail_tokens * self._geometry.bytes_per_token,
+            lead_us=lead_us,
+            alive_us=max(0, lead_us) + self._lease_margin_us,
+        )
+        refusal = self._buckets.admit(estimate, now_us)
+        return None if refusal is None else _OUTCOMES[refusal]
+
+    def count_ranking(self, device_us: float) -> None:
+        """Device time that a ranking request took: what is left is for pre-infer."""
+        self._buckets.count_ranking(device_us, self._clock.monotonic_us())

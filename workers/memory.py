@@ -1,0 +1,54 @@
+"""What a worker holds at most, said before it is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import psutil
+
+from streams.errors import RelayError
+
+HEADROOM = 0.9
+"""Part of the available host memory that the plan may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes at most, by kind. `hbm` and `scratch` lie on the device, `dram` and `queues` on the host.
+
+    `history` is a memory-mapped file: the page cache may hold as much of it, and gives it back.
+    """
+
+    weights_bytes: int
+    hbm_bytes: int
+    scratch_bytes: int
+    dram_bytes: int
+    queues_bytes: int
+    history_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def by_kind(self) -> dict[str, int]:
+        """Kind -> bytes, in the order above."""
+        return {field.name.removesuffix("_bytes"): getattr(self, field.name) for field in fields(self)}
+
+
+def require_host_memory(plan: MemoryPlan, device_is_host: bool) -> None:
+    """Raises RelayError if the host cannot give what the plan takes at once."""
+    wanted = plan.dram_bytes + plan.queues_bytes
+    if device_is_host:
+        wanted += plan.weights_bytes + plan.hbm_bytes + plan.scratch_bytes
+    available = int(psutil.virtual_memory().available * HEADROOM)
+    if wanted > available:
+        raise RelayError(
+            f"The worker would take {_gib(wanted)} of host memory, but {_gib(available)} are available "
+            f"({int(HEADROOM * 100)} % of what is free). Lower `worker.dram_bytes`"
+            + (" or `worker.hbm_bytes`" if device_is_host else "")
+            + ", or free memory."
+        )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

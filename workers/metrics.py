@@ -1,0 +1,110 @@
+"""The worker's metrics: what it answered, by which path, and what its device did."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from schemas.messages import FailureReason, Path
+from workers.scheduler.order import WorkClass
+from workers.work import JobOutcome
+
+LATENCY_BUCKETS_S = (
+    *(step / 1000 for step in range(1, 20)),
+    *(0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
+)
+"""1 ms steps below 20 ms: deadlines are tens of milliseconds, and a P99 is read off the buckets."""
+
+
+class WorkerMetrics:
+    """One instance a process; tests give a registry of their own."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._ranked = Counter(
+            "relaygr_worker_ranked_total", "Ranking requests answered with scores", ["path"], registry=registry
+        )
+        self._unranked = Counter(
+            "relaygr_worker_unranked_total",
+            "Ranking requests answered without scores: expired, or failed with a reason",
+            ["outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "relaygr_worker_ranking_seconds",
+            "Receipt of a ranking request to its answer",
+            ["path"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._queue_seconds = Histogram(
+            "relaygr_worker_ranking_queue_seconds",
+            "Receipt of a ranking request to its first device work",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._jobs = Counter(
+            "relaygr_worker_preinfer_jobs_total", "Pre-infer jobs by how they ended", ["outcome"], registry=registry
+        )
+        self._job_start_seconds = Histogram(
+            "relaygr_worker_preinfer_start_seconds",
+            "Retrieval event to the start of its pre-infer job, over wall clocks of two machines",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._joined = Counter(
+            "relaygr_worker_prefix_joined_total",
+            "Ranking requests that waited for a prefix computation, or overtook one before it began",
+            ["kind"],
+            registry=registry,
+        )
+        self._device_seconds = Counter(
+            "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
+        )
+        self._unknown_items = Counter(
+            "relaygr_worker_unknown_items_total", "Item ids that the model's vocabulary lacks", registry=registry
+        )
+        self._undelivered = Counter(
+            "relaygr_worker_results_undelivered_total", "Results given up on at their deadline", registry=registry
+        )
+        self._resent = Counter(
+            "relaygr_worker_results_resent_total", "Results produced again after a failed report", registry=registry
+        )
+        self.outstanding = Gauge(
+            "relaygr_worker_ranking_outstanding", "Ranking requests received and not yet answered", registry=registry
+        )
+        self.preinfer_queue_seconds = Gauge(
+            "relaygr_worker_preinfer_queue_seconds", "Predicted device time of queued pre-infer work", registry=registry
+        )
+        self.bytes_at_most = Gauge(
+            "relaygr_worker_bytes_at_most", "What the worker holds at most, by kind", ["kind"], registry=registry
+        )
+
+    def ranked(self, path: Path, total_us: int, queue_us: int, unknown_items: int) -> None:
+        self._ranked.labels(path.value).inc()
+        self._seconds.labels(path.value).observe(total_us / 1e6)
+        self._queue_seconds.observe(queue_us / 1e6)
+        if unknown_items:
+            self._unknown_items.inc(unknown_items)
+
+    def expired(self) -> None:
+        self._unranked.labels("expired").inc()
+
+    def failed(self, reason: FailureReason) -> None:
+        self._unranked.labels(reason.value).inc()
+
+    def job_done(self, outcome: JobOutcome) -> None:
+        self._jobs.labels(outcome.value).inc()
+
+    def job_started(self, after_us: int) -> None:
+        self._job_start_seconds.observe(max(0, after_us) / 1e6)
+
+    def joined(self, overtaken: bool) -> None:
+        self._joined.labels("overtaken" if overtaken else "pending").inc()
+
+    def device_time(self, work_class: WorkClass, duration_us: int) -> None:
+        self._device_seconds.labels(work_class.value).inc(duration_us / 1e6)
+
+    def result_undelivered(self) -> None:
+        self._undelivered.inc()
+
+    def result_resent(self) -> None:
+        self._resent.inc()

@@ -1,0 +1,139 @@
+"""The pieces of work that a worker holds between receiving a message and being done with it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.headers import RankingHeaders
+from schemas.messages import Behaviours, HistoryVersion, Path, PrefixSource, PreInferJob, RankingRequest
+from streams.consumer.loop import Received
+from workers.cache import Fill, Handle, PrefixKey
+from workers.model.interface import PrefixInputs, RankInputs
+from workers.scheduler.order import WorkClass
+
+
+class JobOutcome(enum.StrEnum):
+    """How a pre-infer job ended: a metric label."""
+
+    COMPUTED = "computed"
+    ALREADY_CACHED = "already_cached"
+    RELOADED = "reloaded"
+    JOINED = "joined"
+    OVERTAKEN = "overtaken"
+    EXPIRED = "expired"
+    SHED = "shed"
+    NO_ROOM = "no_room"
+    NO_HISTORY = "no_history"
+    OVER_LOAD = "over_load"
+    OVER_FOOTPRINT = "over_footprint"
+    MISROUTED = "misrouted"
+    UNDECODABLE = "undecodable"
+    DISABLED = "disabled"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class JobWork:
+    """A pre-infer job, with its times on the worker's monotonic clock."""
+
+    job: PreInferJob
+    received: Received
+    expected_ranking_us: int
+    expires_us: int
+
+
+@dataclass(slots=True, eq=False)
+class PrefixSpan:
+    """What of a user's history is the prefix: resolved, windowed, and its identity."""
+
+    key: PrefixKey
+    features: NDArray[np.int64]
+    behaviours: Behaviours
+    tokens: int
+    version: HistoryVersion | None
+    stale: bool
+    loading: bool
+
+
+@dataclass(slots=True, eq=False)
+class RankingWork:
+    """A ranking request from receipt to its one answer. Times on the worker's monotonic clock."""
+
+    request: RankingRequest
+    reply: RankingHeaders
+    received: Received
+    received_wall_us: int
+    deadline_us: int
+    predicted_us: float = 0.0
+    span: PrefixSpan | None = None
+    path: Path = Path.FULL
+    prefix_source: PrefixSource = PrefixSource.COMPUTED
+    tokens_cached: int = 0
+    handle: Handle | None = None
+    pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    inputs: RankInputs | None = None
+    unknown_items: int = 0
+    started_us: int | None = None
+    looked_up_us: int | None = None
+    ready_us: int | None = None
+    pre_infer_us: int = 0
+    reload_us: int = 0
+    rank_us: int = 0
+    lookups: int = 0
+    done: bool = False
+
+    @property
+    def work_class(self) -> WorkClass:
+        return WorkClass.RANKING
+
+    @property
+    def latest_start_us(self) -> int:
+        return self.deadline_us - int(self.predicted_us)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Suffix behaviours + candidates, as the latency model counts them."""
+        return len(self.request.suffix) + int(self.request.candidates.size)
+
+
+@dataclass(slots=True, eq=False)
+class PrefixWork:
+    """The computation of one prefix, or of the tail that a cached one lacks, in chunks.
+
+    It serves pre-infer jobs, ranking requests that wait for it, or both; it counts as ranking work as
+    soon as one request waits. `fill` is None while nothing is reserved, and for work on scratch pages.
+    """
+
+    span: PrefixSpan
+    inputs: PrefixInputs
+    done_tokens: int = 0
+    jobs: list[JobWork] = field(default_factory=list)
+    waiters: list[RankingWork] = field(default_factory=list)
+    base: Handle | None = None
+    """What is cached of it, pinned until the computation ends."""
+    fill: Fill | None = None
+    on_scratch: bool = False
+    pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    remaining_us: float = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self.fill is not None or self.pages.size > 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.span.tokens
+
+    @property
+    def work_class(self) -> WorkClass:
+        return WorkClass.RANKING if self.waiters else WorkClass.PREINFER
+
+    @property
+    def latest_start_us(self) -> int:
+        if self.waiters:
+            return min(waiter.latest_start_us for waiter in self.waiters) - int(self.remaining_us)
+        return min(job.expected_ranking_us for job in self.jobs) - int(self.remaining_us)
