@@ -28,7 +28,7 @@ from streams.settings import KafkaSettings
 LIMITS: Final = (
     "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, and knows neither retention, "
     "compaction, replicas nor security",
-    "its waiting fetches do not wake up for new data, so a hop takes up to fetch_wait_max_ms: latencies are not Kafka's",
+    "its waiting fetches do not wake up for new data, so a hop takes up to fetch_wait_max_ms: no latency of Kafka's",
     "it answers no admin requests: topic settings are not checked, and group members can not be listed",
     "when a group's members change it waits out the session time-out less a second: hand-over times are not Kafka's",
 )
