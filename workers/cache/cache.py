@@ -15,7 +15,7 @@ mover are called after it is left. Nothing here blocks on room: full under pinni
 
 Single flight: whoever asks for what is being filled or loaded gets the one `Pending` of that work. A
 `Pending` that has ended well comes back from `reserve` and `start_reload` when the prefix is ready already.
-All times are monotonic microseconds, passed in.
+All times are monotonic microseconds, passed in; what ends by itself (a copy) counts as the latest of them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class PrefixCache:
         self._counters = Counters()
         self._lock = threading.Lock()
         self._sequence = itertools.count()
+        self._latest_us = 0
         self._pending: dict[Work, Pending] = {}
         self._only_namespace: bytes | None = None
         page_tokens = geometry.page_tokens
@@ -116,31 +117,34 @@ class PrefixCache:
                 dram_state=self._dram.state(key),
             )
 
-    def acquire(self, key: PrefixKey, now_us: int, join: bool = True) -> Hit | Pending | Miss:
+    def acquire(
+        self, key: PrefixKey, now_us: int, join: bool = True, purpose: Purpose = Purpose.RANKING
+    ) -> Hit | Pending | Miss:
         """The longest part of `key` that is ready in HBM, pinned.
 
         With `join` a part under way that will be longer is answered instead; a caller that can not
-        wait for it asks again without.
+        wait for it asks again without. Only look-ups of rankings are counted, and make a pre-infer used.
         """
-        with self._section() as after:
+        with self._section(now_us) as after:
+            counted = purpose is Purpose.RANKING
             if self._refusal(key) is None:
                 found = self._hbm.find(key)
                 covered = found.behaviours if found else 0
                 coming = self._hbm.find_work(key) if join and covered < key.length else None
                 if coming is not None and coming.behaviours > covered:
-                    self._counters.joins[coming.work.kind] += 1
+                    self._counters.joins[coming.work.kind] += counted
                     self._tell(after, EventKind.ACQUIRE, key, coming.work.kind)
                     return self._pending[coming.work]
                 if found is not None:
                     self._hbm.touch(found.entry, now_us)
-                    found.entry.unused_pre_infer = False
+                    found.entry.unused_pre_infer = found.entry.unused_pre_infer and not counted
                     handle = self._handle(found, key)
-                    self._counters.hits += 1
-                    self._counters.partial_hits += not handle.complete
+                    self._counters.hits += counted
+                    self._counters.partial_hits += counted and not handle.complete
                     self._tell(after, EventKind.ACQUIRE, key, "hit" if handle.complete else "partial_hit")
                     return Hit(handle)
             miss = self._miss(key)
-            self._counters.misses[miss.reason] += 1
+            self._counters.misses[miss.reason] += counted
             self._tell(after, EventKind.ACQUIRE, key, miss.reason)
             return miss
 
@@ -171,7 +175,7 @@ class PrefixCache:
         if fill.filled_tokens != fill.tokens:
             raise ValueError(f"{fill.filled_tokens} of {fill.tokens} tokens are filled: publish nothing half done")
         work = fill.work
-        with self._section() as after:
+        with self._section(now_us) as after:
             entry = self._hbm.publish(work, now_us, PrefixSource.COMPUTED)
             outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             self._counters.fills[outcome] += 1
@@ -198,7 +202,7 @@ class PrefixCache:
 
         A copy that fails evicts the DRAM entry: its bytes are in doubt. The waiters then get FAILED.
         """
-        with self._section() as after:
+        with self._section(now_us) as after:
             begun = self._begin_reload(key, deadline_us, now_us, saved_us)
             if isinstance(begun, Declined):
                 self._counters.declined[begun.reason] += 1
@@ -223,10 +227,14 @@ class PrefixCache:
             return Declined(DeclineReason.QUEUE_FULL)
         return pending
 
-    def spill(self, what: Handle | PrefixKey, now_us: int) -> SpillOutcome:
+    def reload_wait_us(self) -> float:
+        """How long a reload would wait for other copies, if it were started now."""
+        return self._mover.forecast(0, CopyPriority.RELOAD).wait_us
+
+    def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
         """Begins to copy an entry to DRAM, or its tail where DRAM has the beginning; never waits."""
         with self._section() as after:
-            begun = self._begin_spill(what, now_us)
+            begun = self._begin_spill(what)
             if isinstance(begun, SpillOutcome):
                 self._counters.spills[begun] += 1
                 return begun
@@ -264,7 +272,7 @@ class PrefixCache:
 
     def expire_leases(self, now_us: int) -> int:
         """Ends the leases that nobody ended in time, and counts them as leaked; how many."""
-        with self._lock:
+        with self._section(now_us):
             leaked = self._hbm.expire_leases(now_us)
             self._counters.leases_leaked += leaked
             return leaked
@@ -349,10 +357,11 @@ class PrefixCache:
         return self._hbm, self._dram
 
     @contextmanager
-    def _section(self) -> Iterator[_After]:
+    def _section(self, now_us: int = 0) -> Iterator[_After]:
         """The lock, and what is to be called once it is left."""
         after: _After = []
         with self._lock:
+            self._latest_us = max(self._latest_us, now_us)
             yield after
         for call in after:
             call()
@@ -404,7 +413,7 @@ class PrefixCache:
             self._hbm.unpin(pin)
 
     def _reserve(self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None) -> Fill | NoRoom | Pending:
-        with self._section() as after:
+        with self._section(now_us) as after:
             refusal = self._refusal(key)
             if refusal is not None:
                 return self._no_room(after, key, NoRoomReason(refusal.value))
@@ -460,16 +469,16 @@ class PrefixCache:
             target_pages=work.new_pages,
             priority=CopyPriority.RELOAD,
             deadline_us=deadline_us,
-            on_done=partial(self._reloaded, work, pin, now_us),
+            on_done=partial(self._reloaded, work, pin),
         )
         return work, pin, request
 
-    def _reloaded(self, work: Work, pin: Pin, now_us: int, copied: bool) -> None:
+    def _reloaded(self, work: Work, pin: Pin, copied: bool) -> None:
         with self._section() as after:
             self._dram.unpin(pin)
             outcome = PendingOutcome.FAILED
             if copied:
-                entry = self._hbm.publish(work, now_us, PrefixSource.DRAM)
+                entry = self._hbm.publish(work, self._latest_us, PrefixSource.DRAM)
                 outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             else:
                 self._hbm.abort(work)
@@ -479,20 +488,20 @@ class PrefixCache:
             self._finish(after, work, outcome)
             self._tell(after, EventKind.RELOADED, work.key, outcome)
 
-    def _begin_spill(self, what: Handle | PrefixKey, now_us: int) -> tuple[Work, Pin, CopyRequest] | SpillOutcome:
+    def _begin_spill(self, what: Handle | PrefixKey) -> tuple[Work, Pin, CopyRequest] | SpillOutcome:
         entry = self._entry_of(what)
         if entry is None:
             return SpillOutcome.NOT_READY
         stored = self._dram.find(entry.key)
         if stored is not None and stored.behaviours == entry.key.length:
-            self._dram.touch(stored.entry, now_us)
+            self._dram.touch(stored.entry, self._latest_us)
             return SpillOutcome.ALREADY_THERE
         if self._dram.find_work(entry.key) is not None:
             return SpillOutcome.UNDER_WAY
         size_bytes = self._dram.pages_needed(entry.key, stored) * self._page_bytes
         if not self._spill_gate.admits(self._mover.forecast(size_bytes, CopyPriority.SPILL).wait_us):
             return SpillOutcome.SLOW
-        work = self._dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
+        work = self._dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, self._latest_us, stored)
         if isinstance(work, NoRoomReason):
             return SpillOutcome.NO_ROOM
         pin = self._hbm.begin_spill(entry)
@@ -503,15 +512,15 @@ class PrefixCache:
             target_pages=work.new_pages,
             priority=CopyPriority.SPILL,
             deadline_us=_FAR_FUTURE_US,
-            on_done=partial(self._spilled, work, pin, now_us),
+            on_done=partial(self._spilled, work, pin),
         )
         return work, pin, request
 
-    def _spilled(self, work: Work, pin: Pin, now_us: int, copied: bool) -> None:
+    def _spilled(self, work: Work, pin: Pin, copied: bool) -> None:
         with self._section() as after:
             outcome = PendingOutcome.FAILED
             if copied:
-                entry = self._dram.publish(work, now_us, pin.entry.source)
+                entry = self._dram.publish(work, self._latest_us, pin.entry.source)
                 outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             else:
                 self._dram.abort(work)

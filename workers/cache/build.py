@@ -1,0 +1,52 @@
+"""Puts a cache together for a device: memory, mover, books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from streams.clock import Clock, SystemClock
+from workers.cache.arena import ArenaCopier, allocate_arena
+from workers.cache.cache import PrefixCache
+from workers.cache.copy_queue import CopyLimits
+from workers.cache.mover import SimulatedLink, ThreadMover
+from workers.cache.tiers import Tier
+from workers.device import Device
+from workers.kv import KvGeometry, PrefixLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltCache:
+    """`hbm_arena` uint8 [hbm_pages + extra_hbm_pages, page_bytes] on the device; the extra pages come last,
+    and are the caller's. `dram_arena` uint8 [dram_pages, page_bytes] on the host, None for none.
+    """
+
+    cache: PrefixCache
+    hbm_arena: torch.Tensor
+    dram_arena: torch.Tensor | None
+
+
+def build_cache(
+    device: Device,
+    geometry: KvGeometry,
+    layout: PrefixLayout,
+    hbm_pages: int,
+    dram_pages: int = 0,
+    *,
+    extra_hbm_pages: int = 0,
+    clock: Clock | None = None,
+    limits: CopyLimits | None = None,
+    link: SimulatedLink | None = None,
+) -> BuiltCache:
+    """Takes (hbm_pages + extra_hbm_pages + dram_pages) x page_bytes, and starts the copy threads if there are
+    two tiers. `PrefixCache.close` ends them. Raises RelayError if the memory is not there.
+    """
+    page_bytes = geometry.page_bytes
+    hbm_arena = allocate_arena(device, Tier.HBM, hbm_pages + extra_hbm_pages, page_bytes)
+    if not dram_pages:
+        return BuiltCache(PrefixCache(geometry, layout, hbm_pages), hbm_arena, None)
+    dram_arena = allocate_arena(device, Tier.DRAM, dram_pages, page_bytes)
+    copier = ArenaCopier(device, {Tier.HBM: hbm_arena, Tier.DRAM: dram_arena})
+    mover = ThreadMover(copier, page_bytes, clock if clock is not None else SystemClock(), limits, link)
+    return BuiltCache(PrefixCache(geometry, layout, hbm_pages, dram_pages, mover), hbm_arena, dram_arena)

@@ -1,0 +1,111 @@
+"""The order of copies, and how long the next one will take. Pure: no bytes, no threads; the time is passed in.
+
+Copies share one link, so running many at once ends none of them earlier: at most `max_in_flight` (2, to hide
+gaps) are under way, reloads by earliest deadline, spills only while no reload waits and one at a time. Jobs
+and bytes are bounded, and spills may take half of either, so that they never keep a reload out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+
+# Before the first copy is measured: what plain memory does.
+_FIRST_GUESS_US_PER_BYTE = 1 / 4096
+_NEWEST_WEIGHS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLimits:
+    """Bounds of a queue. A copy larger than `max_bytes` is taken when nothing else is there."""
+
+    max_in_flight: int = 2
+    max_jobs: int = 256
+    max_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if min(self.max_in_flight, self.max_jobs, self.max_bytes) < 1:
+            raise ValueError(f"a copy queue needs room for one copy: {self}")
+
+
+class CopyQueue:
+    """Copies that wait and that are under way. Its owner guards it."""
+
+    def __init__(self, page_bytes: int, limits: CopyLimits) -> None:
+        self._page_bytes = page_bytes
+        self._limits = limits
+        self._waiting: list[tuple[CopyPriority, int, int, CopyRequest]] = []
+        self._order = itertools.count()
+        self._started_us: dict[CopyRequest, int] = {}
+        self._jobs = dict.fromkeys(CopyPriority, 0)
+        self._bytes = dict.fromkeys(CopyPriority, 0)
+        self._spills_in_flight = 0
+        self._last_done_us = 0
+        self._us_per_byte = _FIRST_GUESS_US_PER_BYTE
+
+    def __len__(self) -> int:
+        """Copies waiting and under way."""
+        return sum(self._jobs.values())
+
+    def push(self, request: CopyRequest) -> bool:
+        """Queues a copy; False if it is over the bounds."""
+        size_bytes = request.size_bytes(self._page_bytes)
+        share = 2 if request.priority is CopyPriority.SPILL else 1
+        jobs = self._jobs[request.priority] if share == 2 else len(self)
+        taken_bytes = self._bytes[request.priority] if share == 2 else sum(self._bytes.values())
+        if jobs and (
+            jobs >= self._limits.max_jobs // share or taken_bytes + size_bytes > self._limits.max_bytes // share
+        ):
+            return False
+        self._jobs[request.priority] += 1
+        self._bytes[request.priority] += size_bytes
+        heapq.heappush(self._waiting, (request.priority, request.deadline_us, next(self._order), request))
+        return True
+
+    def start(self, now_us: int) -> CopyRequest | None:
+        """The copy to do next; None if there is none, or as many as may be are under way."""
+        if not self._waiting or len(self._started_us) >= self._limits.max_in_flight:
+            return None
+        is_spill = self._waiting[0][0] is CopyPriority.SPILL
+        if is_spill and self._spills_in_flight:
+            return None
+        request = heapq.heappop(self._waiting)[-1]
+        self._spills_in_flight += is_spill
+        self._started_us[request] = now_us
+        return request
+
+    def end(self, request: CopyRequest, now_us: int, copied: bool) -> None:
+        """A copy under way ended; one that went well is measured."""
+        started_us = self._started_us.pop(request)
+        self._spills_in_flight -= request.priority is CopyPriority.SPILL
+        self._leave(request)
+        size_bytes = request.size_bytes(self._page_bytes)
+        if copied and size_bytes:
+            # Copies under way together share the link: each is charged from where the one before ended.
+            busy_us = now_us - max(started_us, self._last_done_us)
+            self._us_per_byte += _NEWEST_WEIGHS * (busy_us / size_bytes - self._us_per_byte)
+        self._last_done_us = now_us
+
+    def drain(self) -> list[CopyRequest]:
+        """Removes and returns all that wait."""
+        waiting = [item[-1] for item in sorted(self._waiting)]
+        self._waiting.clear()
+        for request in waiting:
+            self._leave(request)
+        return waiting
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        """What goes before it, and its own time, at the speed measured lately."""
+        ahead = (each for each in CopyPriority if each <= priority)
+        ahead_bytes = sum(self._bytes[each] for each in ahead)
+        if priority is CopyPriority.RELOAD:
+            under_way = (each for each in self._started_us if each.priority is CopyPriority.SPILL)
+            ahead_bytes += sum(each.size_bytes(self._page_bytes) for each in under_way)
+        return CopyForecast(wait_us=ahead_bytes * self._us_per_byte, copy_us=size_bytes * self._us_per_byte)
+
+    def _leave(self, request: CopyRequest) -> None:
+        self._jobs[request.priority] -= 1
+        self._bytes[request.priority] -= request.size_bytes(self._page_bytes)
