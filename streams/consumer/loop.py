@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,6 +65,10 @@ _PROBE_INTERVAL_US: Final = 1_000_000
 # While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
 _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
+_LAST_COMMIT_TRIES: Final = 5
+_LAST_COMMIT_RETRY_S: Final = 0.1
+_POSITION_TRIES: Final = 3
+_POSITION_RETRY_S: Final = 0.05
 
 
 class LoopState(enum.StrEnum):
@@ -343,10 +348,12 @@ class ConsumerLoop:
             self._drain_until_us = self._clock.monotonic_us() + int(drain_s * 1e6)
 
     def _close(self) -> None:
-        """The last commit, and good-bye. A fenced consumer commits nothing: the id is another's now."""
+        """The last commit, and good-bye. Amid a rebalance a commit is refused: it is let through first."""
         try:
-            if self._state is not LoopState.FENCED:
-                self._commit_now(self._tracker.owned())
+            for _ in range(_LAST_COMMIT_TRIES):
+                if self._commit_now(self._tracker.owned()):
+                    break
+                self._client.poll(_LAST_COMMIT_RETRY_S)
             self._client.close()
         except (KafkaException, RuntimeError) as error:
             self._log.warning("consumer did not close cleanly", error=str(error))
@@ -373,11 +380,19 @@ class ConsumerLoop:
         self._tracker.committed(offsets)
         metrics.COMMITS.labels(self._name, "stored").inc()
 
-    def _commit_now(self, partitions: Iterable[TopicPartition]) -> None:
-        """Commits and waits. Without a broker there is nobody to wait for: then it is left to redelivery."""
+    def _commit_now(self, partitions: Iterable[TopicPartition]) -> bool:
+        """Commits and waits; False if it is worth another try.
+
+        Without a broker there is nobody to wait for: then it is left to redelivery. Nor does a fenced consumer
+        commit: the id is another's now, and so are its offsets.
+        """
         offsets = self._tracker.unconfirmed(partitions)
-        if offsets and self._broker_reachable and self._commit(offsets):
-            self._tracker.confirmed(offsets)
+        if not offsets or not self._broker_reachable or self._state is LoopState.FENCED:
+            return True
+        if not self._commit(offsets):
+            return False
+        self._tracker.confirmed(offsets)
+        return True
 
     def _commit(self, offsets: Mapping[TopicPartition, int]) -> bool:
         started_us = self._clock.monotonic_us()
@@ -442,18 +457,20 @@ class ConsumerLoop:
         Without it, and with a log that is cut meanwhile, a dead owner's unfinished messages could be passed over.
         """
         positions: dict[TopicPartition, int | None] = dict.fromkeys(_from_kafka(partitions))
-        if not partitions:
-            return positions
-        try:
-            committed = consumer.committed(partitions, timeout=self._settings.request_timeout_s)
-            fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
-            starts = consumer.offsets_for_times(fresh, timeout=self._settings.request_timeout_s) if fresh else []
-        except KafkaException as error:
-            self._count_error(error.args[0])
-            return positions
-        positions.update(_offsets(committed))
-        if starts and self._commit(_offsets(starts)):
-            positions.update(_offsets(starts))
+        for attempt in range(_POSITION_TRIES if partitions else 0):
+            try:
+                committed = consumer.committed(partitions, timeout=self._settings.request_timeout_s)
+                fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
+                starts = consumer.offsets_for_times(fresh, timeout=self._settings.request_timeout_s) if fresh else []
+            except KafkaException as error:
+                # A topic just made has partitions without a leader for some milliseconds.
+                self._count_error(error.args[0])
+                time.sleep(_POSITION_RETRY_S * attempt)
+                continue
+            positions.update(_offsets(committed))
+            if starts and self._commit(_offsets(starts)):
+                positions.update(_offsets(starts))
+            break
         return positions
 
     def _note_ownership(self) -> None:
@@ -509,7 +526,7 @@ class ConsumerLoop:
             self._count_error(error)
 
     def _on_fatal(self, error: KafkaError) -> None:
-        if "FENCED" in error.str() or error.code() == KafkaError.FENCED_INSTANCE_ID:
+        if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
             self._fail(
                 LoopState.FENCED,
                 RelayError("Another process took over this group.instance.id. This one must exit, and stay down"),

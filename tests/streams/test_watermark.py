@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -187,10 +188,11 @@ class OneLogTwoOwners(RuleBasedStateMachine):
         self.begun = 0
         self.working: dict[int, int] = {}
 
-    @rule(hole=st.integers(0, 3))
-    def append(self, hole: int) -> None:
-        self.log.append(self.end + hole)
-        self.end += hole + 1
+    @rule(holes=st.lists(st.sampled_from([0, 0, 1, 3]), min_size=1, max_size=6))
+    def append(self, holes: list[int]) -> None:
+        for hole in holes:
+            self.log.append(self.end + hole)
+            self.end += hole + 1
 
     @precondition(lambda self: not self.owned)
     @rule(known=st.booleans())
@@ -210,8 +212,12 @@ class OneLogTwoOwners(RuleBasedStateMachine):
         self.owned = False
 
     @precondition(lambda self: self.owned)
-    @rule()
-    def deliver(self) -> None:
+    @rule(count=st.integers(1, 6))
+    def deliver(self, count: int) -> None:
+        for _ in range(count):
+            self._deliver_one()
+
+    def _deliver_one(self) -> None:
         offset = next((offset for offset in self.log if offset >= self.position), None)
         if offset is None:
             return
@@ -247,9 +253,10 @@ class OneLogTwoOwners(RuleBasedStateMachine):
             self.done.update(ahead)
             self.group_offset = ahead[-1] + 1
 
-    @rule()
-    def crash(self) -> None:
-        self._restart()
+    @rule(dice=st.integers(0, 9))
+    def crash(self, dice: int) -> None:
+        if dice == 0:
+            self._restart()
 
     def _commit(self, offsets: dict[TopicPartition, int]) -> None:
         for offset in offsets.values():
@@ -263,8 +270,7 @@ class OneLogTwoOwners(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.owned:
             self.assign(known=True)
-        for _ in self.log:
-            self.deliver()
+        self.deliver(len(self.log))
         for offset, generation in self.working.items():
             self.tracker.finish(TP, offset, generation)
             self.done.add(offset)
@@ -275,3 +281,4 @@ class OneLogTwoOwners(RuleBasedStateMachine):
 
 
 TestOneLogTwoOwners = OneLogTwoOwners.TestCase
+TestOneLogTwoOwners.settings = settings(max_examples=150, stateful_step_count=40)

@@ -1,0 +1,346 @@
+"""The consumer loop on real groups: rebalances, deaths, stops, pauses and bad days."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from schemas.topics import Topic
+from streams.broker import LocalBroker
+from streams.clients import ProducerKind, make_group_consumer, make_producer
+from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
+from streams.errors import RelayError
+from streams.settings import KafkaSettings
+
+# Joins on the embedded cluster take 3 s each.
+PATIENCE_S = 30.0
+Work = tuple[str, int, int]
+
+
+def until(condition: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {within_s} s: {what}"
+        time.sleep(0.005)
+
+
+class Member:
+    """One member of the group, and everything that its handler was told."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        name: str,
+        instance_id: str | None = None,
+        settings: ConsumerSettings | None = None,
+        topics: list[str] | None = None,
+        finishes: bool = True,
+    ) -> None:
+        self.finishes = finishes
+        self.work: list[Work] = []
+        self.tokens: list[Token] = []
+        self.values: list[bytes | None] = []
+        self.calls: list[str] = []
+        self.partitions: frozenset[int] = frozenset()
+        self.threads: set[str] = set()
+        self.ended: list[LoopState] = []
+        self.topics = topics or [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+
+        def factory(on_error: object) -> Consumer:
+            return make_group_consumer(kafka, kafka.workers_group, name, instance_id, on_error)  # type: ignore[arg-type]
+
+        self.loop = ConsumerLoop(factory, self.topics, self, settings=settings, name=name, on_end=self.ended.append)
+
+    def on_message(self, message: Received) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.work.append((message.topic, message.partition, message.offset))
+        self.values.append(message.value)
+        if message.value == b"bug":
+            raise RuntimeError("the handler has a bug")
+        self.tokens.append(message.token)
+        if self.finishes:
+            self.loop.finish(message.token)
+
+    def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
+        self.calls.append(f"assigned {len(partitions)}")
+        self.partitions = partitions
+
+    def on_revoked(self, partitions: frozenset[int]) -> None:
+        self.calls.append(f"revoked {len(partitions)}")
+
+    def on_lost(self, partitions: frozenset[int]) -> None:
+        self.calls.append(f"lost {len(partitions)}")
+
+    def on_tick(self, now_us: int) -> None:
+        pass
+
+    def finish_all(self) -> None:
+        for token in self.tokens:
+            self.loop.finish(token)
+
+    def stop(self, drain_s: float = 5.0) -> None:
+        self.loop.stop(drain_s)
+        assert self.loop.join(PATIENCE_S)
+
+    def die(self) -> None:
+        """As near to kill -9 as a thread comes: no drain, no commit."""
+        self.loop._commands.append(lambda: self.loop._fail(LoopState.FENCED, RuntimeError("killed")))
+        assert self.loop.join(PATIENCE_S)
+
+
+class Stage:
+    """Members that are stopped at the end, and a producer that spreads messages evenly."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self.kafka = kafka
+        self.members: list[Member] = []
+        self.producer: Producer = make_producer(kafka, ProducerKind.DURABLE, "test")
+        self.topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+        self.sent = 0
+
+    def join(self, name: str, **options: object) -> Member:
+        member = Member(self.kafka, name, **options)  # type: ignore[arg-type]
+        self.members.append(member)
+        member.loop.start()
+        return member
+
+    def send(self, each: int, value: bytes = b"x") -> int:
+        """`each` messages to each partition of both topics; how many that makes."""
+        for topic in self.topics:
+            for partition in range(self.kafka.partitions):
+                for _ in range(each):
+                    self.producer.produce(topic, value, partition=partition)
+        assert self.producer.flush(10) == 0
+        self.sent += each * len(self.topics) * self.kafka.partitions
+        return self.sent
+
+    def committed(self) -> int:
+        """Messages that the group will not see again."""
+        consumer = make_group_consumer(self.kafka, self.kafka.workers_group, "reader")
+        parts = [
+            TopicPartition(topic, partition) for topic in self.topics for partition in range(self.kafka.partitions)
+        ]
+        offsets = consumer.committed(parts, timeout=10)
+        consumer.close()
+        return sum(max(0, tp.offset) for tp in offsets)
+
+
+@contextmanager
+def staged(kafka: KafkaSettings) -> Iterator[Stage]:
+    stage = Stage(kafka)
+    try:
+        yield stage
+    finally:
+        for member in stage.members:
+            member.loop.stop(0)
+        for member in stage.members:
+            member.loop.join(PATIENCE_S)
+
+
+@pytest.fixture
+def stage(kafka_settings: KafkaSettings) -> Iterator[Stage]:
+    with staged(kafka_settings) as stage:
+        yield stage
+
+
+@pytest.fixture
+def real_stage(real_broker: LocalBroker) -> Iterator[Stage]:
+    """Static members, which librdkafka's own cluster does not fence."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12))
+    real_broker.create_topics(kafka)
+    with staged(kafka) as stage:
+        yield stage
+    real_broker.delete_topics(kafka)
+
+
+def test_every_message_is_handed_over_once_on_the_poll_thread_and_stop_commits_what_is_finished(stage: Stage) -> None:
+    a = stage.join("a")
+    sent = stage.send(10)
+    until(lambda: len(a.work) == sent, "all delivered")
+    status = a.loop.status()
+    assert status.assigned
+    assert status.partitions == a.partitions == frozenset(range(12))
+    assert status.assignment_epoch == 1
+    a.stop()
+    assert len(set(a.work)) == sent
+    assert a.threads == {"poll-a"}
+    assert a.ended == [LoopState.STOPPED]
+    assert a.loop.error is None
+    assert stage.committed() == sent
+
+
+def test_two_members_own_the_same_partitions_of_both_topics_and_share_them(stage: Stage) -> None:
+    a, b = stage.join("a"), stage.join("b")
+    until(lambda: len(a.partitions) == len(b.partitions) == 6, "shared in halves")
+    assert a.partitions.isdisjoint(b.partitions)
+    assert a.loop.status().owner_split == b.loop.status().owner_split == frozenset()
+    sent = stage.send(2)
+    until(lambda: len(a.work) + len(b.work) == sent, "all delivered")
+    assert {partition for _, partition, _ in a.work} == a.partitions
+
+
+def test_what_a_survivor_has_in_flight_is_not_done_twice_when_a_member_joins(stage: Stage) -> None:
+    a = stage.join("a", finishes=False)
+    sent = stage.send(5)
+    until(lambda: len(a.work) == sent, "all in flight at a")
+    b = stage.join("b")
+    until(lambda: len(a.partitions) == len(b.partitions) == 6, "shared in halves")
+    until(lambda: len(b.work) == sent // 2, "b does what was not committed of its half")
+    more = stage.send(1) - sent
+    until(lambda: len(a.work) == sent + more // 2, "a goes on with what is new")
+    until(lambda: len(b.work) == (sent + more) // 2, "b too")
+    assert max(Counter(a.work).values()) == 1
+    a.finish_all()
+    until(lambda: stage.committed() == stage.sent, "all committed")
+
+
+def test_what_a_dead_member_had_not_committed_is_delivered_again(stage: Stage) -> None:
+    a = stage.join("a", finishes=False)
+    sent = stage.send(3)
+    until(lambda: len(a.work) == sent, "all in flight at a")
+    a.loop.finish(a.tokens[0])
+    a.die()
+    assert stage.committed() == 0, "a died before it committed"
+    b = stage.join("b")
+    until(lambda: len(b.work) == sent, "all delivered again")
+    assert set(b.work) == set(a.work)
+
+
+def test_finished_messages_behind_an_unfinished_one_wait_for_it(stage: Stage) -> None:
+    a = stage.join("a", finishes=False)
+    sent = stage.send(4)
+    until(lambda: len(a.work) == sent, "all in flight")
+    for token in a.tokens:
+        if token.offset != 1:
+            a.loop.finish(token)
+    a.stop(drain_s=0.2)
+    assert stage.committed() == sent // 4, "offset 0 of each partition"
+    assert a.loop.status().in_flight == sent // 4
+
+
+def test_stop_waits_for_what_is_in_flight_and_reads_no_more(stage: Stage) -> None:
+    a = stage.join("a", finishes=False)
+    sent = stage.send(1)
+    until(lambda: len(a.work) == sent, "all in flight")
+    a.loop.stop(drain_s=20)
+    until(lambda: a.loop.status().state is LoopState.DRAINING, "draining")
+    stage.send(1)
+    a.finish_all()
+    assert a.loop.join(PATIENCE_S)
+    assert len(a.work) == sent
+    assert stage.committed() == sent
+
+
+def test_garbage_is_the_handlers_to_finish_and_the_loop_goes_on(stage: Stage) -> None:
+    a = stage.join("a")
+    stage.send(1, value=b"\xc1\x00garbage")
+    stage.send(1, value=b"")
+    sent = stage.send(1)
+    until(lambda: len(a.work) == sent, "all delivered")
+    a.stop()
+    assert stage.committed() == sent
+
+
+def test_a_paused_partition_delivers_nothing_until_it_resumes_and_loses_nothing(stage: Stage) -> None:
+    ranking = stage.topics[1]
+    a = stage.join("a")
+    until(lambda: len(a.partitions) == 12, "assigned")
+    a.loop.pause(ranking, range(12))
+    until(lambda: a.loop.status().paused == 12, "paused")
+    sent = stage.send(2)
+    until(lambda: len(a.work) == sent // 2, "pre-infer jobs flow")
+    assert ranking not in {topic for topic, _, _ in a.work}
+    a.loop.resume(ranking, range(12))
+    until(lambda: len(a.work) == sent, "the rest")
+    assert max(Counter(a.work).values()) == 1
+
+
+def test_a_pause_outlives_a_rebalance(stage: Stage) -> None:
+    ranking = stage.topics[1]
+    a = stage.join("a")
+    until(lambda: len(a.partitions) == 12, "assigned")
+    a.loop.pause(ranking, range(12))
+    b = stage.join("b")
+    until(lambda: len(a.partitions) == len(b.partitions) == 6, "shared in halves")
+    until(lambda: a.loop.status().paused == 6, "a's half is paused again")
+    sent = stage.send(1)
+    until(lambda: len(a.work) + len(b.work) == sent - 6, "all but a's ranking requests")
+    a.loop.resume(ranking, range(12))
+    until(lambda: len(a.work) + len(b.work) == sent, "these too")
+
+
+def test_a_partition_whose_oldest_message_is_stuck_pauses_and_the_others_go_on(stage: Stage) -> None:
+    a = stage.join("a", settings=ConsumerSettings(max_span=5), finishes=False)
+    until(lambda: len(a.partitions) == 12, "assigned")
+    topic = stage.topics[1]
+    for i in range(200):
+        stage.producer.produce(topic, str(i).encode(), partition=3)
+        stage.producer.flush(10)
+        if i == 20:
+            until(lambda: a.loop.status().paused == 1, "the full partition is paused")
+    held = len(a.work)
+    assert held < 200
+    for i in range(7):
+        stage.producer.produce(topic, b"other", partition=i % 3)
+    stage.producer.flush(10)
+    until(lambda: len(a.work) >= held + 7, "others are delivered")
+    a.finishes = True
+    a.finish_all()
+    until(lambda: len(a.work) == 207, "nothing was lost")
+    assert max(Counter(a.work).values()) == 1
+
+
+def test_a_handler_that_raises_ends_the_loop_with_its_error_and_without_committing_that_message(stage: Stage) -> None:
+    a = stage.join("a")
+    sent = stage.send(1)
+    until(lambda: len(a.work) == sent, "delivered")
+    stage.producer.produce(stage.topics[0], b"bug", partition=0)
+    stage.producer.flush(10)
+    assert a.loop.join(PATIENCE_S)
+    assert a.ended == [LoopState.FAILED]
+    assert isinstance(a.loop.error, RuntimeError)
+    assert stage.committed() == sent
+
+
+def test_a_topic_that_stays_unknown_ends_the_loop_with_the_command_that_makes_it(
+    kafka_settings: KafkaSettings,
+) -> None:
+    settings = ConsumerSettings(missing_topic_grace_s=0.5)
+    member = Member(kafka_settings, "a", settings=settings, topics=["no-such-topic"])
+    member.loop.start()
+    assert member.loop.join(PATIENCE_S)
+    assert member.ended == [LoopState.FAILED]
+    assert isinstance(member.loop.error, RelayError)
+    assert "no-such-topic" in str(member.loop.error)
+    assert "relaygr topics create" in str(member.loop.error)
+
+
+def test_a_member_that_subscribes_to_one_topic_only_is_an_owner_split(stage: Stage) -> None:
+    a = stage.join("a")
+    b = stage.join("b", topics=[stage.topics[1]])
+    until(lambda: len(b.partitions) == 6, "b joined")
+    until(lambda: len(a.loop.status().owner_split) == 6, "a owns jobs whose requests go to b")
+    assert a.calls[-1] == "assigned 12"
+
+
+@pytest.mark.kafka
+def test_a_fenced_member_ends_at_once_and_its_successor_gets_what_it_had_in_flight(real_stage: Stage) -> None:
+    stage = real_stage
+    a = stage.join("a", instance_id="worker-00", finishes=False)
+    sent = stage.send(2)
+    until(lambda: len(a.work) == sent, "all in flight at a")
+    b = stage.join("b", instance_id="worker-00")
+    assert a.loop.join(PATIENCE_S)
+    assert a.ended == [LoopState.FENCED]
+    assert isinstance(a.loop.error, RelayError)
+    until(lambda: len(b.work) == sent, "delivered to the successor")
+    a.finish_all()
+    assert stage.committed() <= sent
