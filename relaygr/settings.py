@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from streams.errors import RelayError
@@ -40,9 +40,9 @@ DEFAULT_ORIGIN = "default"
 class Settings(KafkaSettings):
     """The root: what talks to Kafka at the top, each process's own in its section."""
 
-    log: LogSettings = Field(LogSettings(), description="what every process logs")
-    trigger: TriggerSettings = Field(TriggerSettings(), description="`relaygr trigger`")
-    worker: WorkerSettings = Field(WorkerSettings(), description="`relaygr worker`")
+    log: LogSettings = LogSettings()
+    trigger: TriggerSettings = TriggerSettings()
+    worker: WorkerSettings = WorkerSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class SettingField:
 
     @property
     def secret(self) -> bool:
-        return SecretStr in _members(self.info.annotation)
+        return SecretStr in union_members(self.info.annotation)
 
     def parse(self, text: str) -> Any:
         """The value that a text on the command line or in a variable stands for, still to be validated."""
-        members = _members(self.info.annotation)
+        members = union_members(self.info.annotation)
         if type(None) in members and text.lower() in ("", "none", "null"):
             return None
         if any(typing.get_origin(member) is not None for member in members):
@@ -143,12 +143,12 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation itself."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return _members(typing.get_args(annotation)[0])
+        return union_members(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(member for part in typing.get_args(annotation) for member in _members(part))
+        return tuple(member for part in typing.get_args(annotation) for member in union_members(part))
     return (annotation,)
 
 

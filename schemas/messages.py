@@ -302,7 +302,7 @@ class RankingResult:
 
 @dataclass(frozen=True, slots=True)
 class LatencyCoefficients:
-    """The latency model of a worker's device (design.md, section 8), fitted by calibration. All µs based.
+    """The latency model of a worker's device , fitted by calibration (`docs/trigger.md`). All µs based.
 
     T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
     T_hit(n, m) = c0 + c1 m + c2 m (n+m); T_append(n, k) = b0 + b1 k + b2 k (2n+k);

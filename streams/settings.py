@@ -14,7 +14,7 @@ from schemas.topics import DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_pref
 class Section(BaseModel):
     """A group of settings: an unknown key is an error, and nothing changes after start."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class SecurityProtocol(enum.StrEnum):
@@ -81,7 +81,7 @@ class KafkaSettings(Section):
     )
     heartbeat_interval_ms: Annotated[int, Field(ge=50)] = 500
     fetch_wait_max_ms: Annotated[int, Field(ge=1, description="1 to 5 on the embedded cluster, else 20")] = 20
-    connect_timeout_s: Annotated[float, Field(gt=0, description="how long a start waits for the cluster")] = 5.0
+    connect_timeout_s: Annotated[float, Field(gt=0, description="how long a start waits for the cluster")] = 4.0
     security: Security = Security()
 
     @field_validator("topic_prefix", "group_prefix")

@@ -1,0 +1,152 @@
+"""What a process says of itself over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from streams.errors import RelayError
+from streams.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
+
+
+class Subject:
+    """A process whose checks a test sets."""
+
+    def __init__(self) -> None:
+        self.checks: tuple[Check, ...] = ()
+        self.registry = CollectorRegistry()
+        self.server = ProbeServer("127.0.0.1", 0, lambda: Readiness(self.checks), registry=self.registry)
+
+    def get(self, path: str) -> tuple[int, str, bytes]:
+        try:
+            url = f"http://127.0.0.1:{self.server.port}{path}"
+            with cast(HTTPResponse, urllib.request.urlopen(url, timeout=10)) as answer:
+                return answer.status, answer.headers["content-type"], answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["content-type"], error.read()
+
+    def get_json(self, path: str) -> tuple[int, Any]:
+        status, content_type, body = self.get(path)
+        assert content_type == "application/json"
+        return status, json.loads(body)
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    subject = Subject()
+    with subject.server:
+        yield subject
+
+
+def test_port_zero_becomes_the_port_that_is_bound(subject: Subject) -> None:
+    assert subject.server.port > 0
+
+
+def test_a_process_is_ready_when_every_check_passes(subject: Subject) -> None:
+    subject.checks = (Check("assigned", True), Check("model", True, "rev-1"))
+    assert subject.get_json("/readyz") == (
+        200,
+        {
+            "ok": True,
+            "checks": [
+                {"name": "assigned", "ok": True, "detail": ""},
+                {"name": "model", "ok": True, "detail": "rev-1"},
+            ],
+        },
+    )
+
+
+def test_a_failing_check_is_named_and_asked_again_each_time(subject: Subject) -> None:
+    subject.checks = (Check("assigned", True), Check("history", False, "3,000 messages behind"))
+    status, body = subject.get_json("/readyz")
+    assert status == 503
+    assert [check for check in body["checks"] if not check["ok"]] == [
+        {"name": "history", "ok": False, "detail": "3,000 messages behind"}
+    ]
+    subject.checks = (Check("assigned", True), Check("history", True))
+    assert subject.get_json("/readyz")[0] == 200
+
+
+def test_a_process_that_is_not_ready_is_healthy(subject: Subject) -> None:
+    subject.checks = (Check("assigned", False),)
+    assert subject.get_json("/healthz") == (200, {"ok": True, "checks": []})
+
+
+def test_a_check_that_raises_is_a_failing_check() -> None:
+    def broken() -> Readiness:
+        raise KeyError("status")
+
+    subject = Subject()
+    subject.server = ProbeServer("127.0.0.1", 0, broken, health=broken, registry=subject.registry)
+    with subject.server:
+        for path in ("/readyz", "/healthz"):
+            status, body = subject.get_json(path)
+            assert status == 503
+            assert body["checks"] == [{"name": "check", "ok": False, "detail": "KeyError: 'status'"}]
+
+
+def test_the_registry_is_exposed_as_text(subject: Subject) -> None:
+    Counter("relaygr_things", "Things.", registry=subject.registry).inc(3)
+    status, content_type, body = subject.get("/metrics")
+    assert status == 200
+    assert content_type.startswith("text/plain")
+    assert b"\nrelaygr_things_total 3.0\n" in body
+
+
+def test_another_path_is_not_found(subject: Subject) -> None:
+    assert subject.get("/")[0] == 404
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence(subject: Subject) -> None:
+    second = ProbeServer("127.0.0.1", subject.server.port, Readiness, registry=subject.registry)
+    with pytest.raises(RelayError, match=rf"Port {subject.server.port} of 127\.0\.0\.1 is in use.*choose another"):
+        second.start()
+    second.stop()
+    assert subject.get("/healthz")[0] == 200
+
+
+def test_an_address_that_is_not_ours_is_said_in_a_sentence() -> None:
+    # 192.0.2.0/24 is kept for documentation: no machine has it.
+    with pytest.raises(RelayError, match=r"Cannot listen on 192\.0\.2\.1:0"):
+        ProbeServer("192.0.2.1", 0, Readiness).start()
+
+
+def test_stop_ends_the_thread_and_frees_the_port_even_with_a_client_that_hangs_on() -> None:
+    subject = Subject()
+    subject.server.start()
+    port = subject.server.port
+    threads = {thread for thread in threading.enumerate() if thread.name == "probes"}
+    with socket.create_connection(("127.0.0.1", port)) as idle:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\n")
+        began = time.monotonic()
+        subject.server.stop()
+        assert time.monotonic() - began < STOP_TIMEOUT_S + 1
+    assert not any(thread.is_alive() for thread in threads)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_stop_before_start_and_stop_twice_do_nothing() -> None:
+    subject = Subject()
+    subject.server.stop()
+    subject.server.start()
+    subject.server.stop()
+    subject.server.stop()
+
+
+def test_it_can_be_started_in_a_thread_that_may_not_touch_signals() -> None:
+    subject = Subject()
+    starter = threading.Thread(target=subject.server.start)
+    starter.start()
+    starter.join(10)
+    assert subject.get("/healthz")[0] == 200
+    subject.server.stop()
