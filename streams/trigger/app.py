@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import Any, cast
 
 import aiokafka
@@ -84,6 +85,7 @@ class TriggerApp:
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
+        self._counts: Counter[DecisionReason] = Counter()
         self._partitions: frozenset[int] = frozenset()
         self._assigned = False
         self._away_since_us: int | None = None
@@ -146,6 +148,10 @@ class TriggerApp:
             )
         )
 
+    def decision_counts(self) -> dict[str, int]:
+        """Events by reason so far, those with any."""
+        return {reason.value: count for reason, count in self._counts.items()}
+
     async def _consume(self, stream: Any) -> None:
         async for message in stream:
             self._take(message)
@@ -162,6 +168,7 @@ class TriggerApp:
         else:
             if verdict.age_us is not None:
                 self.metrics.event_age.observe(verdict.age_us / 1e6)
+        self._counts[reason] += 1
         self.metrics.decisions[reason].inc()
 
     def _carry_out(self, verdict: Verdict, message: Any) -> DecisionReason:

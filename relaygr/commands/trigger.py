@@ -1,0 +1,55 @@
+"""`relaygr trigger` runs the trigger as a process until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import structlog
+
+from relaygr.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.settings import Settings
+from schemas.topics import Topic
+from streams.admin import require_topics
+from streams.clients import require_broker
+from streams.probes import ProbeServer
+from streams.trigger.app import TriggerApp
+
+log = structlog.get_logger()
+
+
+def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
+    """Decide, for each retrieval event, whether its user's history is computed ahead of ranking."""
+    settings = load_settings(config, bootstrap, overrides)
+    require_broker(settings)
+    for finding in require_topics(settings).findings:
+        log.warning("topics are not quite as they should be", topic=finding.topic, what=finding.what, mend=finding.mend)
+    _announce(settings)
+    asyncio.run(_run(settings))
+
+
+def _announce(settings: Settings) -> None:
+    mine = settings.trigger
+    log.info(
+        "trigger starts",
+        bootstrap=settings.bootstrap,
+        reads=settings.topic(Topic.RETRIEVAL),
+        writes=settings.topic(Topic.PREINFER) if mine.enabled else "nothing (trigger.enabled is false)",
+        follows=settings.topic(Topic.WORKERS),
+        group=settings.trigger_group,
+        partitions=settings.partitions,
+        without_status=f"histories of {mine.fallback_behaviours} behaviours and more",
+        load_limit=mine.load_limit,
+        footprint_reserve=mine.footprint_reserve,
+    )
+
+
+async def _run(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    app = TriggerApp(settings, settings.trigger)
+    with ProbeServer(settings.trigger.http_host, settings.trigger.http_port, app.readiness):
+        await app.run(stop)
+    log.info("trigger stopped", **app.decision_counts())
