@@ -26,6 +26,8 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from streams.client.settings import ClientSettings
+from streams.consumer.settings import ConsumerSettings
 from streams.errors import RelayError
 from streams.logs import LogSettings
 from streams.settings import KafkaSettings
@@ -41,6 +43,8 @@ class Settings(KafkaSettings):
     """The root: what talks to Kafka at the top, each process's own in its section."""
 
     log: LogSettings = LogSettings()
+    client: ClientSettings = ClientSettings()
+    consumer: ConsumerSettings = ConsumerSettings()
     trigger: TriggerSettings = TriggerSettings()
     worker: WorkerSettings = WorkerSettings()
 

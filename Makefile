@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: each installs what it needs into .venv.
+#
+#   make test PIP_ARGS="--index-url URL"       pip's options, such as an index of CPU builds of torch
+#   make test PYTEST_ARGS="tests/schemas -x"   pytest's
+#   make demo DEMO_ARGS="--broker kafka"       the demo's
+
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
+	done)
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint format docs clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.installed-demo ## run the relay here, relay on and relay off, and compare
+	$(BIN)/relaygr demo $(DEMO_ARGS)
+
+test: lint ## lint, types and all tests
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test ## let ruff write what it asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-test ## generate docs/messages.md and docs/settings.md
+	$(BIN)/python -m schemas.reference > docs/messages.md
+	$(BIN)/python -m relaygr.settings_reference > docs/settings.md
+
+clean: ## remove the virtual environment and what the tools left
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One call of pip for all extras, so that it resolves once.
+$(VENV)/.installed-test: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
+	@touch $(VENV)/.installed-demo $@
+
+$(VENV)/.installed-demo: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer, with its venv module, is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
