@@ -394,7 +394,7 @@ class Executor:
             self._scratch_user = None
         if work.handle is not None:
             if spill and self._settings.dram_bytes:
-                self._cache.spill(work.handle, self._clock.monotonic_us())
+                self._cache.spill(work.handle)
             self._cache.release(work.handle)
             work.handle = None
 
@@ -430,7 +430,7 @@ class Executor:
             shared.jobs.append(work)
             self._scheduler.push(shared)
             return None
-        found = self._cache.acquire(span.key, now_us)
+        found = self._cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
         if isinstance(found, Pending):
             return self._lease_after_reload(work, span, found)
         handle = found.handle if isinstance(found, Hit) else None
@@ -450,7 +450,7 @@ class Executor:
     def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: Pending) -> None:
         def arrived() -> None:
             now_us = self._clock.monotonic_us()
-            found = self._cache.acquire(span.key, now_us)
+            found = self._cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
             if not isinstance(found, Hit):
                 return self._queue_job(work, span, now_us, None)
             if not found.handle.complete:

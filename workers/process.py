@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from schemas.messages import WorkerState
 from schemas.topics import Topic
@@ -34,8 +35,8 @@ from streams.settings import KafkaSettings
 from streams.trigger.buckets import BucketLimits
 from workers.admission import JobAdmission
 from workers.answers import Answers
-from workers.cache.build import build_cache
-from workers.cache.cache import PrefixCache
+from workers.cache import PageCopy
+from workers.cache.build import BuiltCache, build_cache
 from workers.calibration import latency_for
 from workers.device_thread import DeviceThread
 from workers.executor import Executor
@@ -101,7 +102,8 @@ class WorkerProcess:
         )
         self._plan = self._memory_plan(self._engine)
         require_host_memory(self._plan, self._engine.device.is_cpu)
-        self._cache, scratch_pages = self._take_memory(self._engine)
+        built, scratch_pages = self._take_memory(self._engine)
+        self._cache, self._hbm_arena = built.cache, built.hbm_arena
         self._latency = latency_for(self._engine, settings.calibration)
         self._corrector = Corrector(self._latency)
 
@@ -136,6 +138,7 @@ class WorkerProcess:
             self._cache,
             scratch_pages,
             _FollowedHistories(self._store, self._follower),
+            self._copy_page,
             self._corrector,
             settings,
             self._answers,
@@ -251,7 +254,7 @@ class WorkerProcess:
             history_bytes=int(self._settings.history_max_bytes),
         )
 
-    def _take_memory(self, engine: Engine) -> tuple[PrefixCache, np.ndarray]:  # type: ignore[type-arg]
+    def _take_memory(self, engine: Engine) -> tuple[BuiltCache, NDArray[np.int32]]:
         """The cache over both tiers, and the scratch pages that follow the HBM tier in the same arena."""
         geometry = engine.geometry
         hbm_pages = int(self._settings.hbm_bytes) // geometry.page_bytes
@@ -264,7 +267,11 @@ class WorkerProcess:
             )
         built = build_cache(engine.device, geometry, engine.layout, hbm_pages, dram_pages, extra_hbm_pages=longest)
         engine.bind(built.hbm_arena)
-        return built.cache, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32)
+        return built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32)
+
+    def _copy_page(self, copy: PageCopy) -> None:
+        """For an append whose tail page has other readers: the device thread copies it, in its own stream."""
+        self._hbm_arena[copy.target].copy_(self._hbm_arena[copy.source])
 
     # -- the poll thread ---------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from confluent_kafka import (
 )
 
 from schemas.topics import Topic
+from streams.admin import EMBEDDED_CLUSTER_ID
 from streams.clients import make_admin, make_assigned_consumer
 from streams.clock import Clock, SystemClock
 from streams.settings import KafkaSettings
@@ -64,11 +65,15 @@ _CONSUMER_OPTIONS: Final = {
 
 
 class DeadLetters(Protocol):
-    """Where records go that are none (`streams.dead_letters.DeadLetterWriter`)."""
+    """Where records go that are none: a `streams.dead_letters.DeadLetterWriter` of the follower's own."""
 
     def write(
         self, message: Message, reason: str, detail: str, on_done: Callable[[bool], None] | None = None
     ) -> None: ...
+
+    def poll(self, timeout_s: float = 0.0) -> int: ...
+
+    def flush(self, timeout_s: float) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,7 @@ class HistoryFollower:
             try:
                 while not self._stopping.is_set():
                     self._turn(consumer)
+                self._dead_letters.flush(RETRY_S)
                 self._collect_reports()
                 self._flush()
             except Exception:
@@ -210,8 +216,8 @@ class HistoryFollower:
         if metadata.topics[self._topic].error is not None:
             raise KafkaException(metadata.topics[self._topic].error)
         topic_id = ""
-        # librdkafka's own cluster has no controller and gives topics no ids; asking would only time out.
-        if metadata.controller_id >= 0:
+        # librdkafka's own cluster gives topics no ids; asking would only time out.
+        if not (metadata.cluster_id or "").startswith(EMBEDDED_CLUSTER_ID):
             answers = admin.describe_topics(TopicCollection([self._topic]), request_timeout=METADATA_S)
             topic_id = str(answers[self._topic].result().topic_id)
         return StoreOrigin(metadata.cluster_id or "", self._topic, topic_id)
@@ -381,12 +387,10 @@ class HistoryFollower:
         def report(delivered: bool) -> None:
             self._reports.append((letter, delivered))
 
-        try:
-            self._dead_letters.write(letter.message, letter.rejected.reason, letter.rejected.detail, report)
-        except BufferError:
-            self._reports.append((letter, False))
+        self._dead_letters.write(letter.message, letter.rejected.reason, letter.rejected.detail, report)
 
     def _collect_reports(self) -> None:
+        self._dead_letters.poll()
         while self._reports:
             letter, delivered = self._reports.popleft()
             partition, offset = letter.place

@@ -51,8 +51,15 @@ class OutputForm(enum.StrEnum):
 
     U_A_UNORM = "u_a_unorm"
     """[U, A, U * norm(A)]"""
+    U_NA_UNORM = "u_na_unorm"
+    """[U, norm(A), U * norm(A)]"""
     UNORM = "unorm"
     """U * norm(A)"""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of H dv rows that the output projection has."""
+        return 1 if self is OutputForm.UNORM else 3
 
 
 class TaskKind(enum.StrEnum):
@@ -148,8 +155,7 @@ class ModelConfig(Part):
     @property
     def output_width(self) -> int:
         """Rows of the output projection."""
-        blocks = 3 if self.output_form is OutputForm.U_A_UNORM else 1
-        return self.num_heads * self.hidden_dim * blocks
+        return self.num_heads * self.hidden_dim * self.output_form.blocks
 
     def layout(self) -> PrefixLayout:
         """Tokens of a prefix: the contextual ones, then one a behaviour (the action is added to the item)."""

@@ -3,6 +3,7 @@
     z = norm(x) W + b ;  U, V, Q, K = split(z) ;  SiLU on U or on all four
     A = attention(Q, K, V)                                     (`attention.py`)
     y = x + concat(U, A, U * norm(A)) Wo                       or  x + (U * norm(A)) Wo + bo
+                                                               or  x + concat(U, norm(A), U * norm(A)) Wo + bo
 
 Source: arXiv 2402.17152, and the variants of Meta's generative-recommenders (DLRM-v3) and NVIDIA's
 recsys-examples, which differ in what `LayerOptions` names. `W` is [D, H(2 dv + 2 dqk)] in the order U, V, Q, K,
@@ -32,6 +33,7 @@ from workers.model.attention import (
 from workers.model.config import Activated, ModelConfig, OutputForm
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
+OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,26 @@ class ConcatenatedOutput:
         return self._gated(x, u, a).addmm_(u, self._of_u).addmm_(a, self._of_a)
 
 
+class ConcatenatedNormOutput:
+    """y = x + [U, norm(A), U * norm(A)] Wo [+ bo], as three products."""
+
+    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._norm, self._bias = norm, bias
+        self._of_u, self._of_normal, self._of_gated = weight.chunk(3)
+
+    def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        normal = self._norm(a)
+        y = torch.addmm(x, u, self._of_u).addmm_(normal, self._of_normal).addmm_(normal.mul_(u), self._of_gated)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+_OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | None], OutputFunction]] = {
+    OutputForm.U_A_UNORM: ConcatenatedOutput,
+    OutputForm.U_NA_UNORM: ConcatenatedNormOutput,
+    OutputForm.UNORM: GatedOutput,
+}
+
+
 class HstuLayer:
     """One layer: what comes before attention, and what comes after. The caller brings the attention."""
 
@@ -146,7 +168,7 @@ class HstuLayer:
         width = w.projection_weight.shape[0]
         values = options.num_heads * options.hidden_dim
         columns = 2 * (values + options.num_heads * options.attention_dim)
-        out_rows = values * (3 if options.output_form is OutputForm.U_A_UNORM else 1)
+        out_rows = values * options.output_form.blocks
         norm_shape = (options.num_heads,) if options.group_norm else (values,)
         _check("projection weight", w.projection_weight, (width, columns))
         _check("projection bias", w.projection_bias, (columns,))
@@ -166,8 +188,7 @@ class HstuLayer:
             norm = HeadNorm(w.output_norm_weight, w.output_norm_bias, options.num_heads, options.norm_eps)
         else:
             norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
-        output = ConcatenatedOutput if options.output_form is OutputForm.U_A_UNORM else GatedOutput
-        self._output = output(norm, w.output_weight, w.output_bias)
+        self._output = _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias)
 
     def project(self, x: torch.Tensor) -> Projected:
         """x [rows, D] -> U, V, Q, K."""

@@ -120,8 +120,12 @@ def _layer(
     else:
         normal = _layer_norm(a, weight, bias, eps)
     gated = u * normal
-    read = torch.cat((u, a, gated), dim=1) if config.output_form is OutputForm.U_A_UNORM else gated
-    y = x + read @ tensors[f"{name}.output.weight"]
+    read = {
+        OutputForm.U_A_UNORM: (u, a, gated),
+        OutputForm.U_NA_UNORM: (u, normal, gated),
+        OutputForm.UNORM: (gated,),
+    }[config.output_form]
+    y = x + torch.cat(read, dim=1) @ tensors[f"{name}.output.weight"]
     if config.output_bias:
         y = y + tensors[f"{name}.output.bias"]
     return y, k, v

@@ -1,0 +1,657 @@
+"""The executor, one step at a time: a clock that moves only when the fake device works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from schemas.digest import digest_chain
+from schemas.headers import RankingHeaders
+from schemas.messages import (
+    Behaviours,
+    FailureReason,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    Path,
+    PrefixSource,
+    PreInferJob,
+    RankingRequest,
+)
+from streams.clock import ManualClock
+from streams.consumer.loop import Received, Token
+from streams.latency import Corrector, LatencyModel
+from streams.trigger.buckets import BucketLimits
+from workers.admission import JobAdmission
+from workers.cache import PrefixCache
+from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+from workers.executor import Executor
+from workers.history.record import StoredHistory
+from workers.kv import KvDtype, KvGeometry, PrefixLayout
+from workers.metrics import WorkerMetrics
+from workers.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
+from workers.settings import WorkerSettings
+from workers.work import JobOutcome, JobWork, RankingWork
+
+PAGE_TOKENS = 16
+TOKEN_US = 10
+HIT_US = 1_000
+GEOMETRY = KvGeometry(1, 1, 4, 4, PAGE_TOKENS, KvDtype.FLOAT32)
+LAYOUT = PrefixLayout(0, 1)
+LIMITS = EngineLimits(512, 64, 100)
+COEFFICIENTS = LatencyCoefficients(
+    a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=HIT_US, c1=0, c2=0, d0=100, d1=0
+)
+
+
+@dataclass
+class Inputs:
+    tokens: int
+    unknown_items: int = 0
+
+
+@dataclass
+class Request:
+    prefix_tokens: int
+    candidates: int
+    unknown_items: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Takes TOKEN_US a prefix token and HIT_US a ranking; remembers what was computed where."""
+
+    clock: ManualClock
+    geometry: KvGeometry = GEOMETRY
+    layout: PrefixLayout = LAYOUT
+    limits: EngineLimits = LIMITS
+    namespace: bytes = b"model-1"
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    fail_next: Exception | None = None
+    fail_candidates: int | None = None
+
+    def prefix_inputs(self, features, behaviours):
+        return Inputs(len(behaviours))
+
+    def rank_inputs(self, prefix_tokens, pages, suffix, candidates):
+        if candidates.size > self.limits.max_candidates:
+            raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
+        assert len(pages) * PAGE_TOKENS >= prefix_tokens
+        return Request(prefix_tokens, candidates.size)
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
+        self.chunks.append((chunk.start, chunk.end))
+        self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
+
+    def rank(self, batch):
+        if any(request.candidates == self.fail_candidates for request in batch):
+            raise RuntimeError("kernel failed")
+        self.batches.append(len(batch))
+        self.clock.advance_us(HIT_US * len(batch))
+        return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
+
+
+@dataclass
+class HeldMover:
+    """Copies when told to."""
+
+    waiting: list[CopyRequest] = field(default_factory=list)
+
+    def submit(self, request: CopyRequest) -> bool:
+        self.waiting.append(request)
+        return True
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        return CopyForecast(0.0, 100.0)
+
+    def close(self) -> None:
+        self.finish(False)
+
+    def finish(self, ok: bool = True) -> None:
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            request.on_done(ok)
+
+
+@dataclass
+class Outbox:
+    ranked_works: list[RankingWork] = field(default_factory=list)
+    expired_works: list[RankingWork] = field(default_factory=list)
+    failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
+    jobs: list[JobOutcome] = field(default_factory=list)
+
+    def ranked(self, work, outputs):
+        assert outputs.scores.shape == (work.request.candidates.size, 1)
+        self.ranked_works.append(work)
+
+    def expired(self, work):
+        self.expired_works.append(work)
+
+    def failed(self, work, reason, detail):
+        self.failures.append((work, reason, detail))
+
+    def job_done(self, received, outcome):
+        self.jobs.append(outcome)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [work.path for work in self.ranked_works]
+
+    @property
+    def answers(self) -> int:
+        return len(self.ranked_works) + len(self.expired_works) + len(self.failures)
+
+
+class Store:
+    def __init__(self):
+        self.histories: dict[str, StoredHistory] = {}
+        self.loading = False
+
+    def put(self, user_id: str, length: int, number: int = 1) -> HistoryVersion:
+        history = history_of(user_id, length, number)
+        self.histories[user_id] = StoredHistory(history, history.chain())
+        return history.version()
+
+    def get(self, user_id):
+        return self.histories.get(user_id)
+
+    def is_loading(self, partition):
+        return self.loading
+
+
+def behaviours_of(length: int) -> Behaviours:
+    return Behaviours(np.arange(length, dtype="<i8"), np.ones(length, "<u2"), np.arange(length, dtype="<i8"))
+
+
+def history_of(user_id: str, length: int, number: int = 1) -> History:
+    return History(user_id, number, np.empty(0, "<i8"), behaviours_of(length))
+
+
+class World:
+    """An executor with everything around it, and the calls that tests make."""
+
+    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, **settings):
+        self.clock = ManualClock(monotonic_us=1_000_000)
+        self.engine = FakeEngine(self.clock)
+        self.mover = HeldMover()
+        self.cache = PrefixCache(self.engine.geometry, self.engine.layout, hbm_pages, dram_pages, self.mover)
+        self.store = Store()
+        self.outbox = Outbox()
+        self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
+        limits = BucketLimits(0.0, 1.0, 0.9, 60_000_000)
+        capacity = hbm_pages * self.engine.geometry.page_bytes
+        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
+        self.copied = []
+        self.executor = Executor(
+            self.engine,
+            self.cache,
+            np.arange(hbm_pages, hbm_pages + 512 // PAGE_TOKENS, dtype=np.int32),
+            self.store,
+            self.copied.append,
+            self.corrector,
+            self.settings,
+            self.outbox,
+            WorkerMetrics(CollectorRegistry()),
+            self.clock,
+            JobAdmission(limits, capacity, self.engine.geometry, 0, self.clock),
+        )
+        self._offset = 0
+
+    def _received(self, topic: str) -> Received:
+        self._offset += 1
+        token = Token(topic, 0, self._offset, 0)
+        return Received(topic, 0, self._offset, b"", b"", [], 0, self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
+
+    def job(self, user_id="u", version=None, request_id="r", lead_us=100_000, budget_ms=50, history=None):
+        wall_us = self.clock.wall_us()
+        message = PreInferJob(
+            request_id, user_id, wall_us, wall_us + lead_us, budget_ms, 10, 0, wall_us, version, history
+        )
+        expected_us = self.clock.monotonic_us() + lead_us
+        self.executor.submit_job(
+            JobWork(message, self._received("preinfer"), expected_us, expected_us + budget_ms * 1000)
+        )
+
+    def rank(self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None):
+        wall_us = self.clock.wall_us()
+        request = RankingRequest(
+            request_id, user_id, wall_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
+            history,
+        )  # fmt: skip
+        reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
+        deadline_us = self.clock.monotonic_us() + budget_us
+        work = RankingWork(request, reply, self._received("ranking"), wall_us, deadline_us)
+        self.executor.submit_ranking(work)
+        return work
+
+    def run(self, steps: int = 1_000):
+        """Steps until nothing is left to do by itself."""
+        for _ in range(steps):
+            if self.executor.step() != 0 and not self.executor.has_mail:
+                break
+        self.cache.check_invariants()
+
+    def idle_until(self, time_us: int):
+        self.clock.advance_us(max(0, time_us - self.clock.monotonic_us()))
+        self.run()
+
+
+def test_a_prefix_computed_ahead_is_hit_in_hbm():
+    world = World()
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    work = world.rank(version=version)
+    world.run()
+    assert world.outbox.paths == [Path.HBM]
+    assert (work.tokens_cached, work.prefix_source, work.pre_infer_us) == (100, PrefixSource.COMPUTED, 0)
+    assert sum(end - start for start, end in world.engine.chunks) == 100, "computed once"
+
+
+def test_without_a_job_the_request_takes_the_full_path_and_leaves_its_prefix():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version)
+    world.run()
+    world.rank(version=version, request_id="r2")
+    world.run()
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+
+
+def test_a_grown_history_computes_only_its_tail_and_stays_on_the_hbm_path():
+    world = World()
+    world.rank(version=world.store.put("u", 100))
+    world.run()
+    world.engine.chunks.clear()
+    work = world.rank(version=world.store.put("u", 130, number=2), request_id="r2")
+    world.run()
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+    assert work.tokens_cached == 100
+    assert world.engine.chunks[0][0] == 100
+    assert world.engine.chunks[-1][1] == 130
+
+
+def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
+    world = World()
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    world.rank(version=version)
+    world.run()
+    assert world.outbox.paths == [Path.FULL]
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert sum(end - start for start, end in world.engine.chunks) == 100, "one computation for both"
+
+
+def test_a_request_that_finds_its_job_begun_waits_for_it():
+    world = World()
+    version = world.store.put("u", 300)
+    world.job(version=version)
+    world.executor.step()
+    work = world.rank(version=version)
+    world.run()
+    assert world.outbox.paths == [Path.PENDING]
+    assert 0 < work.tokens_cached < 300
+
+
+def test_a_job_that_comes_after_its_request_was_answered_is_dropped():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version)
+    world.run()
+    world.job(version=version)
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.OVERTAKEN]
+
+
+def test_an_evicted_prefix_comes_back_from_dram():
+    world = World(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    work = world.rank("a", first, "r3")
+    world.run()
+    assert world.outbox.answers == 2, "waits for the copy"
+    world.mover.finish()
+    world.run()
+    assert world.outbox.paths == [Path.FULL, Path.FULL, Path.DRAM]
+    assert (work.prefix_source, work.tokens_cached) == (PrefixSource.DRAM, 400)
+    assert sum(end - start for start, end in world.engine.chunks) == 800, "nothing computed twice"
+
+
+def test_a_failed_reload_falls_back_to_full_inference():
+    world = World(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    world.rank("a", first, "r3")
+    world.run()
+    world.mover.finish(ok=False)
+    world.run()
+    assert world.outbox.paths[-1] is Path.FULL
+
+
+def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inference_allows():
+    world = World(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    work = world.rank("a", first, "r3", budget_us=30_000)
+    world.run()
+    world.idle_until(work.deadline_us - 400 * TOKEN_US - HIT_US)
+    assert world.outbox.paths[-1] is Path.FULL
+    assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_a_job_for_a_prefix_in_dram_is_the_signal_to_reload_it():
+    world = World(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    world.job("a", first, "r3")
+    world.run()
+    world.mover.finish()
+    world.run()
+    work = world.rank("a", first, "r3")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.RELOADED]
+    assert (world.outbox.paths[-1], work.prefix_source) == (Path.HBM, PrefixSource.DRAM)
+
+
+def test_a_history_that_does_not_fit_the_deadline_is_cut_to_its_newest_part_and_says_so():
+    world = World()
+    work = world.rank(version=world.store.put("u", 500), budget_us=3_000)
+    world.run()
+    assert world.outbox.paths == [Path.TRUNCATED]
+    assert work.span is not None
+    assert 0 < work.span.tokens < 500
+    assert work.span.tokens % PAGE_TOKENS == 0
+    assert work.span.behaviours.items[-1] == 499, "the newest are kept"
+    assert world.clock.monotonic_us() <= work.deadline_us
+
+
+def test_a_request_that_nothing_can_serve_in_time_is_refused_at_once():
+    world = World()
+    world.rank(version=world.store.put("u", 500), budget_us=500)
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED]
+
+
+def test_an_expired_request_costs_no_device_time():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version, budget_us=-10_000)
+    world.run()
+    assert len(world.outbox.expired_works) == 1
+    assert world.engine.batches == []
+
+
+def test_without_any_history_the_request_is_ranked_with_what_it_carries():
+    world = World()
+    work = world.rank("stranger")
+    world.run()
+    assert world.outbox.paths == [Path.FULL]
+    assert work.span is not None
+    assert (work.span.tokens, work.span.version) == (0, None)
+
+
+def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused():
+    world = World()
+    carried = history_of("u", 80)
+    world.rank(history=carried, version=carried.version())
+    world.rank(history=carried, version=HistoryVersion(1, 80, bytes(16)), request_id="r2")
+    world.run()
+    assert world.outbox.paths == [Path.FULL]
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.UNDECODABLE]
+
+
+def test_a_request_of_a_version_that_is_not_here_yet_waits_for_it():
+    world = World()
+    world.store.put("u", 100)
+    newer = history_of("u", 120, number=2).version()
+    work = world.rank(version=newer)
+    world.run()
+    assert world.outbox.answers == 0
+    world.store.put("u", 120, number=2)
+    world.executor.histories_changed(["u"])
+    world.run()
+    assert work.span is not None
+    assert (work.span.tokens, work.span.stale) == (120, False)
+
+
+def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits():
+    world = World()
+    world.store.put("u", 100)
+    newer = history_of("u", 120, number=2).version()
+    work = world.rank(version=newer)
+    world.run()
+    world.idle_until(work.deadline_us - 120 * TOKEN_US - HIT_US - 1_000)
+    assert world.outbox.paths == [Path.FULL]
+    assert work.span is not None
+    assert (work.span.tokens, work.span.stale) == (100, True)
+
+
+def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
+    world = World()
+    world.job(version=history_of("u", 120, number=2).version())
+    world.run()
+    assert world.outbox.jobs == []
+    world.idle_until(world.clock.monotonic_us() + 200_000)
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+
+
+def test_what_waits_for_a_version_is_bounded():
+    world = World(parked_jobs_max=2)
+    version = history_of("u", 120, number=2).version()
+    for number in range(3):
+        world.job(version=version, request_id=f"r{number}")
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+
+
+def test_requests_of_different_users_are_ranked_in_one_batch():
+    world = World()
+    for user in ("a", "b", "c"):
+        world.rank(user, world.store.put(user, 50), f"{user}1")
+    world.run()
+    world.engine.batches.clear()
+    for user in ("a", "b", "c"):
+        world.rank(user, None, f"{user}2")
+    world.run()
+    assert world.engine.batches == [3]
+
+
+def test_no_batch_grows_so_long_that_its_first_request_is_late():
+    world = World()
+    for number in range(5):
+        world.rank(f"u{number}", budget_us=3_500, request_id=f"r{number}")
+    world.run()
+    assert max(world.engine.batches) == 3
+
+
+def test_one_request_that_fails_in_a_batch_does_not_fail_its_neighbours():
+    world = World()
+    world.engine.fail_candidates = 7
+    for number, candidates in enumerate((5, 7, 9)):
+        world.rank(f"u{number}", request_id=f"r{number}", candidates=candidates)
+    world.run()
+    assert len(world.outbox.ranked_works) == 2
+    assert [(work.request.candidates.size, reason) for work, reason, _ in world.outbox.failures] == [
+        (7, FailureReason.DEVICE_ERROR)
+    ]
+
+
+def test_a_failed_chunk_fails_its_request_and_frees_its_pages():
+    world = World()
+    world.engine.fail_next = MemoryError("device out of memory")
+    version = world.store.put("u", 100)
+    world.rank(version=version)
+    world.run()
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OUT_OF_MEMORY]
+    assert world.cache.stats().hbm.free == 128
+    world.rank(version=version, request_id="r2")
+    world.run()
+    assert world.outbox.paths == [Path.FULL]
+
+
+def test_too_many_candidates_are_refused_with_the_limit():
+    world = World()
+    world.rank(candidates=101)
+    assert [(reason, detail) for _, reason, detail in world.outbox.failures] == [
+        (FailureReason.TOO_LONG, "101 candidates, the model takes 100")
+    ]
+
+
+def test_without_room_in_the_cache_full_inference_runs_on_the_scratch_pages_one_by_one():
+    world = World(hbm_pages=8)
+    for user in ("a", "b"):
+        world.rank(user, world.store.put(user, 200), f"r-{user}")
+    world.run()
+    assert world.outbox.paths == [Path.FULL, Path.FULL]
+    assert world.cache.stats().hbm.free == 8
+
+
+def test_without_room_a_job_ends_and_says_so():
+    world = World(hbm_pages=8)
+    world.job(version=world.store.put("u", 200))
+    world.run()
+    assert world.outbox.jobs in ([JobOutcome.NO_ROOM], [JobOutcome.OVER_FOOTPRINT])
+
+
+def test_the_baseline_reuses_nothing():
+    world = World(reuse_prefixes=False)
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    for number in range(2):
+        world.rank(version=version, request_id=f"r{number}")
+        world.run()
+    assert world.outbox.jobs == [JobOutcome.DISABLED]
+    assert world.outbox.paths == [Path.FULL, Path.FULL]
+
+
+def test_a_prefix_waits_leased_for_its_request_and_is_not_evicted_by_others():
+    world = World(hbm_pages=32)
+    version = world.store.put("a", 300)
+    world.job("a", version, "r1")
+    world.run()
+    for number in range(3):
+        user = f"b{number}"
+        world.rank(user, world.store.put(user, 300), f"x{number}")
+        world.run()
+    world.rank("a", version, "r1")
+    world.run()
+    assert world.outbox.paths[-1] is Path.HBM
+
+
+def test_a_lease_that_nobody_ends_is_freed():
+    world = World()
+    world.job(version=world.store.put("u", 100), lead_us=10_000, budget_ms=10)
+    world.run()
+    assert world.cache.stats().hbm.leased > 0
+    world.idle_until(world.clock.monotonic_us() + 1_000_000)
+    assert world.cache.stats().hbm.leased == 0
+
+
+def test_a_deleted_user_leaves_nothing_in_the_cache():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version)
+    world.run()
+    world.executor.user_deleted("u")
+    world.mover.finish()
+    assert world.cache.stats().hbm.free == 128
+    assert world.cache.stats().dram.free == 128
+
+
+def test_a_user_deleted_in_mid_computation_is_still_answered_and_leaves_nothing():
+    world = World()
+    version = world.store.put("u", 300)
+    world.rank(version=version)
+    world.executor.step()
+    world.executor.user_deleted("u")
+    world.run()
+    assert world.outbox.answers == 1
+
+
+def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():
+    world = World(preinfer_queue_max=2)
+    for user, length in (("a", 300), ("b", 20), ("c", 200)):
+        world.job(user, world.store.put(user, length), f"r-{user}")
+    assert world.outbox.jobs == [JobOutcome.SHED]
+    world.run()
+    assert world.engine.chunks[-1][1] in (300, 200)
+    assert world.outbox.jobs.count(JobOutcome.COMPUTED) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
+    world = World(hbm_pages=40, dram_pages=40, preinfer_queue_max=3, parked_jobs_max=3)
+    random = np.random.default_rng(seed)
+    lengths = {f"u{user}": int(random.integers(1, 400)) for user in range(8)}
+    asked = jobs = 0
+    for step in range(400):
+        user = f"u{random.integers(8)}"
+        choice = random.integers(10)
+        if choice < 3:
+            jobs += 1
+            world.job(user, history_of(user, lengths[user], lengths[user]).version(), f"r{step}")
+        elif choice < 6:
+            asked += 1
+            budget_us = int(random.integers(-1_000, 30_000))
+            world.rank(user, history_of(user, lengths[user], lengths[user]).version(), f"r{step}", budget_us)
+        elif choice == 6:
+            lengths[user] += int(random.integers(0, 30))
+            world.store.put(user, lengths[user], number=lengths[user])
+            world.executor.histories_changed([user])
+        elif choice == 7:
+            world.mover.finish(ok=bool(random.integers(4)))
+        elif choice == 8:
+            world.executor.user_deleted(user)
+        else:
+            world.engine.fail_next = RuntimeError("kernel failed") if random.integers(3) == 0 else None
+        for _ in range(random.integers(4)):
+            world.executor.step()
+        world.cache.check_invariants()
+    world.mover.finish()
+    world.run()
+    world.idle_until(world.clock.monotonic_us() + 1_000_000)
+    world.mover.finish()
+    world.run()
+    assert world.outbox.answers == asked
+    assert len(world.outbox.jobs) == jobs
+    assert world.executor.ranking_outstanding == 0
+    assert world.cache.stats().hbm.pinned == 0
+
+
+def test_the_digest_of_a_shortened_history_is_never_looked_up():
+    """A truncated answer keeps the whole's key, so it must never reach the cache."""
+    world = World()
+    version = world.store.put("u", 500)
+    world.rank(version=version, budget_us=3_000)
+    world.run()
+    assert world.outbox.paths == [Path.TRUNCATED]
+    history = world.store.histories["u"].history
+    assert digest_chain(history.features, history.behaviours).length == 500
+    assert world.cache.stats().hbm.free == 128
