@@ -42,11 +42,11 @@ clean: ## remove the virtual environment and what the tools left
 
 # One call of pip for all extras, so that it resolves once.
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[all,dev]'
 	@touch $(VENV)/.installed-demo $@
 
 $(VENV)/.installed-demo: $(VENV)/.made pyproject.toml
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[all]'
 	@touch $@
 
 $(VENV)/.made:
