@@ -38,32 +38,56 @@ def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) 
     return ClockOffset(offset_us, round_trip_us // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a sample changed: the worker's estimate, if it is another now, and who made room, if somebody did."""
+
+    estimate: ClockOffset | None = None
+    evicted: str | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    samples: deque[ClockOffset]
+    best: ClockOffset
+
+
 class ClockOffsets:
     """Estimates for up to `max_workers` workers; the one longest unheard makes room. Not thread-safe."""
 
     def __init__(self, max_workers: int) -> None:
         self._max_workers = max_workers
-        self._samples: dict[str, deque[ClockOffset]] = {}
+        self._workers: dict[str, _Worker] = {}
 
-    def add(self, worker_id: str, sample: ClockOffset) -> str | None:
-        """Takes a sample. The id of the worker that made room for it, if one did."""
-        samples = self._samples.pop(worker_id, None)
+    def add(self, worker_id: str, sample: ClockOffset) -> Change:
+        """Takes a sample."""
+        worker = self._workers.pop(worker_id, None)
         evicted = None
-        if samples is None:
-            samples = deque(maxlen=SAMPLES_KEPT)
-            if len(self._samples) >= self._max_workers:
-                evicted = next(iter(self._samples))
-                del self._samples[evicted]
-        samples.append(sample)
+        if worker is None:
+            if len(self._workers) >= self._max_workers:
+                evicted = next(iter(self._workers))
+                del self._workers[evicted]
+            self._workers[worker_id] = _Worker(deque((sample,), maxlen=SAMPLES_KEPT), sample)
+            return Change(sample, evicted)
         # Last in the dict: the one heard from last.
-        self._samples[worker_id] = samples
-        return evicted
+        self._workers[worker_id] = worker
+        worker.samples.append(sample)
+        before = worker.best
+        if sample.error_us <= before.error_us:
+            worker.best = sample
+        elif before not in worker.samples:
+            worker.best = min(worker.samples, key=_error_us)
+        return Change(worker.best if worker.best != before else None)
 
     def estimate(self, worker_id: str) -> ClockOffset | None:
-        """The best sample of a worker; None for one that was not heard from."""
-        samples = self._samples.get(worker_id)
-        return min(samples, key=lambda sample: sample.error_us) if samples else None
+        """The best of a worker's last samples; None for one that was not heard from."""
+        worker = self._workers.get(worker_id)
+        return worker.best if worker is not None else None
 
     def all(self) -> dict[str, ClockOffset]:
         """The estimate of every worker."""
-        return {worker_id: min(samples, key=lambda s: s.error_us) for worker_id, samples in self._samples.items()}
+        return {worker_id: worker.best for worker_id, worker in self._workers.items()}
+
+
+def _error_us(sample: ClockOffset) -> int:
+    return sample.error_us

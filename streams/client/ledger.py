@@ -241,9 +241,8 @@ class Ledger:
         sample = measure(entry.sent_wall_us, result.received_at_us, result.sent_at_us, returned_us)
         if sample is None:
             return
-        evicted = self._offsets.add(result.worker_id, sample)
-        if evicted is not None:
-            self._metrics.clock_offset.remove(evicted)
-        estimate = self._offsets.estimate(result.worker_id)
-        if estimate is not None:
-            self._metrics.clock_offset.labels(result.worker_id).set(estimate.offset_us / 1e6)
+        change = self._offsets.add(result.worker_id, sample)
+        if change.evicted is not None:
+            self._metrics.clock_offset.remove(change.evicted)
+        if change.estimate is not None:
+            self._metrics.clock_offset.labels(result.worker_id).set(change.estimate.offset_us / 1e6)

@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from schemas.messages import Path
 from streams.client.outcome import RankOutcome, RankStatus
 
 _MS: Final = 0.001
@@ -66,6 +67,7 @@ class GatewayMetrics:
             ["status", "path"],
             registry=registry,
         )
+        self._by_outcome: dict[tuple[RankStatus, Path | None], Counter] = {}
         self._latency = Histogram(
             "relaygr_gateway_latency_seconds",
             "From the call to the answer on the gateway's monotonic clock; answers that came late included",
@@ -123,7 +125,13 @@ class GatewayMetrics:
     def count_outcome(self, outcome: RankOutcome) -> None:
         """Counts what the caller was told."""
         path = outcome.result.path if outcome.result is not None else None
-        self._requests.labels(outcome.status.value, path.value if path is not None else NO_PATH).inc()
+        key = (outcome.status, path)
+        counter = self._by_outcome.get(key)
+        if counter is None:
+            counter = self._requests.labels(outcome.status.value, path.value if path is not None else NO_PATH)
+            # Finding a child by its labels costs more than counting.
+            self._by_outcome[key] = counter
+        counter.inc()
 
     def observe_answer(self, latency_us: int) -> None:
         """Observes how long an answer took, in time or late."""
