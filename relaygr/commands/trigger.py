@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 
 import structlog
@@ -21,6 +22,8 @@ log = structlog.get_logger()
 def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
     """Decide, for each retrieval event, whether its user's history is computed ahead of ranking."""
     settings = load_settings(config, bootstrap, overrides)
+    for chatty in ("faust", "mode"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     require_broker(settings)
     for finding in require_topics(settings).findings:
         log.warning("topics are not quite as they should be", topic=finding.topic, what=finding.what, mend=finding.mend)

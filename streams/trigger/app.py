@@ -87,7 +87,8 @@ class TriggerApp:
         )
         self._counts: Counter[DecisionReason] = Counter()
         self._partitions: frozenset[int] = frozenset()
-        self._assigned = False
+        self._positioned = False
+        self._positioning: asyncio.Task[None] | None = None
         self._away_since_us: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._app = _make_app(kafka, f"{name}-events")
@@ -129,9 +130,10 @@ class TriggerApp:
 
     async def stop(self) -> None:
         """Leaves the group, commits, and flushes what was produced, each for a bounded time."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._positioning] if self._positioning is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._app.stop(), _STOP_S)
         self._reader.stop()
@@ -139,11 +141,11 @@ class TriggerApp:
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
     def readiness(self) -> Readiness:
-        """Ready: partitions were given out (perhaps none to us), and the workers topic was read once."""
-        assigned = f"{len(self._partitions)} of {self._kafka.partitions} partitions"
+        """Ready: each event written from now on will be read, and the workers topic was read to its end once."""
+        places = f"{len(self._partitions)} of {self._kafka.partitions} partitions"
         return Readiness(
             (
-                Check("assigned", self._assigned, assigned if self._assigned else "waiting for the group"),
+                Check("assigned", self._positioned, places if self._positioned else "waiting for group and offsets"),
                 Check("fleet", self._reader.caught_up, "the workers topic is read to its end"),
             )
         )
@@ -200,8 +202,17 @@ class TriggerApp:
         self._partitions = frozenset(place.partition for place in assigned if place.topic == topic)
         self._handler.reassign(self._partitions)
         self.metrics.partitions.set(len(self._partitions))
-        self._assigned = True
+        self._positioned = False
+        if self._positioning is not None:
+            self._positioning.cancel()
+        self._positioning = asyncio.create_task(self._await_positions(frozenset(assigned)), name="positions")
         log.info("trigger owns partitions", partitions=sorted(self._partitions))
+
+    async def _await_positions(self, places: frozenset[Any]) -> None:
+        """A first start reads from the end, and only what is written after the end was looked up."""
+        for place in places:
+            await self._app.consumer.position(place)
+        self._positioned = True
 
     async def _take_reports(self) -> None:
         while True:
@@ -264,6 +275,8 @@ class _RawSchema(Schema):  # type: ignore[misc]
 class _Silent(Monitor):  # type: ignore[misc]
     """faust's monitor without its bookkeeping of every event, which nobody reads."""
 
+    mundane_level = "debug"
+
     def on_message_in(self, tp: Any, offset: int, message: Any) -> None: ...
 
     def on_message_out(self, tp: Any, offset: int, message: Any) -> None: ...
@@ -297,6 +310,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     """
 
     Worker = _InLoop
+    mundane_level = "debug"
 
     def __init__(self, consumer: Any, *, loop: Any, **kwargs: Any) -> None:
         super().__init__(consumer, loop=loop, thread_loop=loop, **kwargs)
@@ -334,6 +348,8 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
 
 
 class _Consumer(driver.Consumer):  # type: ignore[misc]
+    mundane_level = "debug"
+
     def _new_consumer_thread(self) -> _ConsumerThread:
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
@@ -350,6 +366,7 @@ class _Boot(BootStrategy):  # type: ignore[misc]
 
 class _App(faust.App):  # type: ignore[misc]
     BootStrategy = _Boot
+    mundane_level = "debug"
     kafka: KafkaSettings
 
     def _create_directories(self) -> None:

@@ -1,0 +1,196 @@
+"""The trigger on a broker: events in, jobs, dead letters and counts out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Consumer, Message, TopicPartition
+from prometheus_client import CollectorRegistry
+
+from schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
+from schemas.codec import decode, encode
+from schemas.headers import DEAD_LETTER_REASON
+from schemas.topics import Topic
+from streams.clients import ProducerKind, make_assigned_consumer, make_producer
+from streams.clock import SystemClock
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+from streams.trigger.app import TriggerApp
+from streams.trigger.settings import TriggerSettings
+
+WITHIN_S = 15.0
+
+
+def event(user: str, length: int, budget_ms: int = 20) -> RetrievalEvent:
+    now_us = SystemClock().wall_us()
+    return RetrievalEvent(
+        request_id=f"gateway.{uuid.uuid4().hex[:8]}.1",
+        user_id=user,
+        retrieval_at_us=now_us,
+        expected_ranking_at_us=now_us + 30_000_000,
+        ranking_budget_ms=budget_ms,
+        expected_candidates=100,
+        expected_suffix=10,
+        history_version=HistoryVersion(1, length, b"\x01" * 16),
+    )
+
+
+def worker_status(kafka: KafkaSettings, written_at_us: int) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id="worker-00",
+        state=WorkerState.READY,
+        written_at_us=written_at_us,
+        assignment_epoch=1,
+        partitions=tuple(range(kafka.partitions)),
+        model_revision="abc",
+        kv_bytes_per_token=1024,
+        contextual_tokens=0,
+        tokens_per_behaviour=1,
+        max_prefix_behaviours=8192,
+        hbm_capacity_bytes=2**30,
+        hbm_free_bytes=2**30,
+        dram_capacity_bytes=0,
+        dram_free_bytes=0,
+        ranking_queue_p99_us=0,
+        preinfer_queue_us=0,
+        # 10 µs a token: a history of 2,000 takes the whole budget of 20 ms.
+        latency=LatencyCoefficients(0, 10, 0, 0, 10, 0, 0, 10, 0, 0, 0),
+    )
+
+
+class Bench:
+    """Writes events, and reads what comes out."""
+
+    def __init__(self, kafka: KafkaSettings, app: TriggerApp) -> None:
+        self.kafka = kafka
+        self.app = app
+        self._producer = make_producer(kafka, ProducerKind.DURABLE, "test-writer")
+
+    def write(self, topic: Topic, key: bytes | None, value: bytes | None, partition: int | None = None) -> None:
+        place = {} if partition is None else {"partition": partition}
+        self._producer.produce(self.kafka.topic(topic), value, key, **place)  # type: ignore[arg-type]
+        assert self._producer.flush(10) == 0
+
+    def send(self, message: RetrievalEvent) -> None:
+        self.write(Topic.RETRIEVAL, message.user_id.encode(), encode(message))
+
+    async def decided(self, count: int) -> dict[str, int]:
+        """The counts by reason once `count` events are decided."""
+        await wait_for(lambda: sum(self.app.decision_counts().values()) >= count)
+        return self.app.decision_counts()
+
+    async def read(self, topic: Topic, count: int) -> list[Message]:
+        return await asyncio.to_thread(self._read, topic, count)
+
+    def _read(self, topic: Topic, count: int) -> list[Message]:
+        consumer: Consumer = make_assigned_consumer(self.kafka, "test-reader")
+        partitions = consumer.list_topics(self.kafka.topic(topic), timeout=5).topics[self.kafka.topic(topic)].partitions
+        consumer.assign([TopicPartition(self.kafka.topic(topic), partition, 0) for partition in partitions])
+        found: list[Message] = []
+        end_s = time.monotonic() + WITHIN_S
+        with contextlib.closing(consumer):
+            while len(found) < count and time.monotonic() < end_s:
+                message = consumer.poll(0.1)
+                if message is not None and message.error() is None:
+                    found.append(message)
+        assert len(found) == count
+        return found
+
+
+async def wait_for(condition: object) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def running(kafka: KafkaSettings, settings: TriggerSettings | None = None) -> AsyncIterator[Bench]:
+    app = TriggerApp(kafka, settings or TriggerSettings(), registry=CollectorRegistry())
+    stop = asyncio.Event()
+    task = asyncio.create_task(app.run(stop))
+    try:
+        await wait_for(lambda: task.done() or app.readiness().ready)
+        yield Bench(kafka, app)
+    finally:
+        stop.set()
+        async with asyncio.timeout(10):
+            await task
+
+
+@pytest.mark.asyncio
+async def test_a_long_history_becomes_a_job_keyed_by_its_user_on_the_users_partition(
+    kafka_settings: KafkaSettings,
+) -> None:
+    async with running(kafka_settings) as bench:
+        short, long = event("user-short", 10), event("user-long", 4000)
+        bench.send(short)
+        bench.send(long)
+        counts = await bench.decided(2)
+        (message,) = await bench.read(Topic.PREINFER, 1)
+    assert counts == {"below_threshold": 1, "no_status_threshold": 1}
+    assert message.key() == b"user-long"
+    assert message.partition() == partition_for(b"user-long", kafka_settings.partitions)
+    assert decode(PreInferJob, message.value()).request_id == long.request_id
+
+
+@pytest.mark.asyncio
+async def test_the_owners_latency_model_decides_while_its_status_is_fresh(kafka_settings: KafkaSettings) -> None:
+    async with running(kafka_settings, TriggerSettings(status_stale_ms=100_000)) as bench:
+        status = worker_status(kafka_settings, SystemClock().wall_us())
+        bench.write(Topic.WORKERS, b"worker-00", encode(status))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, SystemClock().wall_us()) is not None)
+        # 1,500 behaviours are over the threshold of length, but 16 ms are within the budget.
+        bench.send(event("user-1", 1500))
+        bench.send(event("user-2", 2500))
+        assert await bench.decided(2) == {"not_at_risk": 1, "admitted": 1}
+
+        stale = replace(status, written_at_us=status.written_at_us - 200_000_000)
+        bench.write(Topic.WORKERS, b"worker-00", encode(stale))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, SystemClock().wall_us()) is None)
+        bench.send(event("user-1", 1500))
+        assert await bench.decided(3) == {"not_at_risk": 1, "admitted": 1, "no_status_threshold": 1}
+
+
+@pytest.mark.asyncio
+async def test_garbage_goes_to_dead_letters_and_the_loop_goes_on(kafka_settings: KafkaSettings) -> None:
+    async with running(kafka_settings) as bench:
+        bench.write(Topic.RETRIEVAL, b"user-1", b"garbage")
+        bench.write(Topic.RETRIEVAL, b"somebody-else", encode(event("user-1", 4000)))
+        right = partition_for(b"user-1", kafka_settings.partitions)
+        bench.write(Topic.RETRIEVAL, b"user-1", encode(event("user-1", 4000)), partition=(right + 1) % 12)
+        bench.send(event("user-1", 4000))
+        counts = await bench.decided(4)
+        letters = await bench.read(Topic.DEAD_LETTERS, 3)
+        await bench.read(Topic.PREINFER, 1)
+    assert counts == {"undecodable": 1, "misrouted": 2, "no_status_threshold": 1}
+    reasons = sorted(dict(letter.headers() or [])[DEAD_LETTER_REASON] for letter in letters)
+    assert reasons == [b"misrouted", b"misrouted", b"undecodable"]
+    assert b"garbage" in [letter.value() for letter in letters]
+
+
+@pytest.mark.asyncio
+async def test_every_event_is_counted_once_though_nothing_is_sent_while_disabled(kafka_settings: KafkaSettings) -> None:
+    async with running(kafka_settings, TriggerSettings(enabled=False)) as bench:
+        for number in range(50):
+            bench.send(event(f"user-{number}", 4000))
+        assert await bench.decided(50) == {"disabled": 50}
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_trigger_leaves_its_group_so_that_the_next_one_starts_at_once(
+    kafka_settings: KafkaSettings,
+) -> None:
+    async with running(kafka_settings) as bench:
+        bench.send(event("user-1", 4000))
+        await bench.decided(1)
+    started_s = time.monotonic()
+    async with running(kafka_settings) as bench:
+        assert time.monotonic() - started_s < kafka_settings.session_timeout_ms / 1000
+        bench.send(event("user-2", 4000))
+        assert sum((await bench.decided(1)).values()) == 1, "what the first one committed is not read again"

@@ -1,0 +1,140 @@
+"""One event, one verdict: from bytes to a job's bytes, a dead letter's sentence, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
+from schemas.codec import decode, encode
+from streams.clock import ManualClock
+from streams.partitioner import partition_for
+from streams.trigger.fleet import Fleet
+from streams.trigger.handler import EventHandler, Verdict
+from streams.trigger.policy import DecisionReason
+from streams.trigger.settings import TriggerSettings
+
+PARTITIONS = 12
+CLOCK = ManualClock()
+NOW_US = CLOCK.wall_us()
+EVENT = RetrievalEvent(
+    request_id="gateway.1.1",
+    user_id="user-17",
+    retrieval_at_us=NOW_US - 4000,
+    expected_ranking_at_us=NOW_US + 200_000,
+    ranking_budget_ms=20,
+    expected_candidates=100,
+    expected_suffix=10,
+    history_version=HistoryVersion(3, 4096, b"\x07" * 16),
+)
+KEY = b"user-17"
+PARTITION = partition_for(KEY, PARTITIONS)
+STATUS = WorkerStatus(
+    worker_id="worker-00",
+    state=WorkerState.READY,
+    written_at_us=NOW_US,
+    assignment_epoch=1,
+    partitions=tuple(range(PARTITIONS)),
+    model_revision="abc",
+    kv_bytes_per_token=1024,
+    contextual_tokens=0,
+    tokens_per_behaviour=1,
+    max_prefix_behaviours=8192,
+    hbm_capacity_bytes=2**30,
+    hbm_free_bytes=2**30,
+    dram_capacity_bytes=0,
+    dram_free_bytes=0,
+    ranking_queue_p99_us=0,
+    preinfer_queue_us=0,
+    # 10 µs a token: 2,000 tokens take 20 ms.
+    latency=LatencyCoefficients(0, 10, 0, 0, 10, 0, 0, 10, 0, 0, 0),
+)
+
+
+def handler(fleet: Fleet | None = None, **settings: object) -> EventHandler:
+    made = EventHandler(TriggerSettings(**settings), fleet or Fleet(3000), PARTITIONS, CLOCK)  # type: ignore[arg-type]
+    made.reassign(frozenset(range(PARTITIONS)))
+    return made
+
+
+def judged(event: RetrievalEvent = EVENT, fleet: Fleet | None = None, **settings: object) -> Verdict:
+    return handler(fleet, **settings).judge(KEY, encode(event), PARTITION)
+
+
+def known_fleet() -> Fleet:
+    fleet = Fleet(3000)
+    fleet.apply(STATUS.worker_id, STATUS, NOW_US)
+    return fleet
+
+
+def with_length(length: int) -> RetrievalEvent:
+    return dataclasses.replace(EVENT, history_version=HistoryVersion(3, length, b"\x07" * 16))
+
+
+def test_an_at_risk_event_becomes_a_job_that_copies_it() -> None:
+    verdict = judged(fleet=known_fleet())
+    assert verdict.reason is DecisionReason.ADMITTED
+    job = decode(PreInferJob, verdict.job)
+    assert job.decided_at_us == NOW_US
+    for field in dataclasses.fields(RetrievalEvent):
+        assert getattr(job, field.name) == getattr(EVENT, field.name), field.name
+    assert verdict.age_us == 4000
+
+
+def test_a_short_history_on_a_known_owner_sends_nothing() -> None:
+    assert judged(with_length(500), fleet=known_fleet()) == Verdict(DecisionReason.NOT_AT_RISK, age_us=4000)
+
+
+def test_without_an_owner_length_alone_decides() -> None:
+    assert judged(with_length(1024)).reason is DecisionReason.NO_STATUS_THRESHOLD
+    assert judged(with_length(1023)).reason is DecisionReason.BELOW_THRESHOLD
+
+
+def test_a_stale_owner_falls_back_to_the_length() -> None:
+    fleet = Fleet(3000)
+    fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, written_at_us=NOW_US - 4_000_000), NOW_US)
+    assert judged(with_length(1024), fleet=fleet).reason is DecisionReason.NO_STATUS_THRESHOLD
+
+
+def test_a_disabled_trigger_sends_nothing_and_says_so() -> None:
+    assert judged(enabled=False) == Verdict(DecisionReason.DISABLED, age_us=4000)
+
+
+def test_a_key_that_is_not_the_user_is_misrouted() -> None:
+    verdict = handler().judge(b"user-18", encode(EVENT), PARTITION)
+    assert verdict.reason is DecisionReason.MISROUTED
+    assert verdict.detail is not None
+    assert "user-18" in verdict.detail
+    assert "user-17" in verdict.detail
+    assert handler().judge(None, encode(EVENT), PARTITION).reason is DecisionReason.MISROUTED
+
+
+def test_another_partitioner_is_misrouted_and_the_sentence_says_where_it_belongs() -> None:
+    verdict = handler().judge(KEY, encode(EVENT), (PARTITION + 1) % PARTITIONS)
+    assert verdict.reason is DecisionReason.MISROUTED
+    assert verdict.detail is not None
+    assert f"says {PARTITION}" in verdict.detail
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\x7f", b"\x01\xc0", b"not a message"])
+def test_bytes_that_are_no_event_are_undecodable_with_a_reason(value: bytes | None) -> None:
+    verdict = handler().judge(KEY, value, PARTITION)
+    assert verdict.reason is DecisionReason.UNDECODABLE
+    assert verdict.detail
+    assert verdict.job is None
+
+
+@given(st.binary(max_size=200) | st.none(), st.binary(max_size=40) | st.none(), st.integers(0, 11))
+def test_whatever_the_bytes_there_is_a_verdict(value: bytes | None, key: bytes | None, partition: int) -> None:
+    assert handler().judge(key, value, partition).reason in DecisionReason
+
+
+def test_a_flood_is_held_to_the_owners_load() -> None:
+    made = handler(known_fleet())
+    reasons = [made.judge(KEY, encode(EVENT), PARTITION).reason for _ in range(200)]
+    # 41 ms each, a burst of half a second at 0.8 of a device, of which ranking takes its part.
+    assert 3 <= reasons.count(DecisionReason.ADMITTED) <= 10
+    assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
