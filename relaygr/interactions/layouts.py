@@ -89,6 +89,21 @@ class Layout:
             return next(csv.reader((line,), strict=True))
         return line.split(self.separator)
 
+    def columns(self, lines: list[str]) -> list[Sequence[str]]:
+        """The fields of lines by column. Raises ValueError unless every line has `column_count` of them."""
+        text = "\n".join(lines)
+        if self.quoted and '"' in text:
+            columns: list[Sequence[str]] = list(zip(*map(self.split, lines), strict=True))
+            if len(columns) != self.column_count:
+                raise ValueError(f"{len(columns)} fields, expected {self.column_count}")
+            return columns
+        separators = self.column_count - 1
+        if any(line.count(self.separator) != separators for line in lines):
+            raise ValueError(f"a line has not {self.column_count} fields")
+        # One flat split: a list for every line would cost more than all else together.
+        fields = text.replace("\n", self.separator).split(self.separator)
+        return [fields[column :: self.column_count] for column in range(self.column_count)]
+
 
 def recognise(path: Path) -> Layout:
     """The layout of the file. Raises RelayError, which says what was seen, if it is none that is known."""

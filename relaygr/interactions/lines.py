@@ -15,7 +15,7 @@ from typing import IO, Final, cast
 
 from streams.errors import RelayError
 
-BLOCK_BYTES: Final = 4 * 1024 * 1024
+BLOCK_BYTES: Final = 1024 * 1024
 MAX_LINE_BYTES: Final = 1024 * 1024
 _GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"

@@ -175,9 +175,7 @@ class _Reader:
     def _convert(self, lines: list[str]) -> _Columns:
         """The lines as columns. Raises one of several errors if any line is bad; `_explain` says which and why."""
         layout = self.layout
-        columns = list(zip(*map(layout.split, lines), strict=True))
-        if len(columns) != layout.column_count:
-            raise _LineError
+        columns = layout.columns(lines)
         count = len(lines)
         times = np.zeros(count) if layout.time is None else np.fromiter(map(float, columns[layout.time]), "f8", count)
         # Written so that NaN fails too.
