@@ -46,7 +46,7 @@ def attention_mask(size: int, length: int, num_targets: int | None, options: Mas
     if num_targets is not None:
         end -= num_targets
         places = places.clamp(max=end)
-    return _visible(places, places, end, options)
+    return _visible(places, end, options)
 
 
 def grouped_mask(
@@ -58,12 +58,12 @@ def grouped_mask(
     """
     places, end = _places(size, length, options.contextual_seq_len)
     if num_targets is None:
-        return _visible(places, places, end, options)
+        return _visible(places, end, options)
     end -= num_targets
     groups = torch.div((places - end).clamp(min=-1), group_size, rounding_mode="floor")
     rows, columns = groups[:, None], groups[None, :]
     together = (rows == columns) | (rows < 0) | (columns < 0)
-    return _visible(places, places, end, options, together)
+    return _visible(places, end, options, together)
 
 
 def _places(size: int, length: int, contextual: int) -> tuple[torch.Tensor, int]:
@@ -74,13 +74,9 @@ def _places(size: int, length: int, contextual: int) -> tuple[torch.Tensor, int]
 
 
 def _visible(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    end: int,
-    options: MaskOptions,
-    together: torch.Tensor | None = None,
+    places: torch.Tensor, end: int, options: MaskOptions, together: torch.Tensor | None = None
 ) -> torch.Tensor:
-    rows, columns = rows[:, None], columns[None, :]
+    rows, columns = places[:, None], places[None, :]
     back = rows - columns if options.causal else (rows - columns).abs()
     visible = (back > 0) | torch.eye(rows.shape[0], dtype=torch.bool)
     if together is not None:
