@@ -1,0 +1,301 @@
+"""The book of requests: what callers are told, what is counted, and what the callbacks get."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from schemas.messages import Behaviours, FailureReason, Outcome, Path, RankingRequest, RankingResult, StageTimings
+from streams.client.ledger import Ledger
+from streams.client.metrics import GatewayMetrics
+from streams.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
+from streams.client.pending import Match, Pending
+from streams.client.settings import ClientSettings
+from streams.clock import ManualClock
+
+MS = 1000
+
+
+class Gateway:
+    """A ledger with a clock that moves when told, and lists of what its callbacks got."""
+
+    def __init__(self, **settings: int) -> None:
+        self.clock = ManualClock()
+        self.registry = CollectorRegistry()
+        self.late: list[RankOutcome] = []
+        self.lost: list[LostRequest] = []
+        self.ledger = Ledger(
+            ClientSettings.model_validate(settings),
+            self.clock,
+            GatewayMetrics(self.registry),
+            self.late.append,
+            self.lost.append,
+        )
+
+    def request(self, request_id: str = "gw.1.1", budget_ms: int = 50) -> RankingRequest:
+        now_us = self.clock.wall_us()
+        return RankingRequest(
+            request_id, "user", now_us, now_us + budget_ms * MS, 0, np.array([1, 2]), Behaviours.empty()
+        )
+
+    def open(self, request_id: str = "gw.1.1", budget_ms: int = 50) -> Pending:
+        return self.ledger.open(self.request(request_id, budget_ms))
+
+    def wait_ms(self, duration_ms: float) -> list[Pending]:
+        self.clock.advance_us(round(duration_ms * MS))
+        return self.ledger.fire()
+
+    def result(
+        self, outcome: Outcome = Outcome.RANKED, request_id: str = "gw.1.1", offset_us: int = 0
+    ) -> RankingResult:
+        """A result that took the whole time to get here, from a worker whose clock is `offset_us` ahead."""
+        now_us = self.clock.wall_us() + offset_us
+        ranked = outcome is Outcome.RANKED
+        return RankingResult(
+            request_id,
+            "w-0",
+            outcome,
+            ManualClock().wall_us(),
+            now_us,
+            now_us,
+            StageTimings(),
+            reason=FailureReason.OVERLOADED if outcome is Outcome.FAILED else None,
+            path=Path.HBM if ranked else None,
+            scores=np.zeros(2, "<f4") if ranked else None,
+            num_tasks=1 if ranked else 0,
+            model_revision="r" if ranked else None,
+        )
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+
+def outcome_of(future: Future[RankOutcome]) -> RankOutcome:
+    return future.result(timeout=0)
+
+
+def test_an_answer_in_time_reaches_its_caller_with_its_latency() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.wait_ms(12)
+    result = gateway.result()
+    assert gateway.ledger.answered(result) is Match.ON_TIME
+    assert outcome_of(entry.future) == RankOutcome("gw.1.1", RankStatus.RANKED, 12 * MS, result)
+    assert gateway.sample("relaygr_gateway_requests_total", status="ranked", path="hbm") == 1
+    assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.011") == 0
+    assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.012") == 1
+    assert gateway.ledger.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason"),
+    [
+        (Outcome.EXPIRED, RankStatus.EXPIRED, None),
+        (Outcome.FAILED, RankStatus.FAILED, FailureReason.OVERLOADED),
+    ],
+)
+def test_a_workers_refusal_is_an_outcome(answer: Outcome, status: RankStatus, reason: FailureReason | None) -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.answered(gateway.result(answer))
+    outcome = outcome_of(entry.future)
+    assert (outcome.status, outcome.reason, outcome.late) == (status, reason, False)
+    assert gateway.sample("relaygr_gateway_requests_total", status=status.value, path="none") == 1
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "reason"), [(True, TimeOutReason.NO_ANSWER), (False, TimeOutReason.NOT_ACKNOWLEDGED)]
+)
+def test_at_its_deadline_a_caller_is_told_timed_out_and_why(acknowledged: bool, reason: TimeOutReason) -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    if acknowledged:
+        gateway.ledger.acknowledged(entry)
+    gateway.wait_ms(49.999)
+    assert not entry.future.done()
+    gateway.wait_ms(0.001)
+    assert outcome_of(entry.future) == RankOutcome("gw.1.1", RankStatus.TIMED_OUT, 50 * MS, reason=reason)
+
+
+def test_a_late_answer_goes_to_on_late_with_its_true_latency_and_not_to_the_caller() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.wait_ms(50)
+    gateway.wait_ms(20)
+    result = gateway.result()
+    assert gateway.ledger.answered(result) is Match.LATE
+    assert gateway.late == [RankOutcome("gw.1.1", RankStatus.RANKED, 70 * MS, result, late=True)]
+    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+    gateway.wait_ms(5_000)
+    assert gateway.lost == []
+    assert gateway.sample("relaygr_gateway_late_results_total", status="ranked") == 1
+
+
+def test_an_answer_that_overtakes_its_own_timer_is_late_and_the_caller_is_told_first() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.clock.advance_us(51 * MS)
+    gateway.ledger.answered(gateway.result())
+    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+    assert [outcome.late for outcome in gateway.late] == [True]
+    counts = gateway.ledger.statistics()
+    assert (counts.timed_out, counts.ranked, counts.late) == (1, 0, 1)
+
+
+def test_a_request_that_nobody_answers_within_the_grace_is_lost_once() -> None:
+    gateway = Gateway(result_grace_ms=200)
+    gateway.ledger.acknowledged(gateway.open())
+    gateway.wait_ms(50)
+    gateway.wait_ms(199)
+    assert gateway.lost == []
+    gateway.wait_ms(1)
+    gateway.wait_ms(1_000)
+    assert gateway.lost == [LostRequest("gw.1.1", acknowledged=True)]
+    assert gateway.sample("relaygr_gateway_lost_requests_total", acknowledged="yes") == 1
+    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
+
+
+def test_a_second_answer_is_dropped_and_counted() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.answered(gateway.result())
+    first = outcome_of(entry.future)
+    assert gateway.ledger.answered(gateway.result(Outcome.FAILED)) is Match.DUPLICATE
+    assert outcome_of(entry.future) is first
+    assert gateway.ledger.statistics().duplicates == 1
+    assert gateway.sample("relaygr_gateway_duplicate_results_total") == 1
+    assert gateway.late == []
+
+
+def test_an_answer_to_an_earlier_incarnation_is_counted_as_none_of_ours() -> None:
+    gateway = Gateway()
+    assert gateway.ledger.answered(gateway.result(request_id="gw.0.1")) is Match.UNKNOWN
+    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1
+
+
+def test_an_answer_whose_body_can_not_be_read_fails_its_request_at_once() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.answered_undecodable("gw.1.1")
+    outcome = outcome_of(entry.future)
+    assert (outcome.status, outcome.reason, outcome.result) == (RankStatus.FAILED, FailureReason.UNDECODABLE, None)
+    gateway.wait_ms(5_000)
+    assert gateway.lost == [], "a worker did answer"
+
+
+def test_garbage_without_headers_is_counted_and_ends_nothing() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.answered_undecodable(None)
+    assert not entry.future.done()
+    assert gateway.ledger.statistics().undecodable == 1
+
+
+def test_a_failed_delivery_is_tried_again_after_the_backoff() -> None:
+    gateway = Gateway(retry_backoff_ms=20)
+    entry = gateway.open()
+    sent: list[str] = []
+    assert gateway.ledger.not_delivered(entry, lambda: sent.append("again"))
+    assert gateway.wait_ms(19) == []
+    (again,) = gateway.wait_ms(1)
+    assert again is entry and again.send_again is not None
+    again.send_again()
+    assert sent == ["again"]
+    assert gateway.ledger.statistics().retries == 1
+
+
+def test_a_failed_delivery_near_the_deadline_is_not_tried_again_and_may_still_be_answered() -> None:
+    gateway = Gateway(retry_backoff_ms=20)
+    entry = gateway.open(budget_ms=30)
+    gateway.wait_ms(15)
+    assert not gateway.ledger.not_delivered(entry, lambda: None)
+    gateway.ledger.answered(gateway.result())
+    assert outcome_of(entry.future).status is RankStatus.RANKED
+
+
+def test_what_a_callback_raises_stops_nothing() -> None:
+    gateway = Gateway()
+
+    def broken(_outcome: RankOutcome) -> None:
+        raise RuntimeError("the caller's bug")
+
+    ledger = Ledger(ClientSettings(), gateway.clock, GatewayMetrics(CollectorRegistry()), on_late=broken)
+    entry = ledger.open(gateway.request())
+    gateway.clock.advance_us(60 * MS)
+    ledger.fire()
+    assert ledger.answered(gateway.result()) is Match.LATE
+    assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
+
+
+def test_closing_tells_who_still_waits() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.wait_ms(10)
+    gateway.ledger.close()
+    outcome = outcome_of(entry.future)
+    assert (outcome.status, outcome.reason, outcome.latency_us) == (
+        RankStatus.TIMED_OUT,
+        TimeOutReason.CLOSED,
+        10 * MS,
+    )
+    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
+
+
+def test_a_withdrawn_request_is_not_counted_and_makes_room() -> None:
+    gateway = Gateway(max_in_flight=1)
+    entry = gateway.open()
+    with pytest.raises(QueueFull):
+        gateway.open("gw.1.2")
+    gateway.ledger.withdraw(entry)
+    gateway.open("gw.1.2")
+    assert gateway.ledger.statistics().submitted == 1
+
+
+def test_a_callers_cancel_does_not_take_a_sent_request_back() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    assert not entry.future.cancel()
+    gateway.ledger.answered(gateway.result())
+    assert outcome_of(entry.future).status is RankStatus.RANKED
+
+
+def test_a_deadline_that_has_passed_when_it_is_sent_times_out_at_once() -> None:
+    gateway = Gateway()
+    request = gateway.request()
+    gateway.clock.advance_us(60 * MS)
+    entry = gateway.ledger.open(request)
+    gateway.ledger.fire()
+    assert outcome_of(entry.future).latency_us == 0
+
+
+def test_the_workers_clock_offset_is_estimated_from_the_echoes() -> None:
+    gateway = Gateway()
+    gateway.open()
+    gateway.clock.advance_us(2 * MS)
+    result = gateway.result(offset_us=300 * MS)
+    gateway.clock.advance_us(2 * MS)
+    gateway.ledger.answered(result)
+    offset = gateway.ledger.clock_offsets()["w-0"]
+    assert (offset.offset_us, offset.error_us) == (300 * MS, 2 * MS)
+    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-0") == pytest.approx(0.3)
+
+
+def test_a_result_that_echoes_another_send_time_says_nothing_about_the_clock() -> None:
+    gateway = Gateway()
+    gateway.clock.advance_us(1)
+    gateway.open()
+    gateway.ledger.answered(gateway.result())
+    assert gateway.ledger.clock_offsets() == {}
+
+
+def test_the_workers_that_have_a_label_are_bounded() -> None:
+    gateway = Gateway(max_workers_tracked=1)
+    for number, worker in enumerate(("w-a", "w-b")):
+        gateway.open(f"gw.1.{number}")
+        gateway.ledger.answered(replace(gateway.result(request_id=f"gw.1.{number}"), worker_id=worker))
+    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-a") is None
+    assert gateway.sample("relaygr_clock_offset_seconds", worker="w-b") is not None
