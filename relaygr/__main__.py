@@ -9,8 +9,10 @@ def main() -> None:
     """Runs the command line. A publisher may have installed the schemas alone, without what commands need."""
     try:
         from relaygr.app import app
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "pydantic", "yaml"):
+        if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"{error.name} is not installed: pip install 'relaygr[streams]'.")
     app()

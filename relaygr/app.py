@@ -14,6 +14,8 @@ from relaygr.commands import COMMANDS
 from streams.errors import RelayError
 
 EXTRAS = {
+    "pydantic": "streams",
+    "yaml": "streams",
     "confluent_kafka": "streams",
     "faust": "streams",
     "aiokafka": "streams",

@@ -26,6 +26,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from relaygr.traffic.settings import TrafficSettings
 from streams.client.settings import ClientSettings
 from streams.consumer.settings import ConsumerSettings
 from streams.errors import RelayError
@@ -47,6 +48,7 @@ class Settings(KafkaSettings):
     consumer: ConsumerSettings = ConsumerSettings()
     trigger: TriggerSettings = TriggerSettings()
     worker: WorkerSettings = WorkerSettings()
+    gateway: TrafficSettings = TrafficSettings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from streams.admin import require_topics
 from streams.clients import ProducerKind, make_group_consumer, make_producer, require_broker
 from streams.clock import SystemClock
 from streams.consumer.loop import ConsumerLoop, LoopState
+from streams.consumer.settings import ConsumerSettings
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
 from streams.latency import Corrector
@@ -74,17 +75,17 @@ class _FollowedHistories:
         return not self.follower.caught_up(partition)
 
 
-def run_worker(kafka: KafkaSettings, settings: WorkerSettings) -> int:
+def run_worker(kafka: KafkaSettings, settings: WorkerSettings, consumer: ConsumerSettings) -> int:
     """Runs until told to stop. Returns the exit code. Raises RelayError for what the user can mend."""
     require_broker(kafka)
     require_topics(kafka)
-    return WorkerProcess(kafka, settings).run()
+    return WorkerProcess(kafka, settings, consumer).run()
 
 
 class WorkerProcess:
     """All parts of one worker. `run` is the main thread's."""
 
-    def __init__(self, kafka: KafkaSettings, settings: WorkerSettings) -> None:
+    def __init__(self, kafka: KafkaSettings, settings: WorkerSettings, consumer: ConsumerSettings) -> None:
         self._kafka = kafka
         self._settings = settings
         self._clock = SystemClock()
@@ -170,6 +171,7 @@ class WorkerProcess:
             [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)],
             self._handler,
             self._clock,
+            consumer,
             on_end=self._loop_ended,
         )
         self._status = StatusPublisher(

@@ -22,6 +22,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "topics": CommandSpec("relaygr.commands.topics:app", "Create the topics, or check them."),
     "worker": CommandSpec("relaygr.commands.worker:worker", "Run a worker: pre-infer, cache and rank."),
     "trigger": CommandSpec("relaygr.commands.trigger:trigger", "Run the trigger: decide what is pre-inferred."),
+    "gateway": CommandSpec("relaygr.commands.gateway:gateway", "Drive traffic and record the answers."),
     "publish": CommandSpec("relaygr.commands.publish:app", "Publish retrieval events, ranking requests or histories."),
     "lag": CommandSpec("relaygr.commands.lag:app", "Show the consumers' lag, in messages and in seconds."),
     "model": CommandSpec("relaygr.commands.model:app", "Make or inspect a checkpoint."),

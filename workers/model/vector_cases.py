@@ -142,7 +142,7 @@ def run_stu(case: Case) -> list[Checked]:
     case.require_known(_STU_OPTIONS)
     stu = _Stu(case)
     x, lengths = case.floats("x"), case.lengths()
-    _require_rows(case, "x", x.shape[0], lengths)
+    _require_rows("x", x.shape[0], lengths)
     targets = case.targets(len(lengths), lengths) or [0] * len(lengths)
     parts = list(zip(slices(lengths), targets, strict=True))
     runs = [stu.full(x[own], count) for own, count in parts]
@@ -165,7 +165,7 @@ def run_cached(case: Case) -> list[Checked]:
     case.require_known(_STU_OPTIONS)
     stu = _Stu(case)
     x, lengths, prefixes = case.floats("x"), case.lengths(), case.lengths("prefix_lengths")
-    _require_rows(case, "x", x.shape[0], lengths)
+    _require_rows("x", x.shape[0], lengths)
     if len(prefixes) != len(lengths) or any(p > n for p, n in zip(prefixes, lengths, strict=True)):
         raise MalformedCaseError(f"prefix_lengths {prefixes} do not fit lengths {lengths}")
     targets = case.targets(len(lengths), lengths) or [0] * len(lengths)
@@ -242,8 +242,8 @@ def run_pos(case: Case) -> list[Checked]:
     targets = case.targets(len(lengths), lengths)
     emb, pos, times = case.floats("emb"), case.floats("pos"), case.floats("ts_w")
     timestamps = torch.from_numpy(np.ascontiguousarray(case.array("timestamps")))
-    _require_rows(case, "emb", emb.shape[0], lengths)
-    _require_rows(case, "timestamps", timestamps.shape[0], lengths)
+    _require_rows("emb", emb.shape[0], lengths)
+    _require_rows("timestamps", timestamps.shape[0], lengths)
     try:
         fn = TimeBuckets(str(case.option("fn", "sqrt")))
     except ValueError as error:
@@ -275,7 +275,7 @@ def run_nv(case: Case) -> list[Checked]:
     lengths = case.lengths()
     targets = case.targets(len(lengths), lengths)
     q, k, v = case.floats("q"), case.floats("k"), case.floats("v")
-    _require_rows(case, "q", q.shape[0], lengths)
+    _require_rows("q", q.shape[0], lengths)
     contextuals = case.lengths("num_contextuals") if case.has("num_contextuals") else [0]
     if len(contextuals) == 1:
         contextuals *= len(lengths)
@@ -355,7 +355,7 @@ def run_research(case: Case) -> list[Checked]:
         raise MalformedCaseError("w/_attention_layers.0._uvqk is missing")
     stack = DenseStack(layers, 1.0, float(size))
     x, lengths, timestamps = case.floats("x"), case.lengths(), case.integers("timestamps")
-    _require_rows(case, "x", x.shape[0], lengths)
+    _require_rows("x", x.shape[0], lengths)
     log_base = case.number("log_base")
     out = []
     for user, own in enumerate(slices(lengths)):
@@ -401,7 +401,7 @@ def run_dlrm(case: Case) -> list[Checked]:
     items = [name.removeprefix("in/") for name in case.names("in/") if case.has(f"in/c_{name.removeprefix('in/')}")]
     if not items:
         raise MalformedCaseError("in/item or in/c_item is missing")
-    _require_rows(case, "in/item", case.floats(f"in/{items[0]}").shape[0], histories)
+    _require_rows("in/item", case.floats(f"in/{items[0]}").shape[0], histories)
     for name in options.contextual:
         if case.floats(f"in/{name}").shape[0] != len(histories):
             raise NotUnderstoodError(f"contextual feature {name} has more or fewer than one token a user")
@@ -438,6 +438,6 @@ KINDS: dict[str, CaseRunner] = {
 }
 
 
-def _require_rows(case: Case, name: str, rows: int, lengths: list[int]) -> None:
+def _require_rows(name: str, rows: int, lengths: list[int]) -> None:
     if rows != sum(lengths):
         raise MalformedCaseError(f"{name} has {rows} rows, lengths add up to {sum(lengths)}")

@@ -1,0 +1,89 @@
+"""What came back: one JSON line an impression, in a file that others can read."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.messages import StageTimings
+from streams.errors import RelayError
+
+LOST = "lost"
+"""The status of a request that no worker ever answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One impression's end, as the gateway saw it on its monotonic clock.
+
+    `latency_us` runs from the *scheduled* time of the ranking request to the answer, so that a stalled
+    system is charged for what it delayed; None if no answer came. `send_lag_us` is what of it the
+    generator itself was late.
+    """
+
+    number: int
+    request_id: str
+    user_id: str
+    status: str
+    latency_us: int | None
+    send_lag_us: int
+    late: bool
+    reason: str | None = None
+    path: str | None = None
+    prefix_source: str | None = None
+    worker_id: str | None = None
+    prefix_tokens: int = 0
+    tokens_cached: int = 0
+    history_number: int | None = None
+    history_length: int | None = None
+    history_stale: bool = False
+    history_loading: bool = False
+    model_revision: str | None = None
+    timings: StageTimings | None = None
+    scores: str | None = None
+    """float32, little-endian, base64."""
+
+    def score_array(self) -> NDArray[np.float32] | None:
+        """The scores, float32 [candidates * tasks]."""
+        return None if self.scores is None else np.frombuffer(base64.b64decode(self.scores), dtype="<f4")
+
+
+def pack_scores(scores: NDArray[np.float32]) -> str:
+    """The text form of `Record.scores`."""
+    return base64.b64encode(scores.astype("<f4", copy=False).tobytes()).decode()
+
+
+class RecordWriter:
+    """Writes records as they come; each line is whole once written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file. Raises RelayError, with the line, for one that holds something else."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                fields: dict[str, Any] = json.loads(line)
+                timings = fields.pop("timings", None)
+                yield Record(**fields, timings=None if timings is None else StageTimings(**timings))
+            except (ValueError, TypeError) as error:
+                raise RelayError(f"{path}, line {number}: not a record of `relaygr gateway`: {error}") from error
