@@ -131,6 +131,14 @@ def values(settings: Settings) -> dict[str, Any]:
     return {key: functools.reduce(getattr, key.split("."), settings) for key in setting_fields()}
 
 
+def size_text(size_bytes: int) -> str:
+    """A size as one would write it, exact: `512MiB`, `1000B`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return f"{size_bytes}B"
+
+
 def _walk(model: type[BaseModel], prefix: str) -> Iterable[SettingField]:
     sections = []
     for name, info in model.model_fields.items():
@@ -168,7 +176,7 @@ def _from_file(path: Path) -> dict[str, _Given]:
     try:
         content = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
-        raise RelayError(f"The settings file {path} is not YAML: {_one_line(error)}.") from error
+        raise RelayError(f"The settings file {path} is not YAML: {_yaml_problem(error)}.") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -222,7 +230,7 @@ def _parse(field: SettingField, text: str, origin: str) -> Any:
     try:
         return field.parse(text)
     except yaml.YAMLError as error:
-        raise RelayError(f"{field.key} ({origin}) is not YAML: {_one_line(error)}.") from error
+        raise RelayError(f"{field.key} ({origin}) is not YAML: {_yaml_problem(error)}.") from error
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,8 +283,11 @@ def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
     return f"{key}{shown} ({origin}): {message[:1].lower()}{message[1:]}."
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line; never the line itself, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}"
+    return type(error).__name__
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ import annotated_types
 from pydantic import ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
-from relaygr.settings import SettingField, Settings, section_of, setting_fields, union_members
+from relaygr.settings import SettingField, Settings, section_of, setting_fields, size_text, union_members
 
 _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
@@ -108,7 +108,7 @@ def _bounds(constraint: Any, is_size: bool) -> Iterator[str]:
     ):
         if isinstance(constraint, kind):
             bound = getattr(constraint, kind.__name__.lower())
-            yield f"{words} {_size(bound) if is_size else bound}"
+            yield f"{words} {size_text(bound) if is_size else bound}"
     pattern = getattr(constraint, "pattern", None)
     if pattern is not None:
         yield f"`{pattern.removeprefix('^').removesuffix('$')}`"
@@ -121,14 +121,10 @@ def _default(field: SettingField) -> str:
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, ByteSize):
-        return f"`{_size(value)}`"
+        return f"`{size_text(value)}`"
     if isinstance(value, enum.Enum):
         return f"`{value.value}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _size(value: int) -> str:
-    return ByteSize(value).human_readable().replace(".0", "") if value else "0"
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class ProbeServer:
         self._registry = registry
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
+        self._listener: socket.socket | None = None
 
     @property
     def host(self) -> str:
@@ -86,8 +87,8 @@ class ProbeServer:
 
     def start(self) -> None:
         """Binds and serves. Raises RelayError if the address cannot be had."""
-        listener = _bind(self._host, self._port)
-        self._port = listener.getsockname()[1]
+        self._listener = _bind(self._host, self._port)
+        self._port = self._listener.getsockname()[1]
         app = Starlette(
             routes=[
                 Route("/metrics", self._serve_metrics),
@@ -110,18 +111,20 @@ class ProbeServer:
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="probes", daemon=True
+            target=self._server.run, kwargs={"sockets": [self._listener]}, name="probes", daemon=True
         )
         self._thread.start()
         log.info("probes are served", host=self._host, port=self._port)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stops serving, within `timeout_s`. Does nothing if it is not running."""
-        if self._server is None or self._thread is None:
+        if self._server is None or self._thread is None or self._listener is None:
             return
         self._server.should_exit = True
         self._thread.join(timeout_s)
-        self._server = self._thread = None
+        # uvicorn leaves it open when it had to cut connections off.
+        self._listener.close()
+        self._server = self._thread = self._listener = None
 
     def __enter__(self) -> ProbeServer:
         self.start()

@@ -10,7 +10,7 @@ import typer
 from pydantic import ByteSize
 
 from relaygr.options import BootstrapOption, ConfigOption, SetOption
-from relaygr.settings import load, values
+from relaygr.settings import load, size_text, values
 
 
 def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
@@ -24,9 +24,9 @@ def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrid
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "-"
+        return "none"
     if isinstance(value, ByteSize):
-        return value.human_readable(separator=" ")
+        return size_text(value)
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, bool):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.settings import DEFAULT_ORIGIN, LoadedSettings, load, setting_fields, values
+from relaygr.settings import DEFAULT_ORIGIN, LoadedSettings, load, setting_fields, size_text, values
 from relaygr.settings_reference import reference
 from streams.errors import RelayError
 
@@ -118,7 +118,7 @@ BAD_FILES: dict[str, tuple[str, str]] = {
     "dotted key": ("worker.threads: 2\n", r"worker\.threads \(.*\) is not a setting"),
     "scalar for a section": ("worker: 2\n", "worker .* is a section"),
     "a list": ("- worker\n", "must hold `key: value` lines, not a list"),
-    "no YAML": ("worker: {threads\n", "is not YAML"),
+    "no YAML": ("partitions: 1\nworker: {threads\n", r"relaygr\.yaml is not YAML: .*, line 3"),
     "a key given twice": ("partitions: 1\npartitions: 2\n", "partitions is given twice"),
     "a key that is no word": ("[1, 2]: 3\n", "a key must be a word"),
     "wrong type": ("worker:\n  threads: many\n", r"worker\.threads = 'many' \(.*relaygr\.yaml\): .*valid integer"),
@@ -177,6 +177,20 @@ def test_a_secret_is_never_shown() -> None:
         load(None, given)
     assert "hunter2" not in str(caught.value)
     assert "RELAYGR_SECURITY__SASL_PASSWORD" in str(caught.value)
+
+
+def test_a_broken_file_does_not_show_its_secrets(tmp_path: Path) -> None:
+    with pytest.raises(RelayError) as caught:
+        from_yaml(tmp_path, "security: {sasl_password: hunter2\n")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0B"), (1000, "1000B"), (1024, "1KiB"), (3 * GIB // 2, "1536MiB"), (GIB, "1GiB")]
+)
+def test_a_size_is_shown_as_it_can_be_written(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
+    assert load(None, {}, [f"worker.dram_bytes={text}"]).settings.worker.dram_bytes == size_bytes
 
 
 def test_the_committed_page_is_what_the_classes_generate() -> None:
