@@ -45,6 +45,7 @@ from streams.trigger.fleet import Fleet, FleetReader
 from streams.trigger.handler import EventHandler, Verdict
 from streams.trigger.metrics import TriggerMetrics
 from streams.trigger.policy import DecisionReason
+from streams.trigger.quiet import limit_repeats
 from streams.trigger.settings import TriggerSettings
 
 log = structlog.get_logger()
@@ -73,6 +74,7 @@ class TriggerApp:
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         """No network until `start`. Needs the running event loop."""
+        limit_repeats()
         self._kafka = kafka
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry)

@@ -1,0 +1,24 @@
+"""aiokafka's loggers in an outage."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from streams.trigger.quiet import limit_repeats
+
+
+def test_a_flood_of_one_message_is_one_line_and_other_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
+    limit_repeats()
+    limit_repeats()
+    log = logging.getLogger("aiokafka.consumer.fetcher")
+    with caplog.at_level(logging.WARNING):
+        for node in range(1000):
+            log.warning("flood at node %s", node)
+        log.warning("something else")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "flood at node 0"
+    assert "something else" in messages
+    # A slow machine may cross into the next second.
+    assert len(messages) < 10
