@@ -5,10 +5,7 @@ returns a `Device`, which makes streams and events, allocates device and host me
 CPU, CUDA and NPU go through the same two classes: `CpuDevice`, where everything happens at once on the calling
 thread, and `AcceleratorDevice`, which uses `torch.accelerator`, `torch.Stream` and `torch.Event` only.
 
-torch_npu is imported only when the setting asks for `npu`. Its plug-in would else load at `import torch`, and
-one without its CANN libraries then breaks torch for everybody; this module therefore sets
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 before torch is imported, unless the user has set it.
-Import this module before torch.
+torch_npu is imported only when the setting asks for `npu`; `workers/__init__.py` keeps torch from loading it.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import psutil
 import torch

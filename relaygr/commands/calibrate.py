@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -56,7 +55,7 @@ def _bind_own_arena(engine: Engine) -> None:
 def _print(console: Console, calibration: Calibration) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
-        f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {torch.__version__}, "
+        f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {machine.torch_version}, "
         f"K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
         soft_wrap=True,
     )

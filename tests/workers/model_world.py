@@ -1,0 +1,126 @@
+"""Small random models and requests, and an engine bound to an arena of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from workers.device import CpuDevice
+from workers.kv import KvDtype
+from workers.model.checkpoint import Checkpoint, random_checkpoint
+from workers.model.config import (
+    Activated,
+    ContextualFeature,
+    ModelConfig,
+    OutputForm,
+    ReadoutNorm,
+    Task,
+    TaskKind,
+)
+from workers.model.engine import Engine, PrefixChunk, RankInputs, build_engine
+
+VOCABULARY = 40
+MAX_PREFIX = 200
+ARENA_PAGES = 128
+
+
+def small_config(**changes: object) -> ModelConfig:
+    """A model of two layers and two heads."""
+    values: dict[str, object] = {
+        "embedding_dim": 16,
+        "num_heads": 2,
+        "attention_dim": 8,
+        "hidden_dim": 6,
+        "num_layers": 2,
+        "normalizer": 50.0,
+        "vocabulary_size": VOCABULARY,
+        "num_actions": 4,
+        "num_positions": 300,
+        "tasks": (Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION)),
+        "readout_hidden": (12,),
+        "max_prefix_behaviours": MAX_PREFIX,
+        "max_suffix_behaviours": 16,
+        "max_candidates": 32,
+    }
+    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    """Any combination of options, in small sizes."""
+    affine = draw(st.booleans())
+    return small_config(
+        embedding_dim=draw(st.sampled_from([8, 12])),
+        num_heads=draw(st.integers(1, 3)),
+        attention_dim=draw(st.sampled_from([1, 4, 8])),
+        hidden_dim=draw(st.sampled_from([2, 4, 6])),
+        num_layers=draw(st.integers(1, 3)),
+        normalizer=draw(st.sampled_from([1.0, 37.0, 1000.0])),
+        attn_alpha=draw(st.sampled_from([None, 1.0])),
+        norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
+        activated=draw(st.sampled_from(Activated)),
+        output_form=draw(st.sampled_from(OutputForm)),
+        norm_affine=affine,
+        group_norm=affine and draw(st.booleans()),
+        projection_bias=draw(st.booleans()),
+        output_bias=draw(st.booleans()),
+        contextual_features=tuple(
+            ContextualFeature(name=f"f{index}", cardinality=3) for index in range(draw(st.integers(0, 3)))
+        ),
+        num_actions=draw(st.sampled_from([0, 4])),
+        num_positions=draw(st.sampled_from([0, 5, 300])),
+        readout_norm=draw(st.sampled_from(ReadoutNorm)),
+        readout_hidden=draw(st.sampled_from([(), (5,), (7, 3)])),
+    )
+
+
+def random_behaviours(random: np.random.Generator, count: int) -> Behaviours:
+    """Some items and action codes are beyond what the model knows."""
+    return Behaviours(
+        random.integers(0, VOCABULARY + 4, count),
+        random.integers(0, 6, count).astype(np.uint16),
+        np.arange(count, dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """An engine over an arena of ARENA_PAGES pages."""
+
+    checkpoint: Checkpoint
+    engine: Engine
+    arena: torch.Tensor
+
+    def pages(self, random: np.random.Generator, tokens: int) -> NDArray[np.int32]:
+        """Pages for so many tokens, in any order."""
+        return random.permutation(ARENA_PAGES)[: self.engine.geometry.pages_for(tokens)].astype(np.int32)
+
+    def pre_infer(
+        self, features: NDArray[np.int64], prefix: Behaviours, pages: NDArray[np.int32], cuts: list[int]
+    ) -> int:
+        """Computes a prefix in chunks that end at the cuts and at its end; returns its tokens."""
+        inputs = self.engine.prefix_inputs(features, prefix)
+        ends = sorted({cut for cut in cuts if 0 < cut < inputs.tokens} | {inputs.tokens})
+        start = 0
+        for end in ends if inputs.tokens else []:
+            self.engine.pre_infer(PrefixChunk(inputs, start, end, pages))
+            start = end
+        return inputs.tokens
+
+    def scores(self, request: RankInputs) -> NDArray[np.float32]:
+        """The request ranked alone."""
+        return self.engine.rank([request])[0].scores
+
+
+def make_world(config: ModelConfig, seed: int = 0, dtype: KvDtype = KvDtype.FLOAT32, page_tokens: int = 8) -> World:
+    """A random model in an engine of its own."""
+    checkpoint = random_checkpoint(config, seed)
+    engine = build_engine(checkpoint, CpuDevice(), dtype, page_tokens)
+    arena = torch.zeros((ARENA_PAGES, engine.geometry.page_bytes), dtype=torch.uint8)
+    engine.bind(arena)
+    return World(checkpoint, engine, arena)

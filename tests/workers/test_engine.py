@@ -1,0 +1,314 @@
+"""The contract of the engine: cached inference is full inference, whatever the chunks, pages and neighbours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from tests.workers.model_world import (
+    ARENA_PAGES,
+    MAX_PREFIX,
+    VOCABULARY,
+    configs,
+    make_world,
+    random_behaviours,
+    small_config,
+)
+from workers.device import CpuDevice
+from workers.kv import KvDtype
+from workers.model.checkpoint import random_checkpoint, save_checkpoint
+from workers.model.config import Family, ModelConfig
+from workers.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
+from workers.model.null_engine import null_scores
+from workers.model.reference import full_inference
+
+TOLERANCE = 2e-5
+NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def worst(ours: NDArray[np.float32], expected: torch.Tensor) -> float:
+    """Largest difference as a share of the largest value."""
+    return float(np.abs(ours - expected.numpy()).max() / np.abs(expected.numpy()).max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    config=configs(),
+    page_tokens=st.sampled_from([1, 3, 8, 64]),
+    behaviours=st.integers(0, 70),
+    suffix=st.integers(0, 9),
+    candidates=st.integers(1, 12),
+    cuts=st.lists(st.integers(1, 72), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_cached_inference_is_full_inference(
+    config: ModelConfig,
+    page_tokens: int,
+    behaviours: int,
+    suffix: int,
+    candidates: int,
+    cuts: list[int],
+    seed: int,
+) -> None:
+    world = make_world(config, seed, page_tokens=page_tokens)
+    random = np.random.default_rng(seed)
+    features = random.integers(-1, 5, len(config.contextual_features))
+    prefix, recent = random_behaviours(random, behaviours), random_behaviours(random, suffix)
+    items = random.integers(0, VOCABULARY + 4, candidates)
+    pages = world.pages(random, world.engine.layout.tokens(behaviours))
+
+    tokens = world.pre_infer(features, prefix, pages, cuts)
+    scores = world.scores(world.engine.rank_inputs(tokens, pages, recent, items))
+
+    expected = full_inference(world.checkpoint, features, prefix + recent, items)
+    assert scores.dtype == np.float32
+    assert scores.shape == (candidates, 2)
+    assert worst(scores, expected.scores) <= TOLERANCE
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9)), min_size=2, max_size=5),
+    seed=st.integers(0, 2**16),
+)
+def test_a_request_scores_the_same_alone_and_in_any_batch(lengths: list[tuple[int, int, int]], seed: int) -> None:
+    world = make_world(small_config(), seed)
+    random = np.random.default_rng(seed)
+    requests = []
+    free = random.permutation(ARENA_PAGES).astype(np.int32)
+    for behaviours, suffix, candidates in lengths:
+        count = world.engine.geometry.pages_for(behaviours)
+        pages, free = free[:count], free[count:]
+        tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, behaviours), pages, [])
+        items = random.integers(0, VOCABULARY, candidates)
+        requests.append(world.engine.rank_inputs(tokens, pages, random_behaviours(random, suffix), items))
+    together = world.engine.rank(requests)
+    for request, outputs in zip(requests, together, strict=True):
+        assert worst(outputs.scores, torch.from_numpy(world.scores(request))) <= TOLERANCE
+
+
+def test_candidates_do_not_see_each_other() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(1)
+    pages = world.pages(random, 20)
+    tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, 20), pages, [])
+    recent, items = random_behaviours(random, 3), np.arange(10)
+    all_scores = world.scores(world.engine.rank_inputs(tokens, pages, recent, items))
+    for index in range(items.size):
+        alone = world.scores(world.engine.rank_inputs(tokens, pages, recent, items[index : index + 1]))
+        assert worst(alone, torch.from_numpy(all_scores[index : index + 1])) <= TOLERANCE
+
+
+def test_ranking_changes_nothing_in_the_arena() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(2)
+    pages = world.pages(random, 20)
+    tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, 20), pages, [])
+    before = world.arena.clone()
+    world.scores(world.engine.rank_inputs(tokens, pages, random_behaviours(random, 3), np.arange(5)))
+    assert torch.equal(world.arena, before)
+
+
+def test_pages_hold_the_prefix_as_the_geometry_says_and_nothing_else_is_written() -> None:
+    config = small_config()
+    world, random = make_world(config), np.random.default_rng(3)
+    geometry = world.engine.geometry
+    prefix = random_behaviours(random, 19)
+    pages = world.pages(random, 19)
+    world.arena.fill_(7)
+    world.pre_infer(NO_FEATURES, prefix, pages, [5])
+
+    expected = full_inference(world.checkpoint, NO_FEATURES, prefix, np.arange(1))
+    stored = world.arena.view(torch.float32)
+    k_elements = geometry.num_layers * geometry.num_heads * geometry.page_tokens * geometry.attention_dim
+    for token in (0, 4, 5, 7, 8, 18):
+        page = stored[int(pages[token // geometry.page_tokens])]
+        keys = page[:k_elements].view(geometry.num_layers, geometry.num_heads, geometry.page_tokens, -1)
+        values = page[k_elements:].view(geometry.num_layers, geometry.num_heads, geometry.page_tokens, -1)
+        for layer in range(config.num_layers):
+            place = token % geometry.page_tokens
+            assert torch.allclose(keys[layer, :, place].flatten().double(), expected.keys[layer][token], atol=1e-5)
+            assert torch.allclose(values[layer, :, place].flatten().double(), expected.values[layer][token], atol=1e-5)
+    others = np.setdiff1d(np.arange(ARENA_PAGES), pages)
+    assert bool((world.arena[torch.from_numpy(others)] == 7).all())
+
+
+def test_appending_behaviours_is_computing_the_longer_prefix() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(4)
+    history, items = random_behaviours(random, 45), np.arange(6)
+    pages = world.pages(random, 45)
+    world.pre_infer(NO_FEATURES, history[:30], pages, [])
+    inputs = world.engine.prefix_inputs(NO_FEATURES, history)
+    world.engine.pre_infer(PrefixChunk(inputs, 30, 45, pages))
+    scores = world.scores(world.engine.rank_inputs(45, pages, Behaviours.empty(), items))
+    assert worst(scores, full_inference(world.checkpoint, NO_FEATURES, history, items).scores) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bfloat16_kv_costs_at_most_twice_what_the_rounding_itself_costs(seed: int) -> None:
+    world = make_world(small_config(num_layers=3), seed, KvDtype.BFLOAT16)
+    random = np.random.default_rng(seed)
+    history, items = random_behaviours(random, 90), np.arange(20)
+    pages = world.pages(random, 80)
+    tokens = world.pre_infer(NO_FEATURES, history[:80], pages, [13, 50])
+    scores = world.scores(world.engine.rank_inputs(tokens, pages, history[80:], items))
+
+    exact = full_inference(world.checkpoint, NO_FEATURES, history, items).scores
+    rounded = full_inference(
+        world.checkpoint, NO_FEATURES, history, items, round_kv=lambda x: x.to(torch.bfloat16).to(x.dtype)
+    ).scores
+    of_the_rounding = float((rounded - exact).abs().max())
+    assert 0 < float(np.abs(scores - exact.numpy()).max()) <= 2 * of_the_rounding
+
+
+def test_items_that_the_model_does_not_know_share_one_row_and_are_counted() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(5)
+    prefix = Behaviours(np.array([1, -7, VOCABULARY, 3]), np.zeros(4, np.uint16), np.arange(4))
+    assert world.engine.prefix_inputs(NO_FEATURES, prefix).unknown_items == 2
+    pages = world.pages(random, 4)
+    tokens = world.pre_infer(NO_FEATURES, prefix, pages, [])
+    request = world.engine.rank_inputs(tokens, pages, Behaviours.empty(), np.array([5, 10**15, -1]))
+    assert request.unknown_items == 2
+    known, first, second = world.scores(request)
+    assert np.allclose(first, second)
+    assert not np.allclose(known, first)
+
+
+def test_places_beyond_the_position_table_take_its_last_row() -> None:
+    short, long = (small_config(num_positions=rows) for rows in (10, 300))
+    world = make_world(short)
+    tensors = dict(world.checkpoint.tensors)
+    table = tensors["positions.weight"]
+    tensors["positions.weight"] = torch.cat((table, table[-1:].expand(290, -1)))
+    random = np.random.default_rng(6)
+    history, items = random_behaviours(random, 30), np.arange(4)
+    pages = world.pages(random, 30)
+    tokens = world.pre_infer(NO_FEATURES, history, pages, [])
+    scores = world.scores(world.engine.rank_inputs(tokens, pages, Behaviours.empty(), items))
+    stretched = type(world.checkpoint)(long, tensors, "")
+    assert worst(scores, full_inference(stretched, NO_FEATURES, history, items).scores) <= TOLERANCE
+
+
+def test_the_normaliser_is_the_models_and_not_the_batchs() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(7)
+    pages, other = world.pages(random, 10), np.arange(100, 125, dtype=np.int32)
+    tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, 10), pages[:2], [])
+    longer = world.pre_infer(NO_FEATURES, random_behaviours(random, MAX_PREFIX), other, [])
+    short = world.engine.rank_inputs(tokens, pages, Behaviours.empty(), np.arange(4))
+    long = world.engine.rank_inputs(longer, other, Behaviours.empty(), np.arange(4))
+    assert worst(world.engine.rank([short, long])[0].scores, torch.from_numpy(world.scores(short))) <= TOLERANCE
+
+
+def test_more_than_the_limits_is_refused_with_both_numbers() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(8)
+    with pytest.raises(TooLongError, match="201 prefix behaviours, the model takes 200"):
+        world.engine.prefix_inputs(NO_FEATURES, random_behaviours(random, MAX_PREFIX + 1))
+    pages = world.pages(random, 0)
+    with pytest.raises(TooLongError, match="17 suffix behaviours, the model takes 16"):
+        world.engine.rank_inputs(0, pages, random_behaviours(random, 17), np.arange(1))
+    with pytest.raises(TooLongError, match="33 candidates, the model takes 32"):
+        world.engine.rank_inputs(0, pages, Behaviours.empty(), np.arange(33))
+
+
+def test_misuse_is_refused_before_anything_is_written() -> None:
+    world, random = make_world(small_config()), np.random.default_rng(9)
+    inputs = world.engine.prefix_inputs(NO_FEATURES, random_behaviours(random, 20))
+    pages = world.pages(random, 20)
+    with pytest.raises(ValueError, match="need 3 pages"):
+        world.engine.pre_infer(PrefixChunk(inputs, 0, 20, pages[:2]))
+    with pytest.raises(ValueError, match=r"chunk \[10, 21\)"):
+        world.engine.pre_infer(PrefixChunk(inputs, 10, 21, pages))
+    with pytest.raises(ValueError, match="arena is"):
+        world.engine.bind(torch.zeros((4, 3), dtype=torch.uint8))
+    assert not bool(world.arena.any())
+    unbound = build_engine(world.checkpoint, CpuDevice(), KvDtype.FLOAT32, 8)
+    with pytest.raises(ValueError, match="bind"):
+        unbound.pre_infer(PrefixChunk(inputs, 0, 20, pages))
+
+
+def test_an_empty_batch_has_no_outputs() -> None:
+    assert make_world(small_config()).engine.rank([]) == []
+
+
+def test_the_namespace_tells_apart_all_that_kv_depend_on() -> None:
+    config = small_config()
+    checkpoint = random_checkpoint(config, 0)
+    engines = [
+        build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, 8),
+        build_engine(checkpoint, CpuDevice(), KvDtype.BFLOAT16, 8),
+        build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, 16),
+        build_engine(random_checkpoint(config, 1), CpuDevice(), KvDtype.FLOAT32, 8),
+        build_engine(random_checkpoint(small_config(normalizer=51.0), 0), CpuDevice(), KvDtype.FLOAT32, 8),
+    ]
+    assert len({engine.namespace for engine in engines}) == len(engines)
+    assert build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, 8).namespace == engines[0].namespace
+
+
+def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
+    config = small_config()
+    checkpoint = random_checkpoint(config, 3)
+    save_checkpoint(tmp_path, config, checkpoint.tensors)
+    loaded = load_engine(tmp_path, "cpu", KvDtype.FLOAT32, 8, threads=1)
+    assert loaded.revision == checkpoint.revision
+    assert loaded.weights_bytes == checkpoint.weights_bytes
+    assert (loaded.num_tasks, loaded.limits.max_candidates) == (2, 32)
+
+
+def test_scratch_memory_stays_within_what_the_engine_says(tmp_path: Path) -> None:
+    config = small_config(max_prefix_behaviours=2048, max_candidates=512, embedding_dim=32, hidden_dim=16)
+    checkpoint = random_checkpoint(config, 0)
+    engine = build_engine(checkpoint, CpuDevice(), KvDtype.BFLOAT16, 64)
+    engine.bind(torch.zeros((32, engine.geometry.page_bytes), dtype=torch.uint8))
+    random = np.random.default_rng(0)
+    inputs = engine.prefix_inputs(NO_FEATURES, random_behaviours(random, 2048))
+    pages = np.arange(32, dtype=np.int32)
+    request = engine.rank_inputs(2048, pages, Behaviours.empty(), np.arange(512))
+
+    chunk_bytes = peak_bytes(lambda: engine.pre_infer(PrefixChunk(inputs, 1024, 2048, pages)), tmp_path / "chunk.json")
+    rank_bytes = peak_bytes(lambda: engine.rank([request, request]), tmp_path / "rank.json")
+    assert 0 < chunk_bytes <= engine.scratch_bytes(1024, 0)
+    assert 0 < rank_bytes <= engine.scratch_bytes(0, 1024)
+
+
+def peak_bytes(work: object, trace: Path) -> int:
+    """Most memory that torch's CPU allocator held during a call, beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()  # type: ignore[operator]
+    profiler.export_chrome_trace(str(trace))
+    held = peak = 0
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        held += int(event["args"]["Bytes"])
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_null_engine_keeps_the_contract_and_scores_by_item_alone() -> None:
+    world, random = make_world(small_config(family=Family.NULL)), np.random.default_rng(0)
+    pages = world.pages(random, 20)
+    tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, 20), pages, [7])
+    assert tokens == 20
+    items = np.array([3, 10**12, -4, 3])
+    first = world.engine.rank_inputs(tokens, pages, random_behaviours(random, 2), items)
+    second = world.engine.rank_inputs(0, pages[:0], Behaviours.empty(), items[:2])
+    scores = world.engine.rank([first, second])
+    assert np.array_equal(scores[0].scores, null_scores(items, 2))
+    assert np.array_equal(scores[1].scores, scores[0].scores[:2])
+    assert len(np.unique(scores[0].scores[:3])) == 6
+    assert float(scores[0].scores.min()) >= 0 and float(scores[0].scores.max()) < 1
+    with pytest.raises(TooLongError):
+        world.engine.rank_inputs(0, pages, Behaviours.empty(), np.arange(33))
+    with pytest.raises(ValueError, match="do not fit"):
+        inputs = world.engine.prefix_inputs(NO_FEATURES, random_behaviours(random, 20))
+        world.engine.pre_infer(PrefixChunk(inputs, 0, 20, pages[:1]))
