@@ -1,6 +1,7 @@
 """The worker's consumer: poll thread, commit watermark, lanes to the device thread."""
 
-from streams.consumer.loop import ConsumerFactory, ConsumerLoop, Handler, LoopState, LoopStatus, Received, Token
+from streams.consumer.interface import Handler, LoopState, LoopStatus, Received, Token
+from streams.consumer.loop import ConsumerFactory, ConsumerLoop
 from streams.consumer.settings import ConsumerSettings
 from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
 

@@ -7,7 +7,7 @@ Contract:
 * Each message is handed over once (`on_message`), with a `token`. When its work is done, whatever its end, any
   thread calls `finish(token)`. What may be committed is the contiguous watermark of finished offsets
   (`streams.consumer.watermark`), handed to the client's auto-commit a few times a second.
-* A rebalance: on revoke the watermark is committed before the partitions go, and everything known is kept.
+* A rebalance: the watermark is committed before the partitions go, and everything known is kept.
   What comes back and is delivered again is skipped if it is in flight or finished here; the work of lost
   partitions may go on, but never touches an offset. A message that was begun and not finished when the
   process dies is delivered again to whoever owns the partition then.
@@ -15,7 +15,8 @@ Contract:
   Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
   A partition whose span reaches `max_span` is paused by the loop itself until half of it is finished.
-* `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end.
+* `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end. While
+  a broker hangs, closing does too: `join` with a time-out, and then go, since the poll thread is a daemon.
 * The loop ends by itself as FENCED (another process took over the `group.instance.id`: exit at once, with a
   code on which nobody restarts it), or as FAILED with the reason in `error`: a topic that stays unknown, missing
   rights, or an exception of the handler. A handler that meets a bad message must deal with it (dead letter)
@@ -29,14 +30,12 @@ through a queue that it looks at between polls.
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message
@@ -46,6 +45,7 @@ from schemas.headers import RawHeaders
 from streams.client_errors import ErrorCallback, cause_of
 from streams.clock import Clock, SystemClock
 from streams.consumer import metrics
+from streams.consumer.interface import Handler, LoopState, LoopStatus, Received, Token
 from streams.consumer.ownership import split_partitions
 from streams.consumer.settings import ConsumerSettings
 from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
@@ -65,88 +65,9 @@ _PROBE_INTERVAL_US: Final = 1_000_000
 # While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
 _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
-_LAST_COMMIT_TRIES: Final = 5
-_LAST_COMMIT_RETRY_S: Final = 0.1
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
-
-
-class LoopState(enum.StrEnum):
-    """Where the loop is in its life. FENCED and FAILED are ends that nobody asked for."""
-
-    NEW = "new"
-    RUNNING = "running"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FENCED = "fenced"
-    FAILED = "failed"
-
-
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """What `finish` takes: which message, of which generation of its partition."""
-
-    topic: str
-    partition: int
-    offset: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One message, handed over once. `message` is the client's own, for dead letters."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: bytes | None
-    value: bytes | None
-    headers: RawHeaders
-    timestamp_ms: int
-    received_us: int
-    """Monotonic."""
-    assignment_epoch: int
-    token: Token
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class LoopStatus:
-    """For readiness and status messages. `assigned`: the group has answered, if only with no partition."""
-
-    state: LoopState
-    assigned: bool
-    partitions: frozenset[int]
-    assignment_epoch: int
-    last_poll_us: int
-    """Monotonic. Older than a second: the poll thread hangs."""
-    broker_reachable: bool
-    stalled: bool
-    in_flight: int
-    paused: int
-    owner_split: frozenset[int]
-
-
-class Handler(Protocol):
-    """Called on the poll thread; never computes, never blocks."""
-
-    def on_message(self, message: Received) -> None:
-        """New work. Sooner or later its token goes to `finish`."""
-
-    def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
-        """The whole of what this process owns now."""
-
-    def on_revoked(self, partitions: frozenset[int]) -> None:
-        """Taken in a rebalance, most of them to be given back in a moment."""
-
-    def on_lost(self, partitions: frozenset[int]) -> None:
-        """The membership expired: others may own them already."""
-
-    def on_tick(self, now_us: int) -> None:
-        """Between polls, every `tick_interval_ms`: producer polls, timers. Monotonic µs."""
 
 
 class ConsumerLoop:
@@ -264,14 +185,24 @@ class ConsumerLoop:
     def _run(self) -> None:
         try:
             while self._state in _ALIVE:
-                self._step()
+                try:
+                    self._step()
+                except KafkaException as error:
+                    self._on_error(error.args[0])
         except BaseException as error:
             self._fail(LoopState.FAILED, error)
             self._log.exception("consumer loop failed")
-        finally:
+        if self._state is LoopState.FENCED:
+            # Its process must go at once: closing comes second.
+            self._tell_end()
             self._close()
-            if self._on_end is not None:
-                self._on_end(self._state)
+        else:
+            self._close()
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._on_end is not None:
+            self._on_end(self._state)
 
     def _step(self) -> None:
         message = self._client.poll(self._settings.poll_timeout_ms / 1000)
@@ -348,12 +279,9 @@ class ConsumerLoop:
             self._drain_until_us = self._clock.monotonic_us() + int(drain_s * 1e6)
 
     def _close(self) -> None:
-        """The last commit, and good-bye. Amid a rebalance a commit is refused: it is let through first."""
+        """The last hand-over of the watermark, and good-bye. Takes long only if the broker hangs."""
         try:
-            for _ in range(_LAST_COMMIT_TRIES):
-                if self._commit_now(self._tracker.owned()):
-                    break
-                self._client.poll(_LAST_COMMIT_RETRY_S)
+            self._store()
             self._client.close()
         except (KafkaException, RuntimeError) as error:
             self._log.warning("consumer did not close cleanly", error=str(error))
@@ -368,47 +296,22 @@ class ConsumerLoop:
             self._tracker.finish(TopicPartition(token.topic, token.partition), token.offset, token.generation)
 
     def _store(self) -> None:
-        offsets = self._tracker.committable()
+        """Hands the watermark to the client, which commits it once a second and before partitions go.
+
+        The client commits in the background, and on the connection on which it then rejoins, so that a broker
+        that hangs never holds up this thread. A commit of our own would be turned back by an older offset that is
+        still stored. A fenced consumer commits nothing: the id is another's now, and so are its offsets.
+        """
+        offsets = self._tracker.committable() if self._state is not LoopState.FENCED else {}
         if not offsets:
             return
         try:
             self._client.store_offsets(offsets=_to_kafka(offsets))
         except KafkaException as error:
-            # A partition that is just going away: what counts is committed when it is revoked.
             self._count_error(error.args[0])
             return
         self._tracker.committed(offsets)
         metrics.COMMITS.labels(self._name, "stored").inc()
-
-    def _commit_now(self, partitions: Iterable[TopicPartition]) -> bool:
-        """Commits and waits; False if it is worth another try.
-
-        Without a broker there is nobody to wait for: then it is left to redelivery. Nor does a fenced consumer
-        commit: the id is another's now, and so are its offsets.
-        """
-        offsets = self._tracker.unconfirmed(partitions)
-        if not offsets or not self._broker_reachable or self._state is LoopState.FENCED:
-            return True
-        if not self._commit(offsets):
-            return False
-        self._tracker.confirmed(offsets)
-        return True
-
-    def _commit(self, offsets: Mapping[TopicPartition, int]) -> bool:
-        started_us = self._clock.monotonic_us()
-        try:
-            answers = self._client.commit(offsets=_to_kafka(offsets), asynchronous=False) or []
-            failed = [answer for answer in answers if answer.error is not None]
-        except KafkaException as error:
-            self._count_error(error.args[0])
-            return False
-        if failed:
-            self._log.warning("commit refused", partitions=len(failed), error=str(failed[0].error))
-            return False
-        metrics.COMMITS.labels(self._name, "waited").inc()
-        took_us = self._clock.monotonic_us() - started_us
-        self._log.info("committed", partitions=len(offsets), took_us=took_us)
-        return True
 
     # Rebalances: called by the client inside poll() and consume(), on the poll thread.
 
@@ -435,7 +338,7 @@ class ConsumerLoop:
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
         self._take_finished()
-        self._commit_now(gone)
+        self._store()
         self._tracker.revoke(gone)
         self._paused.difference_update(gone)
         self._note_ownership()
@@ -468,8 +371,10 @@ class ConsumerLoop:
                 time.sleep(_POSITION_RETRY_S * attempt)
                 continue
             positions.update(_offsets(committed))
-            if starts and self._commit(_offsets(starts)):
+            if starts:
                 positions.update(_offsets(starts))
+                consumer.commit(offsets=_to_kafka(_offsets(starts)), asynchronous=True)
+                metrics.COMMITS.labels(self._name, "start").inc()
             break
         return positions
 

@@ -160,25 +160,6 @@ class WatermarkTracker:
             if state is not None and state.owned and state.committed is not None:
                 state.committed = max(state.committed, offset)
 
-    def unconfirmed(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Watermarks that no broker acknowledged to `confirmed` yet: what to commit before letting go."""
-        offsets = {}
-        for tp in partitions:
-            state = self._partitions.get(tp)
-            if state is not None and state.owned and state.committed is not None and state.low is not None:
-                watermark = state.watermark
-                if watermark > state.low:
-                    offsets[tp] = watermark
-        return offsets
-
-    def confirmed(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """A broker acknowledged these commits: a message from below them means that the offset was reset."""
-        self.committed(offsets)
-        for tp, offset in offsets.items():
-            state = self._partitions.get(tp)
-            if state is not None and state.low is not None:
-                state.low = max(state.low, min(offset, state.next_offset))
-
     def is_full(self, tp: TopicPartition) -> bool:
         """Whether no more of this partition should be begun before its oldest message is finished."""
         return self.span(tp) >= self.max_span

@@ -226,6 +226,20 @@ def test_finished_messages_behind_an_unfinished_one_wait_for_it(stage: Stage) ->
     assert a.loop.status().in_flight == sent // 4
 
 
+def test_what_was_finished_since_the_last_hand_over_is_committed_when_the_loop_stops(stage: Stage) -> None:
+    """The client commits what was last stored once more when it lets go: that must not be older."""
+    a = stage.join("a", settings=ConsumerSettings(store_interval_ms=500), finishes=False)
+    sent = stage.send(2)
+    until(lambda: len(a.work) == sent, "all in flight")
+    for token in a.tokens:
+        if token.offset == 0:
+            a.loop.finish(token)
+    until(lambda: stage.committed() == sent // 2, "the first half is stored and committed")
+    a.finish_all()
+    a.stop()
+    assert stage.committed() == sent
+
+
 def test_stop_waits_for_what_is_in_flight_and_reads_no_more(stage: Stage) -> None:
     a = stage.join("a", finishes=False)
     sent = stage.send(1)

@@ -45,9 +45,6 @@ def test_a_watermark_is_offered_until_it_is_noted_and_then_not_again() -> None:
     assert tracker.committable() == tracker.committable() == {TP: 1}
     tracker.committed({TP: 1})
     assert tracker.committable() == {}
-    assert tracker.unconfirmed([TP, OTHER]) == {TP: 1}
-    tracker.confirmed({TP: 1})
-    assert tracker.unconfirmed([TP]) == {}
 
 
 def test_offsets_that_do_not_exist_hold_nothing_up() -> None:
@@ -76,7 +73,6 @@ def test_completions_of_a_lost_partition_never_touch_offsets() -> None:
     tracker.revoke([TP])
     finish(tracker, 0)
     assert tracker.committable() == {}
-    assert tracker.unconfirmed([TP]) == {}
     tracker.committed({TP: 1})
     tracker.assign({TP: 0})
     assert tracker.committable() == {TP: 1}, "but it is known when the partition comes back"
@@ -105,7 +101,7 @@ def test_an_unknown_position_commits_nothing_before_the_first_message_tells_it()
     tracker.revoke([TP])
     tracker.assign({TP: None})
     finish(tracker, 0)
-    assert tracker.committable() == tracker.unconfirmed([TP]) == {}, "another owner may be at 50 by now"
+    assert tracker.committable() == {}, "another owner may be at 50 by now"
     assert begin(tracker, 1) == [Begin.IN_FLIGHT]
     finish(tracker, 1)
     assert tracker.committable() == {TP: 2}
@@ -205,9 +201,7 @@ class OneLogTwoOwners(RuleBasedStateMachine):
     @rule(commit=st.booleans())
     def revoke(self, commit: bool) -> None:
         if commit:
-            offsets = self.tracker.unconfirmed([TP])
-            self._commit(offsets)
-            self.tracker.confirmed(offsets)
+            self.store()
         self.tracker.revoke([TP])
         self.owned = False
 
