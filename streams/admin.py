@@ -30,7 +30,7 @@ from streams.errors import RelayError
 from streams.settings import KafkaSettings
 from streams.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
 
-ADMIN_TIMEOUT_S: Final = 15.0
+ADMIN_TIMEOUT_S: Final = 30.0
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """How librdkafka's own cluster names itself."""
 
@@ -75,7 +75,9 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
             _create(kafka, admin, missing, len(cluster.brokers))
         if repair:
             _repair(kafka, admin, [topic for topic in CATALOGUE if topic in observed.topics])
-        observed = _await_topics(kafka, admin)
+        observed = _await_topics(kafka, admin, repaired=repair)
+    else:
+        observed = replace(observed, topics={**_as_created(kafka, missing), **observed.topics})
     found = report(observed, kafka)
     return replace(found, rows=tuple(replace(row, created=row.topic in missing) for row in found.rows))
 
@@ -100,6 +102,16 @@ def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
 def is_embedded(cluster: ClusterMetadata) -> bool:
     """Whether this is librdkafka's own cluster."""
     return (cluster.cluster_id or "").startswith(EMBEDDED_CLUSTER_ID)
+
+
+def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, ObservedTopic]:
+    """Topics as they would be."""
+    return {
+        topic: ObservedTopic(
+            CATALOGUE[topic].partition_count(kafka.partitions), kafka.replication_factor, CATALOGUE[topic].config()
+        )
+        for topic in topics
+    }
 
 
 def _observe(kafka: KafkaSettings, cluster: ClusterMetadata) -> Observed:
@@ -192,8 +204,11 @@ def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -
             raise RelayError(f"The settings of {resource.name} can not be set: {error.args[0].str()}") from error
 
 
-def _await_topics(kafka: KafkaSettings, admin: AdminClient) -> Observed:
-    """The cluster once every topic has a leader for every partition. Creation is answered before that."""
+def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> Observed:
+    """The cluster once every partition has a leader and, if `repaired`, the settings are to be seen.
+
+    The controller answers before the brokers know.
+    """
     names = [kafka.topic(topic) for topic in CATALOGUE]
     ends_s = time.monotonic() + ADMIN_TIMEOUT_S
     while True:
@@ -202,9 +217,12 @@ def _await_topics(kafka: KafkaSettings, admin: AdminClient) -> Observed:
         except KafkaException as error:
             raise RelayError(f"Kafka at {kafka.bootstrap} went away: {error.args[0].str()}") from error
         waiting = [name for name in names if not _has_leaders(cluster, name)]
+        late = time.monotonic() >= ends_s
         if not waiting:
-            return _observe(kafka, cluster)
-        if time.monotonic() >= ends_s:
+            observed = _observe(kafka, cluster)
+            if late or not repaired or report(observed, kafka).ok:
+                return observed
+        elif late:
             raise RelayError(
                 f"{', '.join(waiting)} had no leader within {ADMIN_TIMEOUT_S:.0f} s of creation: check the brokers"
             )

@@ -12,6 +12,7 @@ consumer that is paused often. One client, one polling thread.
 from __future__ import annotations
 
 import enum
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -107,8 +108,10 @@ _GROUP: Final[dict[str, Any]] = {
 _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.auto.commit": False}
 
 # A known cause is not waited out: a broker that is starting up has had its time by then.
-_PATIENCE_WITH_A_CAUSE: Final = 0.6
+_PATIENCE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
+# A wrong protocol shows as a lost connection; only the text tells.
+_ABOUT_SECURITY: Final = re.compile(r"SSL|SASL|security\.protocol")
 
 
 def make_producer(
@@ -193,12 +196,16 @@ def require_broker(kafka: KafkaSettings) -> ClusterMetadata:
 
 def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float) -> str:
     cause = cause or f"no answer within {elapsed_s:.1f} s"
+    advice = "Check `bootstrap` (--bootstrap, RELAYGR_BOOTSTRAP), and that the broker is running"
     if error.code() == KafkaError._BAD_MSG:
-        cause = "what answers there does not speak Kafka's protocol (or speaks it inside TLS)"
-    if error.code() in PERMANENT:
+        cause = "what answers there does not speak Kafka's protocol, or speaks it inside TLS"
+        advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"
+    elif error.code() == KafkaError._ALL_BROKERS_DOWN:
+        # All that librdkafka says of connections that are taken and closed again.
+        cause = "connections are closed without an answer; does it want TLS or SASL?"
+        advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"
+    elif error.code() in PERMANENT or _ABOUT_SECURITY.search(cause):
         advice = f"Check `security`: its protocol is {kafka.security.protocol}"
-    else:
-        advice = "Check `bootstrap` (--bootstrap, RELAYGR_BOOTSTRAP), and that the broker is running"
     return f"Kafka at {kafka.bootstrap} can not be reached: {cause}. {advice}"
 
 

@@ -1,0 +1,200 @@
+"""Local brokers: they answer, they say what they are, and nothing of them is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from schemas.topics import CATALOGUE
+from streams.broker import BrokerChoice, LocalBroker, local_broker
+from streams.broker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
+from streams.broker.kafka import kafka_broker
+from streams.broker.ports import free_ports
+from streams.clients import require_broker
+from streams.errors import RelayError
+from streams.settings import KafkaSettings
+
+HOLD = """
+import sys
+from streams.broker import local_broker
+with local_broker(sys.argv[1]) as broker:
+    print(broker.bootstrap, flush=True)
+    sys.stdin.read()
+"""
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+    ends_s = time.monotonic() + timeout_s
+    while not (held := holds()) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    return held
+
+
+def refuses(bootstrap: str) -> bool:
+    host, _, port = bootstrap.rpartition(":")
+    with socket.socket() as door:
+        return door.connect_ex((host, int(port))) != 0
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_a_broker_says_what_it_is_and_what_it_can_not_show(broker: LocalBroker) -> None:
+    assert broker.bootstrap in broker.what
+    assert broker.limits
+    assert require_broker(broker.settings()).brokers
+
+
+def test_its_settings_fit_the_broker(embedded_broker: LocalBroker) -> None:
+    kafka = embedded_broker.settings(KafkaSettings(partitions=12, replication_factor=3))
+    assert (kafka.bootstrap, kafka.partitions, kafka.replication_factor) == (embedded_broker.bootstrap, 12, 1)
+    assert kafka.fetch_wait_max_ms <= 5
+
+
+def test_topics_come_and_go(broker: LocalBroker) -> None:
+    kafka = broker.settings(KafkaSettings(topic_prefix="come-and-go", partitions=12))
+    broker.create_topics(kafka)
+    broker.create_topics(kafka)
+    counts = {name: len(topic.partitions) for name, topic in require_broker(kafka).topics.items()}
+    assert {topic: counts[kafka.topic(topic)] for topic in CATALOGUE} == {
+        topic: spec.partition_count(12) for topic, spec in CATALOGUE.items()
+    }
+    broker.delete_topics(kafka)
+    assert eventually(lambda: not any(kafka.topic(topic) in require_broker(kafka).topics for topic in CATALOGUE))
+
+
+def test_the_embedded_cluster_refuses_another_count_for_a_topic_that_exists(embedded_broker: LocalBroker) -> None:
+    kafka = embedded_broker.settings(KafkaSettings(topic_prefix="recount", partitions=12))
+    embedded_broker.create_topics(kafka)
+    with pytest.raises(RelayError, match="already exists"):
+        embedded_broker.create_topics(kafka.model_copy(update={"partitions": 6}))
+
+
+def test_an_address_is_checked_and_left_alone(embedded_broker: LocalBroker) -> None:
+    with local_broker(embedded_broker.bootstrap) as broker:
+        assert (broker.kind, broker.ours) == (BrokerChoice.EXTERNAL, False)
+    assert not refuses(embedded_broker.bootstrap)
+
+
+def test_an_address_where_nobody_answers_is_refused() -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{door.getsockname()[1]}"
+        with (
+            pytest.raises(RelayError, match=f"{address} can not be reached: Connection refused"),
+            local_broker(address),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("choice", ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.mark.parametrize("way", ["end", "interrupt", "terminate", "kill"])
+@pytest.mark.slow
+def test_nothing_is_left_however_the_process_ends(choice: str, way: str, real_broker_or_skip: None) -> None:
+    """Ctrl-C reaches the whole foreground group; kill -9 gives the process no chance to clean up."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, choice], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        bootstrap = process.stdout.readline().decode().strip()
+        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        folders = broker_folders(children)
+        assert not refuses(bootstrap)
+        assert children
+        if way == "end":
+            process.stdin.close()
+        elif way == "interrupt":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGTERM if way == "terminate" else signal.SIGKILL)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    assert eventually(lambda: gone(children))
+    assert refuses(bootstrap)
+    assert eventually(lambda: not any(folder.exists() for folder in folders))
+
+
+def broker_folders(pids: list[int]) -> list[Path]:
+    """The temporary folders that brokers' command lines name."""
+    words = [word for pid in pids for word in psutil.Process(pid).cmdline()]
+    return [Path(word) for word in words if Path(word).name.startswith("relaygr-kafka-") and Path(word).is_dir()]
+
+
+@pytest.fixture
+def real_broker_or_skip(request: pytest.FixtureRequest) -> None:
+    """Starts one of its own below, but only where a real Kafka can be started."""
+    if request.node.callspec.params["choice"] == "kafka":
+        broker: LocalBroker = request.getfixturevalue("real_broker")
+        if broker.kind is not BrokerChoice.KAFKA:
+            pytest.skip("tests run on a Kafka that they did not start")
+
+
+def fake_home(folder: Path, server: str, storage: str = "exit 0") -> Path:
+    for script, body in ((SERVER_SCRIPT, server), (STORAGE_SCRIPT, storage)):
+        path = folder / script
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    return folder
+
+
+def start_failure(home: Path, timeout_s: float = 20.0) -> str:
+    with pytest.raises(RelayError) as error, kafka_broker(home, "a test", start_timeout_s=timeout_s):
+        pass
+    return str(error.value)
+
+
+def test_a_broker_that_ends_at_its_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    text = start_failure(fake_home(tmp_path, "echo first; echo the reason; exit 3"))
+    assert "Kafka ended while it started" in text
+    assert text.endswith("the reason")
+
+
+def test_a_failed_format_shows_its_log_too(tmp_path: Path) -> None:
+    assert "bad cluster id" in start_failure(fake_home(tmp_path, "sleep 60", "echo bad cluster id; exit 1"))
+
+
+def test_an_old_java_is_named_as_the_cause(tmp_path: Path) -> None:
+    line = "java.lang.UnsupportedClassVersionError: kafka/Kafka has been compiled by a more recent version"
+    assert "needs 17 or later" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
+
+
+def test_ports_that_are_taken_each_time_are_reported(tmp_path: Path) -> None:
+    line = "org.apache.kafka.common.KafkaException: Socket server failed to bind: Address already in use"
+    assert "ports taken 3 times" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
+
+
+def test_a_broker_that_does_not_come_up_is_given_up_and_killed(tmp_path: Path) -> None:
+    text = start_failure(fake_home(tmp_path, f"echo $$ > {tmp_path}/pid; echo thinking; exec sleep 60"), timeout_s=1.0)
+    assert "was not ready within 1 s" in text
+    assert "thinking" in text
+    assert eventually(lambda: gone([int((tmp_path / "pid").read_text())]))
+
+
+def test_free_ports_are_different_and_free() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert all(refuses(f"127.0.0.1:{port}") for port in ports)
+
+
+def test_docker_without_a_daemon_is_a_clear_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("testcontainers")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    with pytest.raises(RelayError, match="Is the Docker daemon running"), local_broker("docker"):
+        pass

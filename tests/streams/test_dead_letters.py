@@ -1,0 +1,143 @@
+"""Dead letters hold the raw message, and say why and from where."""
+
+from __future__ import annotations
+
+import pytest
+from confluent_kafka import Message, TopicPartition
+from prometheus_client import REGISTRY
+
+from schemas.headers import (
+    DEAD_LETTER_DETAIL,
+    DEAD_LETTER_REASON,
+    DEAD_LETTERED_AT_US,
+    MAX_HEADER_BYTES,
+    ORIGIN_OFFSET,
+    ORIGIN_PARTITION,
+    ORIGIN_TOPIC,
+)
+from schemas.topics import CATALOGUE, Topic
+from streams.clients import make_assigned_consumer
+from streams.clock import ManualClock
+from streams.dead_letters import (
+    KEPT_HEADERS,
+    KEPT_HEADERS_BYTES,
+    LARGEST_KEY_BYTES,
+    LARGEST_RECORD_BYTES,
+    DeadLetterWriter,
+    dead_letter_headers,
+)
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+
+NOW_US = 1_700_000_000_000_000
+
+
+def message(
+    value: bytes | None = b"\xc1 not a message",
+    key: bytes | None = b"user-1",
+    headers: list[tuple[str, str | bytes | None]] | None = None,
+    topic: str = "relaygr.ranking",
+) -> Message:
+    return Message(topic=topic, partition=7, offset=1234, key=key, value=value, headers=headers)
+
+
+def read_back(kafka: KafkaSettings, key: bytes) -> Message:
+    consumer = make_assigned_consumer(kafka, "test")
+    consumer.assign([TopicPartition(kafka.topic(Topic.DEAD_LETTERS), partition_for(key, kafka.partitions), 0)])
+    found = consumer.poll(20)
+    consumer.close()
+    assert found is not None
+    assert found.error() is None
+    return found
+
+
+def counted(topic: str, reason: str) -> float:
+    return REGISTRY.get_sample_value("relaygr_dead_letters_total", {"topic": topic, "reason": reason}) or 0.0
+
+
+def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaSettings) -> None:
+    writer = DeadLetterWriter(kafka_settings, "worker-1", ManualClock(wall_us=NOW_US))
+    topic = kafka_settings.topic(Topic.RANKING)
+    done: list[bool] = []
+    writer.write(message(headers=[("trace", b"1")], topic=topic), "malformed", "the body is no map", done.append)
+    assert writer.flush(20) == 0
+    assert done == [True]
+    assert counted(topic, "malformed") == 1
+    found = read_back(kafka_settings, b"user-1")
+    assert (found.key(), found.value()) == (b"user-1", b"\xc1 not a message")
+    assert found.headers() == [
+        ("trace", b"1"),
+        (DEAD_LETTER_REASON, b"malformed"),
+        (DEAD_LETTER_DETAIL, b"the body is no map"),
+        (ORIGIN_TOPIC, topic.encode()),
+        (ORIGIN_PARTITION, b"7"),
+        (ORIGIN_OFFSET, b"1234"),
+        (DEAD_LETTERED_AT_US, str(NOW_US).encode()),
+    ]
+
+
+def test_a_message_too_large_for_the_topic_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:
+    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    done: list[bool] = []
+    headers: list[tuple[str, str | bytes | None]] = [(f"h{number}", b"x" * 400) for number in range(KEPT_HEADERS)]
+    size = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes + 1
+    writer.write(message(bytes(size), headers=headers), "too_large", "é" * 400, done.append)
+    assert writer.flush(25) == 0
+    assert done == [True]
+    found = read_back(kafka_settings, b"user-1")
+    assert found.value() == bytes(LARGEST_RECORD_BYTES - len(b"user-1"))
+    detail = dict(found.headers() or [])[DEAD_LETTER_DETAIL]
+    assert isinstance(detail, bytes)
+    assert detail.decode().startswith(f"value cut from {size} to {LARGEST_RECORD_BYTES - 6} bytes; é")
+
+
+def test_a_key_too_long_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:
+    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    writer.write(message(key=b"k" * (LARGEST_KEY_BYTES + 1)), "malformed", "")
+    assert writer.flush(20) == 0
+    found = read_back(kafka_settings, b"k" * LARGEST_KEY_BYTES)
+    assert found.key() == b"k" * LARGEST_KEY_BYTES
+    detail = dict(found.headers() or [])[DEAD_LETTER_DETAIL]
+    assert f"key cut from {LARGEST_KEY_BYTES + 1}".encode() in (detail or b"")  # type: ignore[operator]
+
+
+def test_a_message_without_key_and_value_is_kept_too(kafka_settings: KafkaSettings) -> None:
+    writer = DeadLetterWriter(kafka_settings, "worker-1")
+    done: list[bool] = []
+    writer.write(message(None, None), "empty", "no body", done.append)
+    assert writer.flush(20) == 0
+    assert done == [True]
+
+
+def test_a_dead_letter_that_can_not_be_written_says_so_and_is_not_counted() -> None:
+    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
+    done: list[bool] = []
+    # Fills the producer's queue: nobody takes from it.
+    for _ in range(20):
+        writer.write(message(bytes(4 * 1024 * 1024), topic="nowhere"), "malformed", "", done.append)
+    assert done
+    assert not any(done)
+    assert counted("nowhere", "malformed") == 0
+
+
+def test_original_headers_are_kept_within_bounds() -> None:
+    many: list[tuple[str, str | bytes | None]] = [(f"h{number}", b"") for number in range(KEPT_HEADERS + 5)]
+    assert [name for name, _ in dead_letter_headers(message(headers=many), "r", "d", 0)][
+        KEPT_HEADERS
+    ] == DEAD_LETTER_REASON
+    large: list[tuple[str, str | bytes | None]] = [("a", b"1"), ("b", bytes(KEPT_HEADERS_BYTES)), ("c", b"3")]
+    assert dead_letter_headers(message(headers=large), "r", "d", 0)[1][0] == DEAD_LETTER_REASON
+
+
+def test_the_reason_of_an_earlier_dead_letter_is_replaced() -> None:
+    earlier: list[tuple[str, str | bytes | None]] = [(DEAD_LETTER_REASON, b"old"), (ORIGIN_OFFSET, b"1")]
+    headers = dead_letter_headers(message(headers=earlier), "new", "d", 0)
+    assert [value for name, value in headers if name == DEAD_LETTER_REASON] == [b"new"]
+    assert [value for name, value in headers if name == ORIGIN_OFFSET] == [b"1234"]
+
+
+@pytest.mark.parametrize("character", ["a", "é", "用", "🙂"])
+def test_a_long_detail_is_cut_between_characters(character: str) -> None:
+    detail = dict(dead_letter_headers(message(), "r", character * 1000, 0))[DEAD_LETTER_DETAIL]
+    assert MAX_HEADER_BYTES - 4 < len(detail) <= MAX_HEADER_BYTES
+    assert set(detail.decode()) == {character}

@@ -1,0 +1,94 @@
+"""One security section, translated for both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from confluent_kafka import Producer
+from pydantic import SecretStr
+
+from streams.clients import aiokafka_options
+from streams.errors import RelayError
+from streams.security import aiokafka_security, librdkafka_security
+from streams.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+
+
+def sasl(protocol: SecurityProtocol, mechanism: SaslMechanism = SaslMechanism.SCRAM_SHA_512) -> Security:
+    return Security(
+        protocol=protocol, sasl_mechanism=mechanism, sasl_username="gateway", sasl_password=SecretStr("secret")
+    )
+
+
+def test_plaintext_says_only_the_protocol() -> None:
+    assert librdkafka_security(Security()) == {"security.protocol": "PLAINTEXT"}
+    assert aiokafka_security(Security()) == {"security_protocol": "PLAINTEXT"}
+
+
+@pytest.mark.parametrize("mechanism", SaslMechanism)
+def test_sasl_says_mechanism_user_and_password_to_both(mechanism: SaslMechanism) -> None:
+    security = sasl(SecurityProtocol.SASL_PLAINTEXT, mechanism)
+    assert librdkafka_security(security) == {
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": mechanism.value,
+        "sasl.username": "gateway",
+        "sasl.password": "secret",
+    }
+    assert aiokafka_security(security) == {
+        "security_protocol": "SASL_PLAINTEXT",
+        "sasl_mechanism": mechanism.value,
+        "sasl_plain_username": "gateway",
+        "sasl_plain_password": "secret",
+    }
+
+
+def test_tls_names_the_files_and_the_check_of_the_brokers_name() -> None:
+    security = Security(
+        protocol=SecurityProtocol.SSL,
+        ca_file=Path("ca.pem"),
+        certificate_file=Path("client.pem"),
+        key_file=Path("client.key"),
+        key_password=SecretStr("secret"),
+    )
+    assert librdkafka_security(security) == {
+        "security.protocol": "SSL",
+        "ssl.ca.location": "ca.pem",
+        "ssl.certificate.location": "client.pem",
+        "ssl.key.location": "client.key",
+        "ssl.key.password": "secret",
+        "ssl.endpoint.identification.algorithm": "https",
+    }
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_tls_verifies_the_brokers_certificate_and_its_name_where_asked(verify: bool) -> None:
+    security = sasl(SecurityProtocol.SASL_SSL).model_copy(update={"verify_hostname": verify})
+    context = aiokafka_security(security)["ssl_context"]
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname is verify
+    expected = "https" if verify else "none"
+    assert librdkafka_security(security)["ssl.endpoint.identification.algorithm"] == expected
+
+
+@pytest.mark.parametrize("protocol", [SecurityProtocol.SASL_PLAINTEXT, SecurityProtocol.SASL_SSL])
+def test_both_clients_take_the_options(protocol: SecurityProtocol) -> None:
+    kafka = KafkaSettings(bootstrap="127.0.0.1:1,127.0.0.1:2", security=sasl(protocol))
+    Producer({"bootstrap.servers": kafka.bootstrap, "log_level": 0, **librdkafka_security(kafka.security)})
+
+    async def build() -> None:
+        AIOKafkaProducer(**aiokafka_options(kafka))
+
+    asyncio.run(build())
+    assert aiokafka_options(kafka)["bootstrap_servers"] == ["127.0.0.1:1", "127.0.0.1:2"]
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "ca.pem"
+    broken.write_text("no certificate")
+    with pytest.raises(RelayError, match=r"ca\.pem.*security\.ca_file"):
+        aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=broken))
+    with pytest.raises(RelayError, match=r"absent\.pem"):
+        aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=tmp_path / "absent.pem"))
