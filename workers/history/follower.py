@@ -41,7 +41,7 @@ from streams.clock import Clock, SystemClock
 from streams.settings import KafkaSettings
 from workers.history import metrics
 from workers.history.incoming import Rejected, read_record
-from workers.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
+from workers.history.store import ApplyOutcome, HistoryBatch, HistoryRecord, HistoryStore, StoreFullError, StoreOrigin
 
 log = structlog.get_logger()
 
@@ -308,32 +308,39 @@ class HistoryFollower:
             if followed.records or followed.may_store_to != followed.stored_to
         ]
         if batches:
-            with metrics.APPLY_SECONDS.time():
-                outcome = self._store.apply_all(batches)
+            try:
+                with metrics.APPLY_SECONDS.time():
+                    outcome = self._store.apply_all(batches)
+            except StoreFullError as error:
+                self._tell(error.done)
+                raise
             for batch in batches:
                 followed = self._followed[batch.partition]
                 followed.records.clear()
                 followed.stored_to = batch.next_offset
-            for name, count in (
-                ("applied", len(outcome.changed)),
-                ("deleted", len(outcome.deleted)),
-                ("refused", len(outcome.refused)),
-                ("older", outcome.older),
-                ("repeated", outcome.repeated),
-            ):
-                metrics.RECORDS.labels(name).inc(count)
-            if outcome.refused:
-                log.error(
-                    "history store is full: raise history_max_bytes",
-                    refused=len(outcome.refused),
-                    max_bytes=self._store.max_bytes,
-                )
-            if self._on_deleted is not None:
-                for user_id in outcome.deleted:
-                    self._on_deleted(user_id)
-            if self._on_changed is not None and outcome.changed:
-                self._on_changed(outcome.changed)
+            self._tell(outcome)
         self._note_ends()
+
+    def _tell(self, outcome: ApplyOutcome) -> None:
+        for name, count in (
+            ("applied", len(outcome.changed)),
+            ("deleted", len(outcome.deleted)),
+            ("refused", len(outcome.refused)),
+            ("older", outcome.older),
+            ("repeated", outcome.repeated),
+        ):
+            metrics.RECORDS.labels(name).inc(count)
+        if outcome.refused:
+            log.error(
+                "history store is full: raise history_max_bytes",
+                refused=len(outcome.refused),
+                max_bytes=self._store.max_bytes,
+            )
+        if self._on_deleted is not None:
+            for user_id in outcome.deleted:
+                self._on_deleted(user_id)
+        if self._on_changed is not None and outcome.changed:
+            self._on_changed(outcome.changed)
 
     def _note_ends(self) -> None:
         reached = []

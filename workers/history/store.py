@@ -59,10 +59,6 @@ _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
 
 
-class StoreFullError(Exception):
-    """Not even a deletion fits any more: readers hold old pages, or the file is full. Try again later."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoreOrigin:
     """The topic that a store is a copy of."""
@@ -113,6 +109,17 @@ class ApplyOutcome:
     refused: tuple[str, ...] = ()
     older: int = 0
     repeated: int = 0
+
+
+class StoreFullError(Exception):
+    """Not even a deletion fits: readers hold old pages, or the file is full. Try again later.
+
+    What of the batches was stored before, offset included, is `done`.
+    """
+
+    def __init__(self, text: str, done: ApplyOutcome) -> None:
+        super().__init__(text)
+        self.done = done
 
 
 class HistoryStore:
@@ -219,22 +226,23 @@ class HistoryStore:
         """Stores the batches and their next offsets in one transaction, all or nothing.
 
         Records below the stored offset are skipped, and the offset never goes back (`forget` does that).
-        Raises StoreFullError if not even the offsets fit, lmdb.Error if the disk fails.
+        Where the batch has no room it is stored one record at a time. Raises StoreFullError if not even that is
+        possible, lmdb.Error if the disk fails.
         """
         try:
             return self._apply(batches)
         except lmdb.MapFullError:
             self._env.reader_check()
-        # Free pages are there, but not in one piece, or readers hold them: one record at a time needs least.
-        outcomes = []
+        outcomes: list[ApplyOutcome] = []
         try:
             for batch in batches:
-                outcomes += [self._apply_one(batch.partition, entry) for entry in batch.records]
+                for entry in batch.records:
+                    # One by one: what was stored before an error is told.
+                    outcomes.append(self._apply_one(batch.partition, entry))  # noqa: PERF401
                 outcomes.append(self._apply((replace(batch, records=()),)))
         except lmdb.MapFullError as error:
-            raise StoreFullError(
-                f"the history store in {self.path} has no free page: raise history_max_bytes"
-            ) from error
+            text = f"the history store in {self.path} has no free page: raise history_max_bytes"
+            raise StoreFullError(text, _joined(outcomes)) from error
         return _joined(outcomes)
 
     def forget(self, partition: int) -> int:

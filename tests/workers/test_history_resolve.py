@@ -1,0 +1,130 @@
+"""Which history a request is ranked with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.messages import Behaviours, History, HistoryVersion
+from workers.history.record import StoredHistory
+from workers.history.resolve import HistoryMismatchError, HistoryStatus, resolve, window
+
+
+def history(length: int, number: int = 5, first_item: int = 0, features: tuple[int, ...] = (1, 2)) -> History:
+    items = np.arange(first_item, first_item + length)
+    behaviours = Behaviours(items, (items % 7).astype("<u2"), items * 1000)
+    return History("u", number, np.array(features, "<i8"), behaviours)
+
+
+def stored(given_history: History) -> StoredHistory:
+    return StoredHistory(given_history, given_history.chain())
+
+
+def test_an_unknown_user_is_unknown_and_behind_only_what_was_asked_for() -> None:
+    assert resolve(None, None, None, False).status is HistoryStatus.UNKNOWN
+    assert not resolve(None, None, None, False).is_behind
+    asked = resolve(None, history(3).version(), None, True)
+    assert (asked.status, asked.is_behind, asked.loading) == (HistoryStatus.UNKNOWN, True, True)
+    assert (asked.history, asked.chain, asked.version) == (None, None, None)
+
+
+def test_without_a_version_the_newest_is_used() -> None:
+    newest = history(100)
+    resolved = resolve(stored(newest), None, None, False)
+    assert resolved.status is HistoryStatus.NEWEST
+    assert resolved.history == newest
+    assert resolved.version == newest.version()
+
+
+def test_the_version_that_is_stored_is_exact() -> None:
+    newest = history(100)
+    resolved = resolve(stored(newest), newest.version(), None, False)
+    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.EXACT, False, False)
+    assert resolved.chain == newest.chain()
+
+
+def test_equal_content_under_another_number_is_exact_and_answers_with_the_number_asked_for() -> None:
+    resolved = resolve(stored(history(100, number=9)), history(100, number=5).version(), None, False)
+    assert resolved.status is HistoryStatus.EXACT
+    assert resolved.version == history(100, number=5).version()
+    assert resolved.history == history(100, number=5)
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_a_store_that_is_ahead_serves_the_version_asked_for(wanted_length: int, more: int) -> None:
+    wanted = history(wanted_length, number=5)
+    resolved = resolve(stored(history(wanted_length + more, number=6)), wanted.version(), None, False)
+    assert resolved.status is HistoryStatus.PREFIX_OF_NEWER
+    assert resolved.history == wanted
+    assert resolved.chain == wanted.chain()
+    assert resolved.version == wanted.version()
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "is_behind"),
+    [
+        pytest.param(history(50, 5), history(60, 6), True, id="the store is behind"),
+        pytest.param(history(60, 6, first_item=10), history(60, 5), False, id="the newer one lost its oldest"),
+        pytest.param(history(60, 6, features=(1, 3)), history(50, 5), False, id="other features"),
+        pytest.param(history(60, 5, first_item=1), history(60, 5), False, id="one number, two contents"),
+        pytest.param(history(70, 5), history(60, 6, first_item=1), True, id="a newer number, other content"),
+    ],
+)
+def test_any_other_version_gets_the_newest_known_and_is_stale(known: History, asked: History, is_behind: bool) -> None:
+    resolved = resolve(stored(known), asked.version(), None, False)
+    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.STALE, True, is_behind)
+    assert resolved.history == known
+    assert resolved.version == known.version()
+
+
+def test_an_inline_history_goes_before_the_stored_one() -> None:
+    inline = history(10, number=1)
+    resolved = resolve(stored(history(100)), inline.version(), inline, True)
+    assert resolved.status is HistoryStatus.INLINE
+    assert resolved.history is inline
+    assert resolved.chain == inline.chain()
+    assert resolve(None, None, inline, False).version == inline.version()
+
+
+@pytest.mark.parametrize("other", [history(10, first_item=1), history(11), history(10, features=(1,))])
+def test_an_inline_history_that_is_not_the_version_named_is_refused(other: History) -> None:
+    with pytest.raises(HistoryMismatchError, match="publish the version of what is carried"):
+        resolve(None, other.version(), history(10), False)
+
+
+def test_a_version_with_the_right_length_and_a_wrong_digest_is_not_served() -> None:
+    wanted = HistoryVersion(5, 64, b"\0" * 16)
+    assert resolve(stored(history(100)), wanted, None, False).status is HistoryStatus.STALE
+
+
+def test_a_history_within_the_window_is_not_copied_or_hashed() -> None:
+    whole = stored(history(100))
+    kept = window(whole.history, whole.chain, 100, 64)
+    assert kept.history is whole.history
+    assert kept.chain is whole.chain
+    assert kept.start == 0
+
+
+@given(st.integers(0, 2000), st.integers(1, 500), st.integers(1, 200))
+def test_a_window_keeps_the_newest_from_a_multiple_of_the_anchor(length: int, maximum: int, anchor: int) -> None:
+    whole = stored(history(length))
+    step = min(anchor, maximum)
+    kept = window(whole.history, whole.chain, maximum, anchor)
+    assert kept.start % step == 0
+    assert kept.history.behaviours == whole.history.behaviours[kept.start :]
+    assert kept.chain == kept.history.chain()
+    size = len(kept.history.behaviours)
+    assert size <= maximum
+    assert kept.start == 0 or size > maximum - step
+
+
+def test_a_growing_history_keeps_its_window_start_until_a_whole_anchor_has_to_go() -> None:
+    starts = [window(history(n), history(n).chain(), 256, 64).start for n in range(250, 400)]
+    assert starts == [0] * 7 + [64] * 64 + [128] * 64 + [192] * 15
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="each is at least 1"):
+        window(history(3), history(3).chain(), 0, 1)

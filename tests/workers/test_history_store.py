@@ -1,0 +1,390 @@
+"""The user-history store: one transaction for records and offset, bounded, never trusted blindly."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.messages import Behaviours, History
+from streams.errors import RelayError
+from workers.history import record
+from workers.history.store import (
+    ApplyOutcome,
+    HistoryBatch,
+    HistoryRecord,
+    HistoryStore,
+    PartitionState,
+    StoreFullError,
+    StoreOrigin,
+)
+
+MIB = 1024 * 1024
+ORIGIN = StoreOrigin("cluster", "relaygr.history", "topic-1")
+
+
+def history(user_id: str, number: int = 1, length: int = 100, seed: int = 0) -> History:
+    random = np.random.default_rng(seed)
+    times = np.sort(random.integers(0, 2**41, length))
+    behaviours = Behaviours(
+        random.integers(-(2**63), 2**63 - 1, length), random.integers(0, 2**16, length, "<u2"), times
+    )
+    return History(user_id, number, np.array([3, -1]), behaviours)
+
+
+def entry(offset: int, user_id: str, number: int = 1, length: int = 100) -> HistoryRecord:
+    return HistoryRecord(user_id, offset, history(user_id, number, length, seed=offset))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
+    opened = HistoryStore.open(tmp_path / "history", 16 * MIB)
+    opened.trust(ORIGIN)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("features", [0, 1, 5])
+def test_a_stored_history_comes_back_with_its_digest_chain(store: HistoryStore, length: int, features: int) -> None:
+    plain = history("käthe", 7, length)
+    given_history = History("käthe", 7, np.arange(features), plain.behaviours)
+    store.apply(0, [HistoryRecord("käthe", 0, given_history)], 1)
+    stored = store.get("käthe")
+    assert stored is not None
+    assert stored.history == given_history
+    assert stored.chain == given_history.chain()
+    assert stored.version == store.version("käthe") == given_history.version()
+
+
+def test_what_was_read_stays_as_it_was_when_the_store_goes_on(store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "u", 1)], 1)
+    before = store.get("u")
+    assert before is not None
+    copy = before.history.behaviours.items.copy()
+    for offset in range(1, 50):
+        store.apply(0, [entry(offset, "u", 1 + offset)], offset + 1)
+    np.testing.assert_array_equal(before.history.behaviours.items, copy)
+    with pytest.raises(ValueError, match="read-only"):
+        before.history.behaviours.items[0] = 1
+
+
+def test_an_unknown_user_has_no_history(store: HistoryStore) -> None:
+    assert store.get("nobody") is None
+    assert store.version("nobody") is None
+
+
+def test_a_partition_that_was_never_read_has_no_offset(store: HistoryStore) -> None:
+    store.apply(3, [entry(0, "u")], 1)
+    assert store.next_offset(3) == 1
+    assert store.next_offset(4) is None
+
+
+def test_a_tombstone_deletes_the_user(store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "u"), entry(1, "v")], 2)
+    outcome = store.apply(0, [HistoryRecord("u", 2, None)], 3)
+    assert outcome.deleted == ("u",)
+    assert store.get("u") is None
+    assert store.user_count == 1
+
+
+def test_a_larger_version_number_replaces_and_a_smaller_one_is_counted(store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "u", number=5)], 1)
+    older = store.apply(0, [entry(1, "u", number=4)], 2)
+    assert (older.older, older.changed) == (1, ())
+    newer = store.apply(0, [entry(2, "u", number=6, length=3)], 3)
+    assert newer.changed == ("u",)
+    stored = store.get("u")
+    assert stored is not None and (stored.history.number, stored.chain.length) == (6, 3)
+
+
+def test_of_equal_numbers_the_later_record_stays(store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "u", number=5, length=10)], 1)
+    store.apply(0, [entry(1, "u", number=5, length=20)], 2)
+    stored = store.get("u")
+    assert stored is not None and stored.chain.length == 20
+
+
+def test_a_record_below_the_stored_offset_is_not_applied_twice(store: HistoryStore) -> None:
+    """A predecessor that is not quite dead must not bring a deleted user back."""
+    records = [entry(0, "u"), HistoryRecord("u", 1, None), entry(2, "v")]
+    store.apply(0, records, 3)
+    again = store.apply(0, records[:1], 1)
+    assert again.repeated == 1
+    assert store.get("u") is None
+    assert store.next_offset(0) == 3
+
+
+def test_batches_of_several_partitions_are_one_transaction(store: HistoryStore) -> None:
+    broken = HistoryRecord("v", 0, history("v"))
+    object.__setattr__(broken.history, "behaviours", None)
+    with pytest.raises(TypeError):
+        store.apply_all([HistoryBatch(0, (entry(0, "u"),), 1), HistoryBatch(1, (broken,), 1)])
+    assert store.get("u") is None
+    assert store.next_offset(0) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    log=st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers(0, 3)), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+)
+def test_replays_from_any_earlier_offset_end_in_the_same_store(
+    log: list[tuple[str, int | None]], cuts: list[int]
+) -> None:
+    records = [
+        HistoryRecord(user, offset, None if number is None else history(user, number, 3, seed=offset))
+        for offset, (user, number) in enumerate(log)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        opened = HistoryStore.open(folder, MIB)
+        opened.trust(ORIGIN)
+        done = 0
+        for cut in (*cuts, len(records)):
+            end = min(cut, len(records))
+            opened.apply(0, records[: max(end, done)], max(end, done))
+            done = max(end, done)
+        expected: dict[str, History] = {}
+        for one in records:
+            if one.history is None:
+                expected.pop(one.user_id, None)
+            elif one.user_id not in expected or expected[one.user_id].number <= one.history.number:
+                expected[one.user_id] = one.history
+        for user in "abc":
+            stored = opened.get(user)
+            assert (stored.history if stored else None) == expected.get(user)
+        opened.close()
+
+
+def test_a_store_is_not_read_before_its_origin_is_known(tmp_path: Path) -> None:
+    first = HistoryStore.open(tmp_path, MIB)
+    first.trust(ORIGIN)
+    first.apply(0, [entry(0, "u")], 1)
+    first.close()
+    second = HistoryStore.open(tmp_path, MIB)
+    assert second.get("u") is None
+    assert second.trust(ORIGIN) is True
+    assert second.get("u") is not None
+    assert second.next_offset(0) == 1
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        StoreOrigin("other", ORIGIN.topic, ORIGIN.topic_id),
+        StoreOrigin(ORIGIN.cluster_id, "other", ORIGIN.topic_id),
+        StoreOrigin(ORIGIN.cluster_id, ORIGIN.topic, "topic-2"),
+    ],
+)
+def test_a_store_of_another_topic_is_emptied(tmp_path: Path, other: StoreOrigin) -> None:
+    first = HistoryStore.open(tmp_path, MIB)
+    first.trust(ORIGIN)
+    first.apply(0, [entry(0, "u")], 1)
+    first.close()
+    second = HistoryStore.open(tmp_path, MIB)
+    assert second.trust(other) is False
+    assert second.get("u") is None
+    assert second.next_offset(0) is None
+    assert second.user_count == 0
+    second.close()
+
+
+def test_a_reader_in_another_process_sees_what_was_stored(tmp_path: Path, store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "u", number=9)], 1)
+    script = f"""
+from workers.history.store import HistoryStore, StoreOrigin
+store = HistoryStore.open({str(store.path)!r}, {store.max_bytes}, readonly=True)
+print(store.trust(StoreOrigin("other", "t", "i")), store.get("u"))
+print(store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1")), store.version("u").number)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-2:] == ["False None", "True 9"]
+
+
+def test_a_store_that_is_not_there_can_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="no history store in"):
+        HistoryStore.open(tmp_path / "none", MIB, readonly=True)
+
+
+def test_a_second_opening_in_one_process_is_refused(store: HistoryStore) -> None:
+    with pytest.raises(RelayError, match="already open in this process"):
+        HistoryStore.open(store.path, store.max_bytes)
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"not a store" * 1000)
+    with pytest.raises(RelayError, match="delete the folder"):
+        HistoryStore.open(tmp_path, MIB)
+
+
+def test_a_store_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    opened.apply(0, [entry(offset, f"u{offset}") for offset in range(50)], 50)
+    opened.close()
+    data = (tmp_path / "data.mdb").read_bytes()
+    (tmp_path / "data.mdb").write_bytes(data[: len(data) // 2])
+    with pytest.raises(RelayError, match="cut short"):
+        HistoryStore.open(tmp_path, MIB)
+
+
+def test_a_limit_below_what_is_stored_is_refused(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, 16 * MIB)
+    opened.trust(ORIGIN)
+    opened.apply(0, [entry(offset, f"u{offset}", length=5000) for offset in range(50)], 50)
+    opened.close()
+    with pytest.raises(RelayError, match="raise it"):
+        HistoryStore.open(tmp_path, MIB)
+
+
+def test_a_limit_below_the_least_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="history_max_bytes is 1000"):
+        HistoryStore.open(tmp_path, 1000)
+
+
+def test_a_full_store_refuses_counts_and_keeps_within_its_bytes(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    changed = refused = 0
+    for first in range(0, 200, 20):
+        records = [entry(offset, f"u{offset}", length=1000) for offset in range(first, first + 20)]
+        outcome = opened.apply(0, records, first + 20)
+        changed += len(outcome.changed)
+        refused += len(outcome.refused)
+    assert changed + refused == 200
+    assert changed == opened.user_count > 20
+    assert refused > 0
+    assert opened.state(0) == PartitionState(200, 0, refused)
+    assert not opened.has_room
+    assert (tmp_path / "data.mdb").stat().st_size <= MIB
+    opened.close()
+
+
+def test_a_refused_update_leaves_no_outdated_history_behind(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    opened.apply(0, [entry(0, "small", 1, length=10)], 1)
+    outcome = opened.apply(0, [entry(1, "small", 2, length=100_000)], 2)
+    assert outcome.refused == ("small",)
+    assert opened.get("small") is None
+    assert opened.next_offset(0) == 2
+    opened.close()
+
+
+def test_while_a_reader_holds_old_pages_nothing_is_lost_silently(tmp_path: Path) -> None:
+    """No page is reused as long as a read transaction is open, so the map itself runs full."""
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    records = [entry(offset, "u", 1 + offset, length=10_000) for offset in range(40)]
+    opened.apply(0, records[:1], 1)
+    refused = 0
+    with opened._env.begin(), pytest.raises(StoreFullError) as full:
+        for offset in range(1, 40):
+            refused += len(opened.apply(0, records[offset : offset + 1], offset + 1).refused)
+    assert full.value.done == ApplyOutcome()
+    assert refused > 0
+    state = opened.state(0)
+    assert state is not None and state.refused == refused
+    reached = state.next_offset
+    assert reached < 40
+    assert opened.apply(0, records[reached:], 40).refused == ()
+    version = opened.version("u")
+    assert version is not None and version.number == 40
+    opened.close()
+
+
+def test_rewinding_keeps_the_users_and_forgetting_deletes_those_of_the_partition(store: HistoryStore) -> None:
+    store.apply(0, [entry(0, "a")], 5)
+    store.apply(1, [entry(0, "b")], 7)
+    store.rewind(0)
+    assert store.next_offset(0) is None
+    assert store.get("a") is not None
+    assert store.forget(0) == 1
+    assert store.get("a") is None
+    assert store.get("b") is not None
+    assert store.states() == {1: PartitionState(7, 0, 0)}
+
+
+def test_when_a_partition_was_current_is_kept(store: HistoryStore) -> None:
+    store.mark_current([0, 1], 1234)
+    store.apply(0, [entry(0, "u")], 1)
+    assert store.state(0) == PartitionState(1, 1234, 0)
+    assert store.next_offset(1) is None
+
+
+def test_bytes_used_grow_with_records_and_fall_with_deletions(store: HistoryStore) -> None:
+    empty = store.bytes_used
+    store.apply(0, [entry(0, "u", length=10_000)], 1)
+    assert store.bytes_used - empty >= 180_000
+    store.apply(0, [HistoryRecord("u", 1, None)], 2)
+    assert store.bytes_used - empty <= 4096
+
+
+def test_the_stored_form_is_laid_out_as_documented() -> None:
+    value = record.pack(history("u", 258, 65), 3)
+    assert len(value) == 32 + 16 * 3 + 2 * 8 + 65 * 18
+    assert value[:16] == bytes([2, 1, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
+
+
+_WRITER = """
+import sys
+import numpy as np
+from schemas.messages import Behaviours, History
+from workers.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
+store = HistoryStore.open(sys.argv[1], 16 << 20)
+store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1"))
+offset = store.next_offset(0) or 0
+print("writing", flush=True)
+while True:
+    # Version and length are the offset's, for both of a pair of users.
+    length = offset % 500
+    behaviours = Behaviours(np.full(length, offset), np.zeros(length, "<u2"), np.arange(length))
+    users = (f"left-{offset // 2 % 40}", f"right-{offset // 2 % 40}")
+    records = tuple(
+        HistoryRecord(user, offset + at, History(user, offset, np.empty(0, "<i8"), behaviours))
+        for at, user in enumerate(users)
+    )
+    store.apply_all([HistoryBatch(0, records, offset + 2), HistoryBatch(1, (), offset + 2)])
+    offset += 2
+"""
+
+
+@pytest.mark.slow
+def test_a_store_whose_writer_was_killed_is_whole_and_agrees_with_its_offset(tmp_path: Path) -> None:
+    reached = 0
+    for delay_s in (0.05, 0.11, 0.18, 0.3):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        assert writer.stdout.readline().strip() == "writing"
+        time.sleep(delay_s)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        opened = HistoryStore.open(tmp_path, 16 * MIB)
+        assert opened.trust(ORIGIN) is True
+        offset = opened.next_offset(0)
+        assert offset is not None and offset > reached
+        assert opened.next_offset(1) == offset
+        newest = set()
+        for pair in range(40):
+            left, right = opened.get(f"left-{pair}"), opened.get(f"right-{pair}")
+            assert (left is None) == (right is None)
+            if left is None or right is None:
+                continue
+            assert left.history.behaviours == right.history.behaviours
+            assert left.chain == left.history.chain()
+            assert left.history.number == right.history.number
+            newest.add(left.history.number)
+        assert max(newest) == offset - 2
+        assert newest == set(range(max(0, offset - 80), offset, 2))
+        reached = offset
+        opened.close()
