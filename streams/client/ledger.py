@@ -53,17 +53,23 @@ class Ledger:
         self._offsets = ClockOffsets(settings.max_workers_tracked)
         self._counts = ClientCounts()
 
-    def open(self, request: RankingRequest) -> Pending:
-        """Enters a request, whose deadline is taken over to the monotonic clock. Raises QueueFull, MessageRefused."""
-        now_us, wall_us = self._clock.monotonic_us(), self._clock.wall_us()
+    def open(self, request: RankingRequest, called_us: int | None = None) -> Pending:
+        """Enters a request, whose deadline is taken over to the monotonic clock. Raises QueueFull, MessageRefused.
+
+        Its latency counts from `called_us` on the monotonic clock (None: now).
+        """
+        # In this order the deadline can only come a little late: nobody is told `timed_out` before it.
+        wall_us = self._clock.wall_us()
+        now_us = self._clock.monotonic_us()
+        sent_us = now_us if called_us is None else called_us
         future: Future[RankOutcome] = Future()
         # What was sent can not be taken back: cancel() has no effect.
         future.set_running_or_notify_cancel()
         entry = Pending(
             request_id=request.request_id,
-            sent_us=now_us,
+            sent_us=sent_us,
             deadline_us=now_us + request.deadline_us - wall_us,
-            sent_wall_us=wall_us,
+            sent_wall_us=wall_us - (now_us - sent_us),
             echo_us=request.sent_at_us,
             future=future,
         )

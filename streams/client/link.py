@@ -144,15 +144,23 @@ class GatewayLink:
 
     def _position(self) -> None:
         self._consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_error)
-        place = TopicPartition(self._results_topic, self.results_partition)
-        try:
-            _, end = self._consumer.get_watermark_offsets(place, timeout=self._kafka.connect_timeout_s)
-        except KafkaException as error:
-            raise RelayError(
-                f"the end of {self._results_topic} [{self.results_partition}] is not known within "
-                f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
-            ) from error
+        end = self._end_of_results(self._consumer)
         self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
+
+    def _end_of_results(self, consumer: Consumer) -> int:
+        """The next offset of our partition. A topic just made, or a leader that moves, takes a few tries."""
+        place = TopicPartition(self._results_topic, self.results_partition)
+        ends_s = time.monotonic() + self._kafka.connect_timeout_s
+        while True:
+            try:
+                return consumer.get_watermark_offsets(place, timeout=max(0.01, ends_s - time.monotonic()))[1]
+            except KafkaException as error:
+                if time.monotonic() >= ends_s:
+                    raise RelayError(
+                        f"the end of {self._results_topic} [{self.results_partition}] is not known within "
+                        f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
+                    ) from error
+            time.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _close_clients(self, timeout_s: float) -> None:
         self.events.close(timeout_s)

@@ -189,7 +189,8 @@ class RelayClient:
         """
         if self._link.is_io_thread():
             raise ClientError("rank() in a callback would wait for its own thread: use submit_rank()")
-        entry = self._submit(self._request(user_id, candidates, fields))
+        called_us = self._clock.monotonic_us()
+        entry = self._submit(self._request(user_id, candidates, fields), called_us)
         left_us = entry.deadline_us - self._clock.monotonic_us()
         try:
             return entry.future.result(timeout=max(0, left_us) / 1e6)
@@ -200,20 +201,21 @@ class RelayClient:
 
     def submit_rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> Future[RankOutcome]:
         """`rank` without the wait: the future gets an outcome, never an exception. It can not be cancelled."""
-        return self._submit(self._request(user_id, candidates, fields)).future
+        called_us = self._clock.monotonic_us()
+        return self._submit(self._request(user_id, candidates, fields), called_us).future
 
     def submit_request(self, request: RankingRequest) -> Future[RankOutcome]:
         """Sends a request as it is; its `deadline_us` is on our wall clock. Raises as `rank` does."""
-        return self._submit(request).future
+        return self._submit(request, self._clock.monotonic_us()).future
 
     def _request(self, user_id: str, candidates: ArrayLike, fields: RankFields) -> RankingRequest:
         request_id = fields.get("request_id") or self.new_request_id()
         return ranking_request(request_id, user_id, candidates, self._clock.wall_us(), fields)
 
-    def _submit(self, request: RankingRequest) -> Pending:
+    def _submit(self, request: RankingRequest, called_us: int) -> Pending:
         self._require_running()
         message = codec.encode(request)
-        entry = self._ledger.open(request)
+        entry = self._ledger.open(request, called_us)
         try:
             self._link.send(entry, request.user_id.encode(), message, request.deadline_us)
         except ClientError:

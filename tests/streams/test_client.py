@@ -1,0 +1,455 @@
+"""RelayClient and AsyncRelayClient against a broker, with a worker that only echoes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+from confluent_kafka import TopicPartition
+from prometheus_client import CollectorRegistry
+
+from schemas import codec
+from schemas.codec import EncodeError
+from schemas.headers import DEAD_LETTER_REASON, RankingHeaders, ResultHeaders
+from schemas.messages import (
+    Behaviours,
+    FailureReason,
+    History,
+    HistoryVersion,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+)
+from schemas.topics import Topic
+from streams.broker import BrokerChoice, LocalBroker, local_broker
+from streams.client import (
+    AsyncRelayClient,
+    ClientError,
+    ClientSettings,
+    DeliveryReport,
+    LostRequest,
+    MessageRefused,
+    NotRunning,
+    QueueFull,
+    RankOutcome,
+    RankStatus,
+    RelayClient,
+    TimeOutReason,
+)
+from streams.clients import ProducerKind, make_assigned_consumer, make_producer
+from streams.errors import RelayError
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+from tests.echo_worker import answer_once, echo_worker, ranked, read_topic
+
+# Enough for the first request on a busy machine; tests of deadlines take their own.
+BUDGET_MS = 8_000
+
+
+def client(kafka: KafkaSettings, gateway_id: str = "gw-0", **settings: int | float) -> RelayClient:
+    return RelayClient(kafka, gateway_id, ClientSettings.model_validate(settings), registry=CollectorRegistry())
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return cast(int, probe.getsockname()[1])
+
+
+def test_a_request_is_ranked_and_reaches_the_partition_of_its_user(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
+        suffix = Behaviours(np.array([7]), np.array([1]), np.array([1_700_000_000_000]))
+        version = HistoryVersion(3, 100, bytes(16))
+        outcome = gateway.rank("ünïcode user", [3, 1, 2], budget_ms=BUDGET_MS, suffix=suffix, history_version=version)
+        assert outcome.status is RankStatus.RANKED
+        assert outcome.result is not None and outcome.result.scores is not None
+        assert outcome.result.scores.tolist() == [3.0, 1.0, 2.0]
+        assert 0 < outcome.latency_us < BUDGET_MS * 1000
+        (seen,), (headers,) = worker.seen, worker.headers
+        assert (seen.user_id, seen.suffix, seen.history_version) == ("ünïcode user", suffix, version)
+        assert seen.deadline_us - seen.sent_at_us == BUDGET_MS * 1000
+        assert seen.query_time_ms == seen.sent_at_us // 1000
+        reply_to = (kafka_settings.topic(Topic.RESULTS), gateway.results_partition)
+        assert headers == RankingHeaders(outcome.request_id, "gw-0", *reply_to, seen.deadline_us)
+        (message,) = read_topic(kafka_settings, Topic.RANKING, 1)
+        key = "ünïcode user".encode()
+        assert (message.key(), message.partition()) == (key, partition_for(key, kafka_settings.partitions))
+        assert set(gateway.clock_offsets()) == {"echo"}
+
+
+def test_request_ids_name_gateway_incarnation_and_sequence(kafka_settings: KafkaSettings) -> None:
+    first, second = client(kafka_settings, "gw.a"), client(kafka_settings, "gw.a")
+    gateway, incarnation, sequence = first.new_request_id().rsplit(".", 2)
+    assert (gateway, sequence) == ("gw.a", "1")
+    assert first.new_request_id() == f"gw.a.{incarnation}.2"
+    assert incarnation not in second.new_request_id()
+
+
+def test_the_results_partition_is_murmur2_of_the_gateway_unless_it_is_configured(kafka_settings: KafkaSettings) -> None:
+    with client(kafka_settings, "gw-7") as gateway:
+        assert gateway.results_partition == partition_for(b"gw-7", kafka_settings.partitions)
+    with client(kafka_settings, "gw-7", results_partition=11) as gateway:
+        assert gateway.results_partition == 11
+    with pytest.raises(RelayError, match=r"results_partition is 12, but .* has 12 partitions"):
+        client(kafka_settings, "gw-7", results_partition=12).start()
+
+
+def test_many_threads_share_one_client(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings), client(kafka_settings) as gateway:
+        outcomes: list[RankOutcome] = []
+
+        def work(thread: int) -> None:
+            for number in range(20):
+                outcome = gateway.rank(f"u{thread}", [thread, number], budget_ms=BUDGET_MS)
+                assert outcome.result is not None and outcome.result.scores is not None
+                assert outcome.result.scores.tolist() == [thread, number]
+                outcomes.append(outcome)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({outcome.request_id for outcome in outcomes}) == 160
+        assert gateway.statistics().ranked == 160
+        assert gateway.in_flight == 0
+
+
+def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(kafka_settings: KafkaSettings) -> None:
+    lost: list[LostRequest] = []
+    gateway = RelayClient(
+        kafka_settings,
+        "gw-0",
+        ClientSettings(result_grace_ms=100),
+        on_lost=lost.append,
+        registry=CollectorRegistry(),
+    )
+    with echo_worker(kafka_settings, lambda request: []), gateway:
+        # The first one pays for connections; the second one's deadline is what is looked at.
+        gateway.rank("u", [1], budget_ms=2_000)
+        outcome = gateway.rank("u", [1], budget_ms=150)
+        assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NO_ANSWER)
+        assert outcome.latency_us >= 150_000
+        assert gateway.drain(5)
+        assert [request.acknowledged for request in lost] == [True, True]
+        assert lost[1].request_id == outcome.request_id
+
+
+def test_an_answer_after_the_deadline_reaches_on_late(kafka_settings: KafkaSettings) -> None:
+    release, late = threading.Event(), []
+
+    def answer(request: RankingRequest) -> list[bytes]:
+        release.wait(10)
+        return answer_once(request)
+
+    gateway = RelayClient(
+        kafka_settings,
+        "gw-0",
+        ClientSettings(result_grace_ms=20_000),
+        on_late=late.append,
+        registry=CollectorRegistry(),
+    )
+    with echo_worker(kafka_settings, answer), gateway:
+        outcome = gateway.rank("u", [5], budget_ms=100)
+        assert outcome.status is RankStatus.TIMED_OUT
+        release.set()
+        assert gateway.drain(15)
+        assert [(o.request_id, o.status, o.late) for o in late] == [(outcome.request_id, RankStatus.RANKED, True)]
+        assert gateway.statistics().lost == 0
+
+
+def test_a_second_answer_is_dropped_and_counted(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings, lambda request: answer_once(request) * 2), client(kafka_settings) as gateway:
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert until(lambda: gateway.statistics().duplicates == 1)
+
+
+def test_two_gateways_share_a_partition_and_get_their_own_answers(kafka_settings: KafkaSettings) -> None:
+    with (
+        echo_worker(kafka_settings),
+        client(kafka_settings, "gw-a", results_partition=0) as one,
+        client(kafka_settings, "gw-b", results_partition=0) as two,
+    ):
+        futures = [
+            (number, gateway.submit_rank("u", [number], budget_ms=BUDGET_MS))
+            for number, gateway in enumerate([one, two] * 10)
+        ]
+        for number, future in futures:
+            result = future.result(BUDGET_MS / 1000).result
+            assert result is not None and result.scores is not None and result.scores.tolist() == [number]
+        assert until(lambda: one.statistics().foreign == two.statistics().foreign == 10)
+
+
+def test_a_new_incarnation_does_not_read_the_old_ones_answers(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings):
+        with client(kafka_settings) as before:
+            for _ in range(3):
+                assert before.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        with client(kafka_settings) as after:
+            assert after.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+            assert after.statistics().foreign == 0
+
+
+def test_an_undecodable_answer_fails_its_request_and_goes_to_dead_letters(kafka_settings: KafkaSettings) -> None:
+    garbage = b"\x01\xc1"
+    with echo_worker(kafka_settings, lambda request: [garbage]), client(kafka_settings) as gateway:
+        outcome = gateway.rank("u", [1], budget_ms=BUDGET_MS)
+        assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.UNDECODABLE)
+        (letter,) = read_topic(kafka_settings, Topic.DEAD_LETTERS, 1)
+        assert letter.value() == garbage
+        assert dict(letter.headers() or [])[DEAD_LETTER_REASON] == b"malformed"
+
+
+def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: KafkaSettings) -> None:
+    results = kafka_settings.topic(Topic.RESULTS)
+    with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
+        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+        theirs = [*ResultHeaders("no-such-request", "gw-0").encode()]
+        other = codec.encode(ranked(RankingRequest("not-it", "u", 1, 2, 3, np.array([1]), Behaviours.empty())))
+        for value, headers in (
+            (b"", None),
+            (b"\xff" * 100, None),
+            (b"\x02\x80", theirs),
+            (None, theirs),
+            (other, theirs),
+        ):
+            producer.produce(results, partition=gateway.results_partition, value=value, headers=headers)
+        assert producer.flush(5) == 0
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert until(lambda: gateway.statistics().undecodable == 5)
+        assert len(worker.seen) == 1
+
+
+def test_an_event_carries_its_impression_to_the_ranking(kafka_settings: KafkaSettings) -> None:
+    reports: list[DeliveryReport] = []
+    with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
+        event = gateway.publish_retrieval(
+            "u",
+            ranking_budget_ms=50,
+            expected_ranking_in_ms=120,
+            expected_candidates=10,
+            expected_suffix=2,
+            on_delivery=reports.append,
+        )
+        gateway.rank(
+            "u",
+            [1],
+            budget_ms=BUDGET_MS,
+            request_id=event.request_id,
+            query_time_ms=event.retrieval_at_us // 1000,
+        )
+        assert until(lambda: bool(reports))
+    (message,) = read_topic(kafka_settings, Topic.RETRIEVAL, 1)
+    assert codec.decode(RetrievalEvent, message.value()) == event
+    assert event.expected_ranking_at_us - event.retrieval_at_us == 120_000
+    assert (message.key(), message.partition()) == (b"u", partition_for(b"u", kafka_settings.partitions))
+    assert (worker.seen[0].request_id, worker.seen[0].query_time_ms) == (
+        event.request_id,
+        event.retrieval_at_us // 1000,
+    )
+    (report,) = reports
+    assert (report.delivered, report.partition, report.offset) == (True, message.partition(), message.offset())
+
+
+def test_a_history_is_published_and_deleted_under_its_users_key(kafka_settings: KafkaSettings) -> None:
+    history = History("u", 4, np.array([9]), Behaviours(np.array([1, 2]), np.array([0, 1]), np.array([10, 20])))
+    with client(kafka_settings) as gateway:
+        gateway.publish_history(history)
+        gateway.tombstone("u")
+    snapshot, tombstone = read_topic(kafka_settings, Topic.HISTORY, 2)
+    assert codec.decode(History, snapshot.value()) == history
+    assert (tombstone.key(), tombstone.value()) == (b"u", None)
+    assert snapshot.partition() == tombstone.partition() == partition_for(b"u", kafka_settings.partitions)
+
+
+def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) -> None:
+    with client(kafka_settings, max_in_flight=1, result_grace_ms=60_000) as gateway:
+        with pytest.raises(EncodeError, match="candidates"):
+            gateway.rank("u", [], budget_ms=10)
+        with pytest.raises(EncodeError, match="user_id"):
+            gateway.rank("", [1], budget_ms=10)
+        with pytest.raises(ValueError, match="budget_ms is 0"):
+            gateway.rank("u", [1], budget_ms=0)
+        assert (gateway.in_flight, gateway.statistics().submitted) == (0, 0)
+        first = gateway.submit_rank("u", [1], budget_ms=10)
+        with pytest.raises(QueueFull):
+            gateway.rank("u", [1], budget_ms=10)
+        assert first.result(10).status is RankStatus.TIMED_OUT
+
+
+def test_a_request_id_is_used_once(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings), client(kafka_settings) as gateway:
+        gateway.rank("u", [1], budget_ms=BUDGET_MS, request_id="mine")
+        with pytest.raises(MessageRefused, match="mine was used already"):
+            gateway.rank("u", [1], budget_ms=BUDGET_MS, request_id="mine")
+
+
+def test_outside_its_life_a_client_takes_nothing(kafka_settings: KafkaSettings) -> None:
+    gateway = client(kafka_settings)
+    with pytest.raises(NotRunning, match="not started"):
+        gateway.rank("u", [1], budget_ms=10)
+    gateway.start()
+    with pytest.raises(NotRunning, match="running"):
+        gateway.start()
+    gateway.close()
+    gateway.close()
+    with pytest.raises(NotRunning, match="closed"):
+        gateway.tombstone("u")
+
+
+def test_rank_inside_a_callback_is_refused_instead_of_waiting_for_itself(kafka_settings: KafkaSettings) -> None:
+    problems: list[BaseException] = []
+    with echo_worker(kafka_settings), client(kafka_settings) as gateway:
+
+        def rank_again(_done: object) -> None:
+            try:
+                gateway.rank("u", [2], budget_ms=BUDGET_MS)
+            except ClientError as error:
+                problems.append(error)
+
+        gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(rank_again)
+        assert until(lambda: bool(problems))
+
+
+def test_close_tells_who_still_waits(kafka_settings: KafkaSettings) -> None:
+    gateway = client(kafka_settings, close_timeout_s=0.05)
+    gateway.start()
+    future = gateway.submit_rank("u", [1], budget_ms=60_000)
+    gateway.close()
+    assert (future.result(0).status, future.result(0).reason) == (RankStatus.TIMED_OUT, TimeOutReason.CLOSED)
+
+
+def test_no_thread_is_left_behind(kafka_settings: KafkaSettings) -> None:
+    with client(kafka_settings, "gw-left"):
+        assert [t for t in threading.enumerate() if "gw-left" in t.name] != []
+    assert [t for t in threading.enumerate() if "gw-left" in t.name] == []
+
+
+def test_a_missing_topic_says_which_command_mends_it(broker: LocalBroker) -> None:
+    kafka = broker.settings(KafkaSettings(topic_prefix="nobody-made-these"))
+    with pytest.raises(RelayError, match=r"nobody-made-these\.\w+ is missing: .*relaygr topics create"):
+        client(kafka).start()
+
+
+def test_a_broker_that_is_not_there_is_said_with_its_address_and_the_client_can_be_closed() -> None:
+    address = f"127.0.0.1:{closed_port()}"
+    gateway = client(KafkaSettings(bootstrap=address, connect_timeout_s=0.5))
+    with pytest.raises(RelayError, match=address):
+        gateway.start()
+    gateway.close()
+
+
+def test_a_gateway_id_of_strange_letters_is_refused() -> None:
+    with pytest.raises(ValueError, match="gateway id 'a b'"):
+        client(KafkaSettings(), "a b")
+
+
+@pytest.mark.asyncio
+async def test_from_asyncio_many_requests_are_awaited_at_once(kafka_settings: KafkaSettings) -> None:
+    with echo_worker(kafka_settings):
+        async with AsyncRelayClient(kafka_settings, "gw-aio", registry=CollectorRegistry()) as gateway:
+            outcomes = await asyncio.gather(
+                *(gateway.rank(f"u{number}", [number], budget_ms=BUDGET_MS) for number in range(50))
+            )
+            assert [cast(RankingResult, outcome.result).request_id for outcome in outcomes] == [
+                outcome.request_id for outcome in outcomes
+            ]
+            assert gateway.statistics().ranked == 50
+
+
+@pytest.mark.asyncio
+async def test_in_asyncio_callbacks_run_in_the_loop(kafka_settings: KafkaSettings) -> None:
+    loop_thread, threads = threading.get_ident(), []
+    lost = asyncio.Event()
+
+    def on_lost(_request: LostRequest) -> None:
+        threads.append(threading.get_ident())
+        lost.set()
+
+    def on_delivery(_report: DeliveryReport) -> None:
+        threads.append(threading.get_ident())
+
+    settings = ClientSettings(result_grace_ms=50)
+    async with AsyncRelayClient(
+        kafka_settings, "gw-aio", settings, on_lost=on_lost, registry=CollectorRegistry()
+    ) as gateway:
+        gateway.publish_retrieval(
+            "u",
+            ranking_budget_ms=50,
+            expected_ranking_in_ms=100,
+            expected_candidates=1,
+            expected_suffix=0,
+            on_delivery=on_delivery,
+        )
+        assert (await gateway.rank("u", [1], budget_ms=20)).status is RankStatus.TIMED_OUT
+        await asyncio.wait_for(lost.wait(), 10)
+        assert (await gateway.tombstone("u")).delivered
+    assert set(threads) == {loop_thread} and len(threads) == 2
+
+
+@pytest.mark.asyncio
+async def test_cancelling_an_await_leaves_the_client_whole(kafka_settings: KafkaSettings) -> None:
+    release = threading.Event()
+
+    def answer(request: RankingRequest) -> list[bytes]:
+        release.wait(10)
+        return answer_once(request)
+
+    with echo_worker(kafka_settings, answer):
+        async with AsyncRelayClient(kafka_settings, "gw-aio", registry=CollectorRegistry()) as gateway:
+            waiting = asyncio.create_task(gateway.rank("u", [1], budget_ms=BUDGET_MS))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            release.set()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert (await gateway.rank("u", [2], budget_ms=BUDGET_MS)).status is RankStatus.RANKED
+            assert gateway.statistics().ranked == 2
+
+
+def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: KafkaSettings) -> None:
+    """An answer that is written right after `start` is read, though no fetch has been made by then."""
+    with client(kafka_settings) as gateway:
+        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "early")
+        place = TopicPartition(kafka_settings.topic(Topic.RESULTS), gateway.results_partition)
+        producer.produce(place.topic, partition=place.partition, value=b"x")
+        assert producer.flush(5) == 0
+        assert until(lambda: gateway.statistics().undecodable == 1)
+    reader = make_assigned_consumer(kafka_settings, "reader")
+    assert reader.get_watermark_offsets(place, timeout=5) == (0, 1)
+    reader.close()
+
+
+def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
+    registry = CollectorRegistry()
+    with local_broker(BrokerChoice.EMBEDDED) as broker:
+        kafka = broker.settings(KafkaSettings(partitions=4))
+        broker.create_topics(kafka)
+        settings = ClientSettings(result_grace_ms=100, close_timeout_s=0.5)
+        gateway = RelayClient(kafka, "gw-0", settings, registry=registry)
+        gateway.start()
+        with echo_worker(kafka):
+            assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+    assert until(lambda: registry.get_sample_value("relaygr_gateway_broker_reachable") == 0)
+    outcome = gateway.rank("u", [1], budget_ms=50)
+    assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NOT_ACKNOWLEDGED)
+    gateway.tombstone("u")
+    assert gateway.drain(5)
+    assert gateway.statistics().lost == 1
+    gateway.close()
+    assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []
