@@ -14,6 +14,7 @@ from streams.partitioner import partition_for
 from streams.trigger.buckets import BucketLimits, FleetBuckets
 from streams.trigger.fleet import Fleet
 from streams.trigger.policy import Decision, DecisionReason, Impression, decide
+from streams.trigger.recent import RecentPrefixes
 from streams.trigger.settings import TriggerSettings
 
 
@@ -39,6 +40,7 @@ class EventHandler:
         self._fleet = fleet
         self._partition_count = partition_count
         self._clock = clock
+        self._recent = RecentPrefixes()
         self._buckets = FleetBuckets(
             BucketLimits(
                 footprint_reserve=settings.footprint_reserve,
@@ -84,8 +86,14 @@ class EventHandler:
 
     def _decide(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
         owner = self._fleet.owner_of(partition, now_us)
-        buckets = None if owner is None else self._buckets.of(owner, now_us)
-        return decide(Impression.of(event), owner, buckets, self._limits, now_us)
+        impression = Impression.of(event)
+        if owner is None:
+            return decide(impression, None, None, self._limits, now_us)
+        cached = self._recent.guess(owner, event.user_id)
+        decision = decide(impression, owner, self._buckets.of(owner, now_us), self._limits, now_us, cached)
+        if decision.admit and decision.estimate is not None:
+            self._recent.note(owner, event.user_id, decision.estimate.prefix_tokens)
+        return decision
 
 
 def _job(event: RetrievalEvent, now_us: int) -> PreInferJob:

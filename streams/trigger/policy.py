@@ -63,7 +63,7 @@ class Tier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What is known to be cached of an impression's prefix. The trigger knows nothing: the default."""
+    """What is cached of an impression's prefix: known to the worker, a guess of the trigger's."""
 
     tier: Tier = Tier.NONE
     tokens: int = 0
@@ -111,6 +111,7 @@ class OwnerView:
     tokens_per_behaviour: int
     max_prefix_behaviours: int
     hbm_capacity_bytes: int
+    dram_capacity_bytes: int
     ranking_queue_p99_us: int
     preinfer_queue_us: int
 
@@ -126,6 +127,7 @@ class OwnerView:
             tokens_per_behaviour=status.tokens_per_behaviour,
             max_prefix_behaviours=status.max_prefix_behaviours,
             hbm_capacity_bytes=status.hbm_capacity_bytes,
+            dram_capacity_bytes=status.dram_capacity_bytes,
             ranking_queue_p99_us=status.ranking_queue_p99_us,
             preinfer_queue_us=status.preinfer_queue_us,
         )

@@ -164,7 +164,7 @@ MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
 
 
 def view(worker_id: str, partitions: set[int], capacity_bytes: int = CAPACITY_BYTES) -> OwnerView:
-    return OwnerView(worker_id, frozenset(partitions), MODEL, 10, 0, 1, 1000, capacity_bytes, 0, 0)
+    return OwnerView(worker_id, frozenset(partitions), MODEL, 10, 0, 1, 1000, capacity_bytes, 0, 0, 0)
 
 
 def admitted_at_once(buckets: OwnerBuckets) -> int:

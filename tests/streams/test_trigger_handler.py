@@ -138,3 +138,12 @@ def test_a_flood_is_held_to_the_owners_load() -> None:
     # 41 ms each, a burst of half a second at 0.8 of a device, of which ranking takes its part.
     assert 3 <= reasons.count(DecisionReason.ADMITTED) <= 10
     assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
+
+
+def test_a_returning_user_is_not_refused_for_load_that_a_reload_does_not_take() -> None:
+    fleet = Fleet(3000)
+    fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, dram_capacity_bytes=2**30), NOW_US)
+    made = handler(fleet)
+    reasons = [made.judge(KEY, encode(EVENT), PARTITION).reason for _ in range(50)]
+    # Reloads are free in this model, and 50 x 4 MiB for 0.4 s stay within the footprint of a GiB.
+    assert reasons == [DecisionReason.ADMITTED] * 50

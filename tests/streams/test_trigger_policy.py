@@ -36,6 +36,7 @@ OWNER = OwnerView(
     tokens_per_behaviour=1,
     max_prefix_behaviours=50_000,
     hbm_capacity_bytes=10**6,
+    dram_capacity_bytes=0,
     ranking_queue_p99_us=0,
     preinfer_queue_us=0,
 )
@@ -177,6 +178,7 @@ owners = st.builds(
     tokens_per_behaviour=st.integers(1, 2),
     max_prefix_behaviours=st.integers(0, 20_000),
     hbm_capacity_bytes=st.integers(0, 2**36),
+    dram_capacity_bytes=st.just(0),
     ranking_queue_p99_us=st.integers(0, 100_000),
     preinfer_queue_us=st.integers(0, 100_000),
 )

@@ -1,0 +1,49 @@
+"""The guess at what an owner's DRAM holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.messages import LatencyCoefficients
+from streams.latency import LatencyModel
+from streams.trigger.policy import NOTHING_CACHED, CachedPrefix, OwnerView, Tier
+from streams.trigger.recent import RecentPrefixes
+
+MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
+# Room for 1,000 tokens.
+OWNER = OwnerView("worker-00", frozenset({0}), MODEL, 10, 0, 1, 1000, 0, 10_000, 0, 0)
+
+
+def test_an_admitted_prefix_is_guessed_to_be_in_its_owners_dram() -> None:
+    recent = RecentPrefixes()
+    recent.note(OWNER, "user-1", 400)
+    assert recent.guess(OWNER, "user-1") == CachedPrefix(Tier.DRAM, 400)
+    assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
+    assert recent.guess(dataclasses.replace(OWNER, worker_id="worker-01"), "user-1") is NOTHING_CACHED
+
+
+def test_the_least_recent_is_forgotten_when_the_dram_is_full() -> None:
+    recent = RecentPrefixes()
+    for user in ("user-1", "user-2", "user-1", "user-3"):
+        recent.note(OWNER, user, 400)
+    assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
+    assert recent.guess(OWNER, "user-1").tokens == 400
+    assert recent.guess(OWNER, "user-3").tokens == 400
+
+
+def test_without_dram_nothing_is_guessed() -> None:
+    recent = RecentPrefixes()
+    none = dataclasses.replace(OWNER, dram_capacity_bytes=0)
+    recent.note(none, "user-1", 1)
+    assert recent.guess(none, "user-1") is NOTHING_CACHED
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 1500))))
+def test_what_is_guessed_never_exceeds_the_dram(noted: list[tuple[int, int]]) -> None:
+    recent = RecentPrefixes()
+    for user, tokens in noted:
+        recent.note(OWNER, str(user), tokens)
+        assert sum(recent.guess(OWNER, str(each)).tokens for each in range(10)) <= 1000
