@@ -20,24 +20,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.workers.cache_world import Later, World, make_key
-from workers.cache import Fill, Handle, Hit, Pending, PrefixKey, Purpose, SpillOutcome
+from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key
+from workers.cache import Fill, Handle, Hit, Pending, PrefixKey, Presence, Purpose, SpillOutcome
 from workers.cache.copy_queue import CopyLimits
+from workers.cache.entries import EntryState
 from workers.cache.policy import POLICIES
 from workers.cache.transfer import SpillGate
 
-_LENGTHS = (1, 14, 15, 63, 64, 65, 100, 128, 129, 150, 190)
-_KEYS = [
-    make_key(user, length, changed_at, model, feature)
-    for user in ("ann", "bob", "cid")
-    for length in _LENGTHS
-    for changed_at, model, feature in (
-        (None, b"m1", 7),
-        (None, b"m1", 8),
-        (None, b"m2", 7),
-        *((at, b"m1", 7) for at in (0, 64, 70, 130) if at < length),
-    )
-]
+_LENGTHS = (14, 63, 64, 100, 110, 130, 190)
+# Mostly one user's one history at several lengths: there the operations meet.
+_KEYS = [make_key("ann", length) for length in _LENGTHS for _ in range(4)]
+_KEYS += [make_key(user, length, at) for user in ("ann", "bob") for length in (100, 130, 190) for at in (None, 70)]
+_KEYS += [make_key("ann", length, 0) for length in (64, 100)]
+_KEYS += [make_key("ann", 100, None, b"m2"), make_key("ann", 100, feature=8), make_key("cid", 130)]
+_NOTHING = Presence(0, 0, EntryState.EMPTY, EntryState.EMPTY)
 keys = st.sampled_from(_KEYS)
 picks = st.integers(0, 1_000)
 
@@ -216,27 +212,57 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.mover.finish(copied, index % self.world.mover.under_way)
         self.forget_lost_leases()
 
-    @rule(user=st.sampled_from(["ann", "bob", "cid"]))
-    def invalidate_user(self, user: str) -> None:
-        self.cache.invalidate_user(user)
-        self.run.leases = {name: lease for name, lease in self.run.leases.items() if lease[0].user_id != user}
-        self.forget_lost_leases()
+    @rule(what=st.sampled_from(["user", "model", "all"]), key=keys)
+    def take_away(self, what: str, key: PrefixKey) -> None:
+        if what == "user":
+            self.cache.invalidate_user(key.user_id)
+        elif what == "model":
+            self.cache.drop_namespace(key.namespace)
+        else:
+            self.cache.clear()
+        gone = {
+            "user": lambda other: other.user_id == key.user_id,
+            "model": lambda other: other.namespace == key.namespace,
+        }
+        matches = gone.get(what, lambda other: True)
+        self.run.leases = {name: lease for name, lease in self.run.leases.items() if not matches(lease[0])}
+        assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
-    @rule(model=st.sampled_from([b"m1", b"m2"]))
-    def drop_namespace(self, model: bytes) -> None:
-        self.cache.drop_namespace(model)
-        self.run.leases = {name: lease for name, lease in self.run.leases.items() if lease[0].namespace != model}
+    @rule(key=keys)
+    def demote(self, key: PrefixKey) -> None:
+        self.cache.demote([key.user_id])
 
-    @rule(user=st.sampled_from(["ann", "bob", "cid"]))
-    def demote(self, user: str) -> None:
-        self.cache.demote([user])
+    # Whole stories, so that the single operations meet something.
+
+    @rule(key=keys)
+    def store(self, key: PrefixKey) -> None:
+        answer = self.cache.reserve(key, self.tick())
+        if isinstance(answer, Fill):
+            self.world.begin(answer)
+            self.world.write(answer, key, answer.tokens)
+            handle = answer.publish(self.tick())
+            assert handle is not None
+            self.cache.release(handle)
+
+    @rule(key=keys)
+    def spill_and_wait(self, key: PrefixKey) -> None:
+        self.cache.spill(key)
+        self.world.mover.run()
+
+    @rule(key=keys)
+    def reload_and_read(self, key: PrefixKey) -> None:
+        self.reload(key, self.now_us, None)
+        self.world.mover.run()
+        self.acquire(key, True, Purpose.RANKING)
 
     @rule()
-    def clear(self) -> None:
-        self.cache.clear()
-        self.run.leases.clear()
-        stats = self.cache.stats()
-        assert stats.hbm.evictable + stats.hbm.leased + stats.dram.evictable == 0
+    def crowd_out(self) -> None:
+        """Another user takes all the room there is, and goes."""
+        stats = self.cache.stats().hbm
+        tokens = (stats.free + stats.evictable) * PAGE_TOKENS
+        if tokens > LAYOUT.contextual_tokens:
+            self.store(make_key("crowd", tokens - LAYOUT.contextual_tokens))
+            self.cache.invalidate_user("crowd")
 
     def forget_lost_leases(self) -> None:
         """A lease on work that came to nothing protects nothing, though the key may match something else."""
@@ -292,7 +318,7 @@ def test_random_operations_keep_every_invariant(policy: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
