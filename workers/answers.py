@@ -27,7 +27,7 @@ from schemas.messages import (
     StageTimings,
 )
 from streams.clock import Clock
-from streams.consumer.loop import Received, Token
+from streams.consumer import Received, Token
 from workers.metrics import WorkerMetrics
 from workers.model.interface import RankOutputs
 from workers.status import QueueWaits

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from schemas.messages import FailureReason, Path, PrefixSource
 from streams.clock import Clock
-from streams.consumer.loop import Received
+from streams.consumer import Received
 from streams.latency import Corrector, LatencyModel, Stage
 from workers.admission import JobAdmission
 from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PendingKind, PrefixCache, PrefixKey, Purpose

@@ -16,7 +16,7 @@ from schemas.codec import DecodeError, DecodeReason, decode
 from schemas.headers import RankingHeaders
 from schemas.messages import FailureReason, Outcome, PreInferJob, RankingRequest
 from streams.clock import Clock
-from streams.consumer.loop import Received
+from streams.consumer import Received
 from streams.dead_letters import DeadLetterWriter
 from streams.partitioner import partition_for
 from workers.answers import Answers

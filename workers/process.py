@@ -26,8 +26,7 @@ from schemas.topics import Topic
 from streams.admin import require_topics
 from streams.clients import ProducerKind, make_group_consumer, make_producer, require_broker
 from streams.clock import SystemClock
-from streams.consumer.loop import ConsumerLoop, LoopState
-from streams.consumer.settings import ConsumerSettings
+from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
 from streams.latency import Corrector
@@ -38,6 +37,7 @@ from workers.admission import JobAdmission
 from workers.answers import Answers
 from workers.cache import PageCopy
 from workers.cache.build import BuiltCache, build_cache
+from workers.cache.metrics import CacheCollector
 from workers.calibration import latency_for
 from workers.device_thread import DeviceThread
 from workers.executor import Executor
@@ -105,6 +105,7 @@ class WorkerProcess:
         require_host_memory(self._plan, self._engine.device.is_cpu)
         built, scratch_pages = self._take_memory(self._engine)
         self._cache, self._hbm_arena = built.cache, built.hbm_arena
+        CacheCollector(self._cache.stats)
         self._latency = latency_for(self._engine, settings.calibration)
         self._corrector = Corrector(self._latency)
 

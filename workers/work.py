@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from schemas.headers import RankingHeaders
 from schemas.messages import Behaviours, HistoryVersion, Path, PrefixSource, PreInferJob, RankingRequest
-from streams.consumer.loop import Received
+from streams.consumer import Received
 from workers.cache import Fill, Handle, PrefixKey
 from workers.model.interface import PrefixInputs, RankInputs
 from workers.scheduler.order import WorkClass

@@ -65,16 +65,21 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        # Line by line, so that others can read along.
+        self._file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
 
-    def flush(self) -> None:
-        self._file.flush()
-
     def close(self) -> None:
         self._file.close()
+
+
+def parse_record(line: str | bytes) -> Record:
+    """One line's record. Raises ValueError or TypeError for anything else."""
+    fields: dict[str, Any] = json.loads(line)
+    timings = fields.pop("timings", None)
+    return Record(**fields, timings=None if timings is None else StageTimings(**timings))
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -82,8 +87,6 @@ def read_records(path: Path) -> Iterator[Record]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                fields: dict[str, Any] = json.loads(line)
-                timings = fields.pop("timings", None)
-                yield Record(**fields, timings=None if timings is None else StageTimings(**timings))
+                yield parse_record(line)
             except (ValueError, TypeError) as error:
                 raise RelayError(f"{path}, line {number}: not a record of `relaygr gateway`: {error}") from error

@@ -22,7 +22,7 @@ from schemas.messages import (
     RankingRequest,
 )
 from streams.clock import ManualClock
-from streams.consumer.loop import Received, Token
+from streams.consumer import Received, Token
 from streams.latency import Corrector, LatencyModel
 from streams.trigger.buckets import BucketLimits
 from workers.admission import JobAdmission

@@ -1,0 +1,308 @@
+"""The demo, phase by phase.
+
+    calibrate -> plan -> broker -> relay on -> relay off, same schedule -> reference scores -> summary
+
+Each phase has topics and groups of its own, and fresh processes: trigger, workers and gateway, which
+meet only in the broker. This process draws, and reads what they serve on `/metrics`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from pydantic import ByteSize
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.prompt import Confirm
+
+from relaygr.commands.gateway import population_of
+from relaygr.demo.board import Board, RecordTail
+from relaygr.demo.config import write_config
+from relaygr.demo.lag import LagWatch
+from relaygr.demo.metrics import read_metrics
+from relaygr.demo.plan import DemoPlan, Wishes, plan_demo
+from relaygr.demo.processes import Child, Processes
+from relaygr.demo.report import print_plan, print_summary
+from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates, summarise
+from relaygr.settings import Settings
+from relaygr.traffic.population import Population
+from relaygr.traffic.records import read_records
+from streams.broker import LocalBroker, local_broker
+from streams.clock import SystemClock
+from streams.errors import RelayError
+from streams.trigger.fleet import Fleet, FleetReader
+from workers.calibration import QUICK_BUDGET_S, calibrate, save_calibration
+from workers.model.checkpoint import random_checkpoint, save_checkpoint
+from workers.model.config import ModelConfig
+from workers.model.engine import Engine, load_engine
+
+START_TIMEOUT_S = 40.0
+WORKERS = 2
+DEMO_PARTITIONS = 12
+CALIBRATION_FILE = "calibration.json"
+_STALE_MS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line asks for. `wishes` are None where the calibration decides."""
+
+    broker: str
+    wishes: Wishes
+    model: Path | None
+    keep: Path | None
+    assume_yes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Both runs, the comparison, and what was to be shown."""
+
+    plan: DemoPlan
+    relay: RunSummary
+    full: RunSummary
+    comparison: ScoreComparison
+    gates: tuple[Gate, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(gate.passed for gate in self.gates)
+
+
+def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult:
+    """Runs all phases, and prints as it goes. Raises RelayError for what the user can mend."""
+    with _folder(options.keep) as folder:
+        population = population_of(settings.gateway)
+        model = options.model or _make_model(folder / "model", settings, population)
+        plan = _plan(console, folder, model, settings, population, options.wishes)
+        print_plan(console, plan, WORKERS, population.size)
+        known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
+        with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
+            console.print(f"broker     {broker.what}")
+            for limit in broker.limits:
+                console.print(f"           it can not show everything: {limit}", style="dim")
+            prefix = _own_prefix(console, broker, options.assume_yes)
+            planned = _planned(settings, plan, model, folder, broker)
+            relay_file, full_file, reference_file = (
+                folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
+            )
+            with _Stack(console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True) as stack:
+                relay = stack.play("relay on", relay_file)
+            with _Stack(console, folder, broker, _named(planned, f"{prefix}-full"), relay=False) as stack:
+                full = stack.play("relay off", full_file)
+                stack.play_reference(reference_file, relay_file)
+        comparison = compare_scores(read_records(relay_file), read_records(reference_file))
+        result = DemoResult(plan, relay, full, comparison, gates(relay, full, comparison))
+        print_summary(console, relay, full, plan.budget_ms, comparison, result.gates)
+        return result
+
+
+class _Stack:
+    """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
+
+    def __init__(self, console: Console, folder: Path, broker: LocalBroker, settings: Settings, relay: bool) -> None:
+        self._console = console
+        self._folder = folder / settings.topic_prefix
+        self._broker = broker
+        self._settings = settings
+        self._relay = relay
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> _Stack:
+        self._folder.mkdir(parents=True)
+        settings, name = self._settings, self._settings.topic_prefix
+        self._broker.create_topics(settings)
+        if not self._broker.ours:
+            self._cleanup.callback(self._broker.delete_topics, settings)
+        config = self._folder / "settings.yaml"
+        write_config(settings, config)
+        try:
+            self._processes = self._cleanup.enter_context(Processes(self._folder, config))
+            with self._console.status(f"starting {WORKERS} workers" + (" and the trigger" if self._relay else "")):
+                self._workers = [self._start_worker(number) for number in range(WORKERS)]
+                self._trigger = self._processes.start("trigger", ["trigger"], "trigger") if self._relay else None
+                started = [*self._workers, *([self._trigger] if self._trigger is not None else [])]
+                self._processes.await_ready(started, START_TIMEOUT_S)
+            self._fleet = Fleet(_STALE_MS)
+            self._clock = SystemClock()
+            reader = FleetReader(settings, self._fleet, self._clock, f"{name}-demo")
+            reader.start()
+            self._cleanup.callback(reader.stop)
+            self._lag = self._cleanup.enter_context(LagWatch(settings, self._broker))
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    def play(self, title: str, records: Path) -> RunSummary:
+        """Drives the schedule once."""
+        before = self._device_seconds()
+        tail = RecordTail(records)
+        gateway = self._start_gateway(records, ["--set", f"gateway.relay={str(self._relay).lower()}"])
+        board = Board(
+            self._console,
+            title,
+            self._settings.gateway.budget_ms,
+            tail,
+            self._workers,
+            self._trigger,
+            self._owners,
+            self._lag.lines,
+        )
+        board.run(lambda: self._has_ended(gateway))
+        return summarise(tail.records, self._device_seconds() - before)
+
+    def play_reference(self, records: Path, of: Path) -> None:
+        """Ranks a sample of an earlier run's impressions again, without a deadline, for their scores."""
+        with self._console.status("ranking a sample again in full, to compare the scores"):
+            gateway = self._start_gateway(records, ["--reference-of", str(of)])
+            while not self._has_ended(gateway):
+                time.sleep(0.1)
+
+    def _start_worker(self, number: int) -> Child:
+        name = f"worker-{number:02d}"
+        own = [f"worker.worker_id={name}", f"worker.history_path={self._folder / f'history-{number:02d}'}"]
+        if not self._relay:
+            own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
+        return self._processes.start(name, ["worker"], "worker", own)
+
+    def _start_gateway(self, records: Path, arguments: Sequence[str]) -> Child:
+        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway")
+
+    def _has_ended(self, child: Child) -> bool:
+        self._processes.require_running()
+        return child.process.poll() is not None
+
+    def _device_seconds(self) -> float:
+        return sum(read_metrics(worker.port).total("relaygr_worker_device_seconds_total") for worker in self._workers)
+
+    def _owners(self) -> Mapping[str, Sequence[int]]:
+        now_us = self._clock.wall_us()
+        owners: dict[str, list[int]] = {}
+        for partition in range(self._settings.partitions):
+            owner = self._fleet.owner_of(partition, now_us)
+            if owner is not None:
+                owners.setdefault(owner.worker_id, []).append(partition)
+        return owners
+
+
+# -- before the first run ------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="relaygr-demo-", ignore_cleanup_errors=True) as name:
+            yield Path(name)
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise RelayError(f"{keep} is not empty: give --keep a folder of its own.")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+def _make_model(folder: Path, settings: Settings, population: Population) -> Path:
+    """A random model over the population's items, as long as its longest history."""
+    longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
+    suffix = settings.gateway.suffix
+    config = ModelConfig(
+        embedding_dim=96,
+        num_heads=3,
+        attention_dim=32,
+        hidden_dim=32,
+        num_layers=4,
+        normalizer=float(longest + suffix),
+        vocabulary_size=int(population.items.size),
+        num_actions=64,
+        num_positions=longest + suffix + 1,
+        max_prefix_behaviours=longest,
+        max_suffix_behaviours=suffix,
+        max_candidates=settings.gateway.candidates,
+    )
+    checkpoint = random_checkpoint(config, settings.gateway.seed, population.items)
+    save_checkpoint(folder, config, checkpoint.tensors)
+    return folder
+
+
+def _plan(
+    console: Console, folder: Path, model: Path, settings: Settings, population: Population, wishes: Wishes
+) -> DemoPlan:
+    """Calibrates this machine, alone, and plans by it."""
+    worker = settings.worker
+    engine = load_engine(model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads)
+    engine.bind(_calibration_arena(engine))
+    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=1.0)
+        calibration = calibrate(
+            engine, QUICK_BUDGET_S, lambda share, text: progress.update(bar, completed=share, description=text)
+        )
+    save_calibration(calibration, folder / CALIBRATION_FILE)
+    longest = engine.limits.max_prefix_behaviours
+    lengths = [min(population.first_length(index), longest) for index in range(population.size)]
+    scored = settings.gateway.suffix * engine.layout.tokens_per_behaviour + settings.gateway.candidates
+    return plan_demo(
+        calibration.model, engine.geometry, engine.layout, lengths, scored, WORKERS, os.cpu_count() or 1, wishes
+    )
+
+
+def _calibration_arena(engine: Engine) -> torch.Tensor:
+    pages = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
+    return engine.device.empty_bytes(pages, engine.geometry.page_bytes)
+
+
+def _planned(settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker) -> Settings:
+    """The settings of every process: the user's, the plan's, and what this broker needs."""
+    on_broker = broker.settings(settings)
+    gateway = settings.gateway.model_copy(
+        update={"budget_ms": plan.budget_ms, "lead_median_ms": float(plan.lead_ms), "rate_per_s": plan.rate_per_s}
+    )
+    worker = settings.worker.model_copy(
+        update={
+            "model": model,
+            "calibration": folder / CALIBRATION_FILE,
+            "hbm_bytes": ByteSize(plan.hbm_bytes),
+            "dram_bytes": ByteSize(plan.dram_bytes),
+            "history_max_bytes": ByteSize(256 << 20),
+        }
+    )
+    return settings.model_copy(
+        update={
+            "bootstrap": on_broker.bootstrap,
+            "fetch_wait_max_ms": on_broker.fetch_wait_max_ms,
+            "session_timeout_ms": on_broker.session_timeout_ms,
+            "replication_factor": on_broker.replication_factor,
+            "partitions": DEMO_PARTITIONS,
+            "gateway": gateway,
+            "worker": worker,
+        }
+    )
+
+
+def _named(settings: Settings, prefix: str) -> Settings:
+    return settings.model_copy(update={"topic_prefix": prefix, "group_prefix": prefix})
+
+
+def _own_prefix(console: Console, broker: LocalBroker, assume_yes: bool) -> str:
+    """On a cluster that is not ours: a prefix of our own, and a question first."""
+    if broker.ours:
+        return "relaygr"
+    prefix = f"relaygr-demo-{secrets.token_hex(3)}"
+    question = f"Create topics {prefix}-* on {broker.bootstrap}, and delete them at the end?"
+    if not assume_yes and not (console.is_terminal and Confirm.ask(question, console=console)):
+        raise RelayError(f"Nothing was created on {broker.bootstrap}. Run with --yes to use topics {prefix}-* there.")
+    return prefix
