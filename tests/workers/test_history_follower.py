@@ -1,0 +1,329 @@
+"""The history follower on a broker: the store becomes equal to the topic, and stays so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Message, Producer, TopicPartition
+
+from schemas.codec import encode
+from schemas.headers import DEAD_LETTER_REASON
+from schemas.messages import Behaviours, History
+from schemas.topics import Topic
+from streams.clients import ProducerKind, make_assigned_consumer, make_producer
+from streams.clock import ManualClock
+from streams.dead_letters import DeadLetterWriter
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+from workers.history import follower as follower_module
+from workers.history.follower import MAX_STORE_AGE_MS, DeadLetters, HistoryFollower
+from workers.history.store import HistoryBatch, HistoryStore
+
+MIB = 1024 * 1024
+PATIENCE_S = 20.0
+
+
+def history(user_id: str, number: int = 1, length: int = 50) -> History:
+    items = np.arange(length) + number
+    return History(user_id, number, np.array([7]), Behaviours(items, np.ones(length, "<u2"), items))
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_s, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.005)
+
+
+class Publisher:
+    """Writes to the history topic."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self.kafka = kafka
+        self.topic = kafka.topic(Topic.HISTORY)
+        self._producer: Producer = make_producer(kafka, ProducerKind.DURABLE, "test-history")
+
+    def send(self, *histories: History) -> None:
+        for one in histories:
+            self._producer.produce(self.topic, key=one.user_id.encode(), value=encode(one))
+        assert self._producer.flush(PATIENCE_S) == 0
+
+    def send_raw(self, key: bytes, value: bytes | None, partition: int | None = None) -> None:
+        options = {} if partition is None else {"partition": partition}
+        self._producer.produce(self.topic, key=key, value=value, **options)
+        assert self._producer.flush(PATIENCE_S) == 0
+
+    def partition(self, user_id: str) -> int:
+        return partition_for(user_id.encode(), self.kafka.partitions)
+
+
+class Told:
+    """What the follower told."""
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+        self.deleted: list[str] = []
+        self.caught_up: list[int] = []
+
+
+@contextmanager
+def following(
+    kafka: KafkaSettings,
+    store: HistoryStore,
+    told: Told | None = None,
+    partitions: frozenset[int] | None = None,
+    clock: ManualClock | None = None,
+    dead_letters: DeadLetters | None = None,
+) -> Iterator[HistoryFollower]:
+    told = told or Told()
+    follower = HistoryFollower(
+        kafka,
+        store,
+        dead_letters or DeadLetterWriter(kafka, "test-history"),
+        "test-history",
+        on_changed=told.changed.extend,
+        on_deleted=told.deleted.append,
+        on_caught_up=told.caught_up.append,
+        clock=clock,
+    )
+    follower.follow(frozenset(range(kafka.partitions)) if partitions is None else partitions)
+    follower.start()
+    try:
+        until(lambda: not follower.loading, "caught up")
+        yield follower
+    finally:
+        assert follower.stop(PATIENCE_S)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
+    opened = HistoryStore.open(tmp_path / "history", 16 * MIB)
+    yield opened
+    opened.close()
+
+
+def dead_letters(kafka: KafkaSettings, count: int) -> list[Message]:
+    consumer = make_assigned_consumer(kafka, "test-letters")
+    topic = kafka.topic(Topic.DEAD_LETTERS)
+    partitions = consumer.list_topics(topic, timeout=5).topics[topic].partitions
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions])
+    letters: list[Message] = []
+
+    def read() -> bool:
+        message = consumer.poll(0.05)
+        if message is not None and message.error() is None:
+            letters.append(message)
+        return len(letters) >= count
+
+    until(read, f"{count} dead letters")
+    consumer.close()
+    return letters
+
+
+def test_histories_written_before_and_after_the_start_are_stored(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, told = Publisher(kafka_settings), Told()
+    before = [history(f"user-{i}") for i in range(60)]
+    publisher.send(*before)
+    with following(kafka_settings, store, told) as follower:
+        for one in before:
+            stored = store.get(one.user_id)
+            assert stored is not None and stored.history == one
+        assert sorted(told.changed) == sorted(one.user_id for one in before)
+        assert sorted(told.caught_up) == list(range(kafka_settings.partitions))
+        assert all(follower.caught_up(partition) for partition in range(kafka_settings.partitions))
+        publisher.send(history("user-3", number=2), history("late"))
+        until(lambda: {"user-3", "late"} <= set(told.changed[60:]), "changes told")
+        version = store.version("user-3")
+        assert version is not None and version.number == 2
+
+
+def test_empty_partitions_catch_up_too(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    with following(kafka_settings, store) as follower:
+        assert follower.loading == frozenset()
+        assert not follower.caught_up(kafka_settings.partitions + 1)
+    assert store.user_count == 0
+
+
+def test_a_tombstone_deletes_the_user_and_is_told(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    publisher, told = Publisher(kafka_settings), Told()
+    publisher.send(history("gone"), history("kept"))
+    with following(kafka_settings, store, told):
+        assert store.get("gone") is not None
+        publisher.send_raw(b"gone", None)
+        until(lambda: told.deleted == ["gone"], "deletion told")
+        assert store.get("gone") is None
+        assert store.get("kept") is not None
+
+
+def test_a_restart_reads_on_from_the_stored_offset(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    publisher = Publisher(kafka_settings)
+    publisher.send(*(history(f"user-{i}") for i in range(30)))
+    with following(kafka_settings, store):
+        pass
+    publisher.send(history("new"), history("user-1", number=2))
+    told = Told()
+    with following(kafka_settings, store, told):
+        assert sorted(told.changed) == ["new", "user-1"]
+    assert store.user_count == 31
+
+
+def test_following_changes_without_a_break(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    publisher = Publisher(kafka_settings)
+    users = [f"user-{i}" for i in range(40)]
+    publisher.send(*map(history, users))
+    first = frozenset(range(4))
+    with following(kafka_settings, store, partitions=first) as follower:
+        assert store.user_count == sum(publisher.partition(user) in first for user in users)
+        assert not follower.caught_up(5)
+        follower.follow(frozenset((3, 5)))
+        assert not follower.caught_up(0)
+        assert follower.caught_up(3)
+        until(lambda: follower.caught_up(5), "the new partition caught up")
+        publisher.send(*(history(user, number=2) for user in users))
+        followed = [user for user in users if publisher.partition(user) in (3, 5)]
+
+        def numbers() -> set[int]:
+            return {version.number for user in followed if (version := store.version(user)) is not None}
+
+        until(lambda: numbers() == {2}, "followed partitions read on")
+        left = [user for user in users if publisher.partition(user) in (0, 1, 2)]
+        assert {version.number for user in left if (version := store.version(user)) is not None} == {1}
+
+
+def test_what_is_no_history_goes_to_dead_letters_and_the_rest_is_stored(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher = Publisher(kafka_settings)
+    partition = publisher.partition("user")
+    publisher.send(history("user"))
+    publisher.send_raw(b"user", b"garbage", partition)
+    publisher.send_raw(b"user", encode(history("somebody else")), partition)
+    publisher.send_raw(b"user", encode(history("user", number=2)), (partition + 1) % kafka_settings.partitions)
+    publisher.send(history("user", number=3))
+    with following(kafka_settings, store):
+        version = store.version("user")
+        assert version is not None and version.number == 3
+        letters = dead_letters(kafka_settings, 3)
+        until(lambda: store.next_offset(partition) == 4, "the offset passes the delivered letters")
+    reasons = sorted(dict(letter.headers() or [])[DEAD_LETTER_REASON] for letter in letters)
+    assert reasons == [b"key_mismatch", b"unsupported_version", b"wrong_partitioner"]
+    assert b"garbage" in [letter.value() for letter in letters]
+
+
+class SlowLetters:
+    """Dead letters whose reports the test gives."""
+
+    def __init__(self) -> None:
+        self.reports: list[Callable[[bool], None]] = []
+
+    def write(self, message: Message, reason: str, detail: str, on_done: Callable[[bool], None] | None = None) -> None:
+        assert on_done is not None
+        self.reports.append(on_done)
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        return 0
+
+    def flush(self, timeout_s: float) -> int:
+        return 0
+
+
+def test_the_stored_offset_waits_for_an_undelivered_dead_letter(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
+    publisher, letters = Publisher(kafka_settings), SlowLetters()
+    partition = publisher.partition("user")
+    publisher.send_raw(b"user", b"garbage", partition)
+    publisher.send(history("user"))
+    with following(kafka_settings, store, dead_letters=letters):
+        assert store.get("user") is not None
+        assert store.next_offset(partition) is None
+        letters.reports[0](False)
+        until(lambda: len(letters.reports) == 2, "a failed letter is written again")
+        assert store.next_offset(partition) is None
+        letters.reports[1](True)
+        until(lambda: store.next_offset(partition) == 2, "the offset goes on")
+
+
+def test_a_stored_offset_out_of_range_means_reading_from_the_beginning(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher = Publisher(kafka_settings)
+    partition = publisher.partition("user")
+    publisher.send(history("user"))
+    with following(kafka_settings, store):
+        pass
+    store.apply_all([HistoryBatch(partition, (), 10_000)])
+    told = Told()
+    with following(kafka_settings, store, told):
+        assert told.changed == ["user"]
+        assert store.next_offset(partition) == 1
+
+
+def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    """A user deleted meanwhile, whose tombstone was compacted away, must not stay."""
+    publisher, clock = Publisher(kafka_settings), ManualClock()
+    publisher.send(history("user"))
+    with following(kafka_settings, store, clock=clock):
+        pass
+    clock.advance_us((MAX_STORE_AGE_MS - 1) * 1000)
+    told = Told()
+    with following(kafka_settings, store, told, clock=clock):
+        assert told.changed == []
+    clock.advance_us(MAX_STORE_AGE_MS * 1000)
+    with following(kafka_settings, store, told, clock=clock):
+        assert told.changed == ["user"]
+
+
+def test_while_it_follows_the_store_stays_current(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    clock = ManualClock()
+    Publisher(kafka_settings).send(history("user"))
+    with following(kafka_settings, store, clock=clock):
+        clock.advance_us(400_000_000)
+        now_ms = clock.wall_us() // 1000
+        until(lambda: {state.current_at_ms for state in store.states().values()} == {now_ms}, "marked current")
+
+
+def test_after_a_failed_transaction_everything_is_read_again(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
+    publisher, told = Publisher(kafka_settings), Told()
+    users = [f"user-{i}" for i in range(30)]
+    publisher.send(*map(history, users))
+    apply_all, failures = store.apply_all, iter((True, True))
+
+    def fails_twice(batches: Any) -> Any:
+        if next(failures, False):
+            raise lmdb.DiskError("no space left on device")
+        return apply_all(batches)
+
+    monkeypatch.setattr(store, "apply_all", fails_twice)
+    with following(kafka_settings, store, told) as follower:
+        assert sorted(told.changed) == sorted(users)
+        assert follower.is_alive
+    assert store.user_count == 30
+
+
+def test_what_had_no_room_is_read_again_once_there_is(kafka_settings: KafkaSettings, tmp_path: Path) -> None:
+    publisher = Publisher(kafka_settings)
+    publisher.send(*(history(f"user-{i}", length=2000) for i in range(60)))
+    small = HistoryStore.open(tmp_path / "small", MIB)
+    with following(kafka_settings, small):
+        assert 0 < small.user_count < 60
+    small.close()
+    larger = HistoryStore.open(tmp_path / "small", 16 * MIB)
+    with following(kafka_settings, larger):
+        assert larger.user_count == 60
+    larger.close()

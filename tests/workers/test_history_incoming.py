@@ -1,0 +1,63 @@
+"""What a record of the history topic says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.codec import DecodeReason, encode
+from schemas.messages import Behaviours, History
+from streams.partitioner import partition_for
+from workers.history.incoming import KEY_MISMATCH, REASONS, WRONG_PARTITIONER, Rejected, read_record
+from workers.history.store import HistoryRecord
+
+PARTITIONS = 12
+
+
+def history(user_id: str) -> History:
+    return History(user_id, 1, np.array([1]), Behaviours(np.array([5]), np.array([0], "<u2"), np.array([9])))
+
+
+def test_a_history_under_its_users_key_is_a_record() -> None:
+    key = "zoë".encode()
+    record = read_record(key, encode(history("zoë")), partition_for(key, PARTITIONS), PARTITIONS, 7)
+    assert record == HistoryRecord("zoë", 7, history("zoë"))
+
+
+def test_no_value_is_a_tombstone() -> None:
+    record = read_record(b"u", None, partition_for(b"u", PARTITIONS), PARTITIONS, 7)
+    assert record == HistoryRecord("u", 7, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shift", "reason"),
+    [
+        pytest.param(None, encode(history("u")), 0, DecodeReason.EMPTY, id="no key"),
+        pytest.param(b"", encode(history("u")), 0, DecodeReason.EMPTY, id="empty key"),
+        pytest.param(b"\xff\xfe", None, 0, DecodeReason.MALFORMED, id="key is not UTF-8"),
+        pytest.param(b"a\nb", None, 0, DecodeReason.INVALID_FIELD, id="key holds a control character"),
+        pytest.param(b"x" * 257, None, 0, DecodeReason.INVALID_FIELD, id="key too long"),
+        pytest.param(b"u", encode(history("u")), 1, WRONG_PARTITIONER, id="another partition"),
+        pytest.param(b"u", None, 1, WRONG_PARTITIONER, id="a tombstone in another partition"),
+        pytest.param(b"u", b"", 0, DecodeReason.EMPTY, id="empty value"),
+        pytest.param(b"u", b"garbage", 0, DecodeReason.UNSUPPORTED_VERSION, id="garbage"),
+        pytest.param(b"u", b"\x01garbage", 0, DecodeReason.MALFORMED, id="garbage after the version"),
+        pytest.param(b"u", encode(history("v")), 0, KEY_MISMATCH, id="another user's body"),
+    ],
+)
+def test_what_is_no_history_record_is_rejected_with_its_reason(
+    key: bytes | None, value: bytes | None, shift: int, reason: str
+) -> None:
+    partition = (partition_for(key or b"u", PARTITIONS) + shift) % PARTITIONS
+    rejected = read_record(key, value, partition, PARTITIONS, 0)
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == reason
+    assert rejected.detail
+
+
+@given(st.none() | st.binary(max_size=40), st.none() | st.binary(max_size=80), st.integers(0, PARTITIONS - 1))
+def test_any_bytes_are_a_record_or_a_rejection(key: bytes | None, value: bytes | None, partition: int) -> None:
+    result = read_record(key, value, partition, PARTITIONS, 0)
+    assert isinstance(result, HistoryRecord) or result.reason in REASONS
