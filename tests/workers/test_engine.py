@@ -172,6 +172,24 @@ def test_bfloat16_kv_costs_at_most_twice_what_the_rounding_itself_costs(seed: in
     assert 0 < float(np.abs(scores - exact.numpy()).max()) <= 2 * of_the_rounding
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_never_stored_are_rounded_like_those_that_are(seed: int) -> None:
+    """Else a behaviour would count a little differently in the suffix than it does once it is in the prefix."""
+    world = make_world(small_config(num_layers=3, normalizer=4.0), seed, KvDtype.BFLOAT16)
+    random = np.random.default_rng(seed)
+    history, items = random_behaviours(random, 20), np.arange(20)
+    pages = world.pages(random, 4)
+    tokens = world.pre_infer(NO_FEATURES, history[:4], pages, [])
+    scores = world.scores(world.engine.rank_inputs(tokens, pages, history[4:], items))
+
+    exact = full_inference(world.checkpoint, NO_FEATURES, history, items).scores
+    rounded = full_inference(
+        world.checkpoint, NO_FEATURES, history, items, round_kv=lambda x: x.to(torch.bfloat16).to(x.dtype)
+    ).scores
+    of_the_rounding = float((rounded - exact).abs().max())
+    assert float(np.abs(scores - rounded.numpy()).max()) <= 0.3 * of_the_rounding
+
+
 def test_items_that_the_model_does_not_know_share_one_row_and_are_counted() -> None:
     world, random = make_world(small_config()), np.random.default_rng(5)
     prefix = Behaviours(np.array([1, -7, VOCABULARY, 3]), np.zeros(4, np.uint16), np.arange(4))

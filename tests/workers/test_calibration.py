@@ -1,0 +1,168 @@
+"""Calibration: a device of known speed is measured as it is, and a file of another machine is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from relaygr.app import app
+from schemas.messages import LatencyCoefficients
+from streams.errors import RelayError
+from streams.latency import LatencyModel
+from tests.workers.model_world import make_world, small_config
+from workers.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
+from workers.device import CpuDevice
+from workers.kv import KvDtype
+from workers.model.checkpoint import random_checkpoint, save_checkpoint
+from workers.model.config import Family
+from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
+from workers.model.null_engine import NullEngine
+
+KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
+
+
+class TimedEngine(NullEngine):
+    """Takes exactly as long as a latency model says, on a clock of its own."""
+
+    def __init__(self, max_prefix: int = 4096) -> None:
+        config = small_config(family=Family.NULL, max_prefix_behaviours=max_prefix, max_candidates=512)
+        super().__init__(random_checkpoint(config, 0), CpuDevice(), KvDtype.FLOAT32, 64)
+        self.now_ns = 0
+        self.longest = 0
+        self._model = LatencyModel(KNOWN)
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        super().pre_infer(chunk)
+        self.longest = max(self.longest, chunk.end)
+        self.now_ns += int(self._model.append_us(chunk.start, chunk.end - chunk.start) * 1000)
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        scored = batch[0].suffix_tokens + batch[0].num_candidates
+        self.now_ns += int(self._model.hit_us(batch[0].prefix_tokens, scored) * 1000)
+        return super().rank(batch)
+
+    def read_clock(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def timed(one_thread: None) -> Calibration:
+    engine = TimedEngine()
+    return calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock)
+
+
+def test_a_device_of_known_speed_is_measured_as_it_is(timed: Calibration) -> None:
+    for name in ("b0", "b1", "b2", "c0", "c1", "c2"):
+        assert getattr(timed.coefficients, name) == pytest.approx(getattr(KNOWN, name), rel=0.01), name
+
+
+def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
+    hits = {(point.prefix_tokens, point.scored_tokens): point.duration_us for point in timed.hit}
+    longest = max(timed.full, key=lambda point: (point.prefix_tokens, point.scored_tokens))
+    assert longest.prefix_tokens == 4096
+    whole = LatencyModel(KNOWN).pre_us(4096)
+    hit = hits[longest.prefix_tokens, longest.scored_tokens]
+    assert whole < longest.duration_us - hit < whole * 1.3
+
+
+def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
+    engine = TimedEngine(max_prefix=65_536)
+    calibrate(engine, budget_s=0.05, timer_ns=engine.read_clock)
+    assert 64 <= engine.longest < 65_536
+    assert engine.now_ns < 1e9
+
+
+def test_progress_rises_to_the_whole() -> None:
+    engine = TimedEngine(max_prefix=256)
+    seen: list[float] = []
+    calibrate(engine, 1.0, lambda share, _text: seen.append(share), engine.read_clock)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("dtype", KvDtype)
+def test_a_real_engine_is_calibrated_in_a_moment(dtype: KvDtype) -> None:
+    world = make_world(small_config(), dtype=dtype)
+    model = latency_for(world.engine, None, budget_s=0.1)
+    assert model.full_us(200, 32) > 0
+    assert model.hit_us(200, 32) > 0
+    assert model.reload_us(2**20) > 0
+
+
+def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "calibration.json"
+    save_calibration(timed, path)
+    assert load_calibration(path) == timed
+    assert latency_for(TimedEngine(), path).coefficients == timed.coefficients
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model_revision", "ff"), ("device", "cuda:0"), ("threads", 99), ("page_tokens", 8)]
+)
+def test_a_calibration_of_something_else_is_refused(
+    field: str, value: object, timed: Calibration, tmp_path: Path
+) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(replace(timed, machine=replace(timed.machine, **{field: value})), path)  # type: ignore[arg-type]
+    with pytest.raises(RelayError, match=f"measured with {field} {value}"):
+        latency_for(TimedEngine(), path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": 1, "calibration": {}}', '{"format": 1, "calibration": {"coefficients": {"a0": -1}}}'],
+)
+def test_a_file_that_is_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(RelayError, match="is not a calibration"):
+        load_calibration(path)
+
+
+def test_a_negative_time_or_another_format_is_refused(timed: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(timed, path)
+    written = json.loads(path.read_text())
+    written["calibration"]["coefficients"]["b1"] = -1.0
+    path.write_text(json.dumps(written))
+    with pytest.raises(RelayError, match="b1 is -1"):
+        load_calibration(path)
+    path.write_text(json.dumps(written | {"format": 2}))
+    with pytest.raises(RelayError, match="calibration format 2"):
+        load_calibration(path)
+    with pytest.raises(RelayError, match="relaygr calibrate"):
+        load_calibration(tmp_path / "none.json")
+
+
+def test_the_command_measures_and_writes_the_file(tmp_path: Path) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path / "model", config, random_checkpoint(config, 0).tensors)
+    out = tmp_path / "calibration.json"
+    arguments = ["calibrate", "--model", str(tmp_path / "model"), "--budget-s", "0.1", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "T_full" in done.output
+    machine = load_calibration(out).machine
+    assert machine.model_revision == random_checkpoint(config, 0).revision
+    assert (machine.device, machine.threads, machine.torch_version) == ("cpu", 1, torch.__version__)
+
+
+def test_what_is_described_is_the_engine_as_it_is() -> None:
+    engine = TimedEngine()
+    machine = describe(engine)
+    assert machine.model_revision == engine.revision
+    assert machine.kv_dtype is KvDtype.FLOAT32
+    assert np.isclose(machine.page_tokens, 64)

@@ -1,0 +1,135 @@
+"""The device layer: how a device is chosen, and that nothing else knows which one it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from streams.errors import RelayError
+from workers.device import CpuDevice, open_device, set_threads
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADS_AN_ENGINE = (
+    "import workers.model.engine, torch; from workers.device import open_device; print(open_device().name)"
+)
+
+
+def run_python(code: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, with `path` searched first."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    search = [str(ROOT)] if path is None else [str(path), str(ROOT)]
+    environment["PYTHONPATH"] = os.pathsep.join(search)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def broken_torch_npu(tmp_path: Path) -> Path:
+    """A torch_npu as it is where the CANN libraries are not: registered as torch's plug-in, and failing."""
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libhccl.so: cannot open shared object file')\n")
+    metadata = tmp_path / "torch_npu-2.13.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    return tmp_path
+
+
+def test_no_module_but_the_device_layer_names_a_kind_of_accelerator() -> None:
+    forbidden = re.compile(r"\.cuda\(|torch\.cuda|torch\.npu|torch_npu|torch\.accelerator|torch\.Stream|torch\.Event\b")
+    found = []
+    for package in ("schemas", "streams", "workers", "relaygr", "benchmarks"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file == ROOT / "workers" / "device.py":
+                continue
+            code = re.sub(r'""".*?"""', "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+            found += [
+                f"{file.relative_to(ROOT)}: {line.strip()}" for line in code.splitlines() if forbidden.search(line)
+            ]
+    # The table of extras names the library that an extra brings.
+    assert [line for line in found if '"torch_npu": "npu"' not in line] == []
+
+
+@pytest.mark.slow
+def test_without_torch_npu_the_cpu_works() -> None:
+    done = run_python(f"import sys; sys.modules['torch_npu'] = None; {LOADS_AN_ENGINE}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_broken_torch_npu_does_not_break_the_cpu(broken_torch_npu: Path) -> None:
+    unguarded = run_python("import torch", broken_torch_npu)
+    assert unguarded.returncode != 0, "the trap is not set: torch does not load its plug-ins"
+    done = run_python(LOADS_AN_ENGINE, broken_torch_npu)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_asking_for_a_broken_npu_says_what_to_install(broken_torch_npu: Path) -> None:
+    code = """
+        from streams.errors import RelayError
+        from workers.device import open_device
+        try:
+            open_device("npu")
+        except RelayError as error:
+            print(error)
+    """
+    done = run_python(textwrap.dedent(code), broken_torch_npu)
+    assert "libhccl.so" in done.stdout
+    assert "extra `npu`" in done.stdout
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_is() -> None:
+    present = torch.accelerator.current_accelerator(check_available=True)
+    missing = "xpu" if present is None or present.type != "xpu" else "mps"
+    with pytest.raises(RelayError, match=f"Device '{missing}' was asked for"):
+        open_device(missing)
+
+
+def test_a_name_that_is_no_device_is_refused() -> None:
+    with pytest.raises(RelayError, match="'gpu' is not a device; write cpu"):
+        open_device("gpu")
+
+
+def test_the_setting_goes_before_the_accelerator() -> None:
+    device = open_device("cpu")
+    assert isinstance(device, CpuDevice)
+    assert (device.name, device.is_cpu) == ("cpu", True)
+
+
+def test_work_on_the_cpu_is_done_when_its_call_returns() -> None:
+    device = CpuDevice()
+    device.bind_thread()
+    stream, other = device.stream(), device.stream(low_priority=True)
+    with stream.use():
+        tensor = device.empty_bytes(4, 8).fill_(3)
+    event = stream.record()
+    other.wait_for(event)
+    assert event.done()
+    event.wait()
+    device.synchronize()
+    assert device.current_stream().record().done()
+    assert int(tensor.sum()) == 96
+    assert device.empty_host_bytes(2).dtype is torch.uint8
+    memory = device.memory()
+    assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:
+    with pytest.raises(RelayError, match=r"MiB do not fit into cpu"):
+        CpuDevice().empty_bytes(2**31, 2**31)
+
+
+def test_fewer_than_one_thread_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        set_threads(0)

@@ -1,0 +1,189 @@
+"""Checkpoints: what is written is read back, and what disagrees is refused with its name and both shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from typer.testing import CliRunner
+
+from relaygr.commands.model import app, read_item_ids
+from streams.errors import RelayError
+from tests.workers.model_world import VOCABULARY, configs, small_config
+from workers.model.checkpoint import (
+    compute_revision,
+    expected_tensors,
+    load_checkpoint,
+    random_checkpoint,
+    save_checkpoint,
+)
+from workers.model.config import CONFIG_FILE, Family, ModelConfig, parse_config
+from workers.model.embedding import IDS_TENSOR, FeatureRows, Vocabulary
+
+
+@settings(max_examples=15, deadline=None)
+@given(config=configs())
+def test_any_configuration_survives_its_json(config: ModelConfig) -> None:
+    assert parse_config(config.to_json(), "here") == config
+
+
+def test_a_checkpoint_is_read_back_with_the_same_revision(tmp_path: Path) -> None:
+    config = small_config()
+    ids = np.arange(VOCABULARY, dtype=np.int64) * 7 - 20
+    made = random_checkpoint(config, 0, ids)
+    saved = save_checkpoint(tmp_path / "model", config, made.tensors)
+    loaded = load_checkpoint(tmp_path / "model")
+    assert loaded.revision == saved.revision == made.revision
+    assert loaded.config == config
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in made.tensors.items())
+    assert loaded.vocabulary().rows(np.array([-20, -13, 0])).rows.tolist() == [0, 1, VOCABULARY]
+
+
+def test_one_other_weight_or_option_is_another_revision() -> None:
+    config = small_config()
+    checkpoint = random_checkpoint(config, 0)
+    tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    tensors["layers.1.output.weight"][3, 2] += 1e-6
+    assert compute_revision(config, tensors) != checkpoint.revision
+    assert compute_revision(small_config(normalizer=50.5), checkpoint.tensors) != checkpoint.revision
+    assert random_checkpoint(config, 0).revision == checkpoint.revision
+
+
+def test_tensors_that_disagree_are_each_named_with_both_shapes(tmp_path: Path) -> None:
+    config = small_config()
+    tensors = dict(random_checkpoint(config, 0).tensors)
+    save_checkpoint(tmp_path, config, tensors)
+    other = json.loads((tmp_path / CONFIG_FILE).read_text())
+    other |= {"embedding_dim": 24, "num_positions": 0, "output_bias": True}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(other))
+    with pytest.raises(RelayError) as refusal:
+        load_checkpoint(tmp_path)
+    text = str(refusal.value)
+    assert "layers.0.output.bias is missing, expected [24]" in text
+    assert "items.weight is [41, 16], expected [41, 24]" in text
+    assert "more" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "sentence"),
+    [
+        ("extra", torch.zeros(2), r"extra \[2\] is not part of this configuration"),
+        ("positions.weight", torch.full((300, 16), float("nan")), "positions.weight holds values that are not finite"),
+        ("positions.weight", torch.zeros(300, 16, dtype=torch.int32), "positions.weight is torch.int32"),
+        (IDS_TENSOR, torch.zeros(VOCABULARY, dtype=torch.int64), "does not rise strictly"),
+        (IDS_TENSOR, torch.arange(3), r"items.ids is torch.int64 \[3\], expected int64 \[40\]"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_refused(name: str, tensor: torch.Tensor, sentence: str, tmp_path: Path) -> None:
+    config = small_config()
+    with pytest.raises(RelayError, match=sentence):
+        save_checkpoint(tmp_path, config, {**random_checkpoint(config, 0).tensors, name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_heads": 0}, "num_heads: Input should be greater than or equal to 1"),
+        ({"normalizer": 0}, "normalizer: Input should be greater than 0"),
+        ({"heads": 4}, "heads: Extra inputs are not permitted"),
+        ({"tasks": []}, "tasks: Tuple should have at least 1 item"),
+        ({"tasks": [{"name": "a"}, {"name": "a"}]}, "tasks has the same name twice"),
+        ({"group_norm": True, "norm_affine": False}, "group_norm needs norm_affine"),
+        ({"format": 2}, "format: Input should be 1"),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_refused_by_key(change: dict[str, object], sentence: str) -> None:
+    values = json.loads(small_config().to_json()) | change
+    with pytest.raises(RelayError, match=sentence):
+        parse_config(json.dumps(values), "config.json")
+
+
+def test_files_that_are_not_there_or_broken_are_refused_with_their_path(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="relaygr model init"):
+        load_checkpoint(tmp_path)
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(RelayError, match=r"model\.safetensors cannot be read"):
+        load_checkpoint(tmp_path)
+
+
+def test_half_precision_weights_are_computed_with_in_float32(tmp_path: Path) -> None:
+    config = small_config()
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in random_checkpoint(config, 0).tensors.items()}
+    save_checkpoint(tmp_path, config, tensors)
+    loaded = load_checkpoint(tmp_path)
+    assert {tensor.dtype for tensor in loaded.tensors.values()} == {torch.float32}
+    assert loaded.revision == compute_revision(config, tensors)
+
+
+def test_a_vocabulary_finds_each_id_and_counts_the_others() -> None:
+    ids = np.array([-5, 3, 4, 2**62], dtype=np.int64)
+    found = Vocabulary(4, ids).rows(np.array([3, 2**62, 5, -5, 2**63 - 1, -(2**63)]))
+    assert found.rows.tolist() == [1, 3, 4, 0, 4, 4]
+    assert found.unknown == 3
+    dense = Vocabulary(4).rows(np.array([0, 3, 4, -1]))
+    assert (dense.rows.tolist(), dense.unknown) == ([0, 3, 4, 4], 2)
+    assert Vocabulary(4).rows(np.empty(0, np.int64)).rows.size == 0
+
+
+def test_features_that_are_missing_or_unknown_take_their_tables_last_row() -> None:
+    rows = FeatureRows((3, 5))
+    assert rows.rows(np.array([2, 4])).tolist() == [2, 4 + 4]
+    assert rows.rows(np.array([3, -1])).tolist() == [3, 4 + 5]
+    assert rows.rows(np.array([1])).tolist() == [1, 4 + 5]
+    assert rows.rows(np.array([1, 0, 9])).tolist() == [1, 4 + 0]
+    assert FeatureRows(()).rows(np.array([7])).tolist() == []
+
+
+def test_a_null_model_needs_no_weights(tmp_path: Path) -> None:
+    config = small_config(family=Family.NULL)
+    assert expected_tensors(config) == {}
+    save_checkpoint(tmp_path, config, {})
+    assert load_checkpoint(tmp_path).weights_bytes == 0
+
+
+def test_a_null_model_written_over_a_real_one_leaves_no_weights_behind(tmp_path: Path) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    save_checkpoint(tmp_path, small_config(family=Family.NULL), {})
+    assert load_checkpoint(tmp_path).config.family is Family.NULL
+
+
+def test_model_init_makes_a_checkpoint_that_model_show_describes(tmp_path: Path) -> None:
+    items = tmp_path / "items.txt"
+    items.write_text("30\n10\n20\n10\n")
+    out = tmp_path / "model"
+    made = CliRunner().invoke(
+        app,
+        f"init {out} --items {items} --dim 16 --layers 2 --heads 2 --max-prefix 64 "
+        "--task click --task watch:regression --feature country=9",
+    )
+    assert made.exit_code == 0, made.output
+    shown = CliRunner().invoke(app, ["show", str(out)])
+    checkpoint = load_checkpoint(out)
+    assert shown.exit_code == 0
+    assert checkpoint.revision in shown.output
+    assert "country (9)" in shown.output
+    assert checkpoint.vocabulary().rows(np.array([10, 20, 30, 40])).rows.tolist() == [0, 1, 2, 3]
+    again = CliRunner().invoke(app, ["init", str(out)])
+    assert isinstance(again.exception, RelayError)
+
+
+def test_an_item_file_names_the_line_that_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "items.txt"
+    path.write_text("1\n2\nthree\n")
+    with pytest.raises(RelayError, match=r"line 3: 'three' is not a whole number"):
+        read_item_ids(path)
+    path.write_text("")
+    with pytest.raises(RelayError, match="holds no item id"):
+        read_item_ids(path)
+    np.save(tmp_path / "items.npy", np.array([3, 1, 3]))
+    assert read_item_ids(tmp_path / "items.npy").tolist() == [1, 3]
+    np.save(tmp_path / "floats.npy", np.array([0.5]))
+    with pytest.raises(RelayError, match="float64"):
+        read_item_ids(tmp_path / "floats.npy")
