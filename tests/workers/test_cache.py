@@ -88,6 +88,15 @@ class TestFullUnderPinning:
         assert world.hit(make_key("leased")).complete
         world.cache.check_invariants()
 
+    def test_eviction_passes_over_a_leased_prefix_though_it_is_the_oldest(self) -> None:
+        world = World(hbm_pages=14)
+        world.store(make_key("ann"), 1)
+        world.cache.lease(make_key("ann"), "r1", 1000)
+        world.store(make_key("bob"), 2)
+        world.store(make_key("cid"), 3)
+        assert world.hit(make_key("ann"), 4).complete
+        assert world.cache.peek(make_key("bob")).hbm_behaviours == 0
+
     def test_a_reader_of_an_evicted_identity_keeps_its_pages(self, world: World) -> None:
         handle = world.compute(make_key())
         world.cache.invalidate_user("ann")
@@ -230,6 +239,15 @@ class TestIdentity:
         assert world.cache.stats().hbm.entries == 1
         for length in (100, 103, 117):
             assert world.hit(make_key(length=length)).complete
+
+    def test_versions_behind_the_place_where_a_history_changed_are_forgotten(self, world: World) -> None:
+        world.store(make_key(length=70))
+        world.store(make_key(length=100))
+        world.store(make_key(length=130))
+        world.store(make_key(length=150, changed_at=90))
+        assert world.cache.stats().hbm.entries == 1
+        assert world.hit(make_key(length=130)).behaviours == 70
+        assert world.hit(make_key(length=100)).behaviours == 70
 
     def test_a_prefix_that_may_not_grow_matches_only_as_a_whole(self, world: World) -> None:
         rigid = dataclasses.replace(make_key(length=128), growable=False)
