@@ -188,12 +188,13 @@ class _Server:
         self._guard.stdout.close()
 
     def _exited(self) -> bool:
+        """Whether the guard said so, or is gone itself."""
         assert self._guard.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._guard.stdout, selectors.EVENT_READ)
             while selector.select(0):
-                line = self._guard.stdout.readline()
-                if not line or line.startswith(b"exited"):
+                said = os.read(self._guard.stdout.fileno(), 4096)
+                if not said or b"exited" in said:
                     return True
         return False
 
