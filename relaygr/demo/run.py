@@ -11,12 +11,10 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from pydantic import ByteSize
@@ -25,31 +23,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.prompt import Confirm
 
 from relaygr.commands.gateway import population_of
-from relaygr.demo.board import Board, RecordTail
-from relaygr.demo.config import write_config
-from relaygr.demo.lag import LagWatch
-from relaygr.demo.metrics import read_metrics
 from relaygr.demo.plan import DemoPlan, Wishes, plan_demo
-from relaygr.demo.processes import Child, Processes
 from relaygr.demo.report import print_plan, print_summary
-from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates, summarise
+from relaygr.demo.stack import Stack
+from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates
 from relaygr.settings import Settings
 from relaygr.traffic.population import Population
 from relaygr.traffic.records import read_records
 from streams.broker import LocalBroker, local_broker
-from streams.clock import SystemClock
 from streams.errors import RelayError
-from streams.trigger.fleet import Fleet, FleetReader
 from workers.calibration import QUICK_BUDGET_S, calibrate, save_calibration
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
 from workers.model.config import ModelConfig
 from workers.model.engine import Engine, load_engine
 
-START_TIMEOUT_S = 40.0
 WORKERS = 2
 DEMO_PARTITIONS = 12
 CALIBRATION_FILE = "calibration.json"
-_STALE_MS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,109 +85,19 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
             )
-            with _Stack(console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True) as stack:
+            with Stack(
+                console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True, workers=WORKERS
+            ) as stack:
                 relay = stack.play("relay on", relay_file)
-            with _Stack(console, folder, broker, _named(planned, f"{prefix}-full"), relay=False) as stack:
+            with Stack(
+                console, folder, broker, _named(planned, f"{prefix}-full"), relay=False, workers=WORKERS
+            ) as stack:
                 full = stack.play("relay off", full_file)
                 stack.play_reference(reference_file, relay_file)
         comparison = compare_scores(read_records(relay_file), read_records(reference_file))
         result = DemoResult(plan, relay, full, comparison, gates(relay, full, comparison))
         print_summary(console, relay, full, plan.budget_ms, comparison, result.gates)
         return result
-
-
-class _Stack:
-    """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
-
-    def __init__(self, console: Console, folder: Path, broker: LocalBroker, settings: Settings, relay: bool) -> None:
-        self._console = console
-        self._folder = folder / settings.topic_prefix
-        self._broker = broker
-        self._settings = settings
-        self._relay = relay
-        self._cleanup = ExitStack()
-
-    def __enter__(self) -> _Stack:
-        self._folder.mkdir(parents=True)
-        settings, name = self._settings, self._settings.topic_prefix
-        self._broker.create_topics(settings)
-        if not self._broker.ours:
-            self._cleanup.callback(self._broker.delete_topics, settings)
-        config = self._folder / "settings.yaml"
-        write_config(settings, config)
-        try:
-            self._processes = self._cleanup.enter_context(Processes(self._folder, config))
-            with self._console.status(f"starting {WORKERS} workers" + (" and the trigger" if self._relay else "")):
-                self._workers = [self._start_worker(number) for number in range(WORKERS)]
-                self._trigger = self._processes.start("trigger", ["trigger"], "trigger") if self._relay else None
-                started = [*self._workers, *([self._trigger] if self._trigger is not None else [])]
-                self._processes.await_ready(started, START_TIMEOUT_S)
-            self._fleet = Fleet(_STALE_MS)
-            self._clock = SystemClock()
-            reader = FleetReader(settings, self._fleet, self._clock, f"{name}-demo")
-            reader.start()
-            self._cleanup.callback(reader.stop)
-            self._lag = self._cleanup.enter_context(LagWatch(settings, self._broker))
-        except BaseException:
-            self._cleanup.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cleanup.close()
-
-    def play(self, title: str, records: Path) -> RunSummary:
-        """Drives the schedule once."""
-        before = self._device_seconds()
-        tail = RecordTail(records)
-        gateway = self._start_gateway(records, ["--set", f"gateway.relay={str(self._relay).lower()}"])
-        board = Board(
-            self._console,
-            title,
-            self._settings.gateway.budget_ms,
-            tail,
-            self._workers,
-            self._trigger,
-            self._owners,
-            self._lag.lines,
-        )
-        board.run(lambda: self._has_ended(gateway))
-        return summarise(tail.records, self._device_seconds() - before)
-
-    def play_reference(self, records: Path, of: Path) -> None:
-        """Ranks a sample of an earlier run's impressions again, without a deadline, for their scores."""
-        with self._console.status("ranking a sample again in full, to compare the scores"):
-            gateway = self._start_gateway(records, ["--reference-of", str(of)])
-            while not self._has_ended(gateway):
-                time.sleep(0.1)
-
-    def _start_worker(self, number: int) -> Child:
-        name = f"worker-{number:02d}"
-        own = [f"worker.worker_id={name}", f"worker.history_path={self._folder / f'history-{number:02d}'}"]
-        if not self._relay:
-            own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
-        return self._processes.start(name, ["worker"], "worker", own)
-
-    def _start_gateway(self, records: Path, arguments: Sequence[str]) -> Child:
-        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway")
-
-    def _has_ended(self, child: Child) -> bool:
-        self._processes.require_running()
-        return child.process.poll() is not None
-
-    def _device_seconds(self) -> float:
-        return sum(read_metrics(worker.port).total("relaygr_worker_device_seconds_total") for worker in self._workers)
-
-    def _owners(self) -> Mapping[str, Sequence[int]]:
-        now_us = self._clock.wall_us()
-        owners: dict[str, list[int]] = {}
-        for partition in range(self._settings.partitions):
-            owner = self._fleet.owner_of(partition, now_us)
-            if owner is not None:
-                owners.setdefault(owner.worker_id, []).append(partition)
-        return owners
 
 
 # -- before the first run ------------------------------------------------------------------------

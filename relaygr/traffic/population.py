@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from schemas.messages import Behaviours, History
 
 _EPOCH_MS = 1_700_000_000_000
 _GAP_MS = 60_000
+_KEPT_SEQUENCES = 4096
 FIRST_SHARE = 0.8
 """Part of a real sequence that is history at a user's first impression; the rest is how it grows."""
 
@@ -50,6 +52,7 @@ class MadePopulation:
         lengths = settings.history_median * np.exp(random.normal(0.0, settings.history_sigma, settings.users))
         longest = max(1, int(settings.history_max * FIRST_SHARE))
         self._first_lengths = np.clip(lengths.astype(np.int64), 1, longest)
+        self._sequences = functools.lru_cache(maxsize=_KEPT_SEQUENCES)(self._make_sequence)
 
     @property
     def size(self) -> int:
@@ -66,7 +69,10 @@ class MadePopulation:
         return int(self._first_lengths[index])
 
     def sequence(self, index: int) -> Behaviours:
-        """Longer by far than an impression stream uses up; a pure function of seed and index."""
+        """A pure function of seed and index; as long as the longest history that is published."""
+        return self._sequences(index)
+
+    def _make_sequence(self, index: int) -> Behaviours:
         random = np.random.default_rng((self._settings.seed, 1, index))
         count = self._settings.history_max + self._settings.suffix
         return Behaviours(
