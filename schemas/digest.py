@@ -111,8 +111,9 @@ def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
     if known is not None:
         return known
     full = length // BLOCK
-    head = DigestChain(chain.seed, chain.blocks[:full], full * BLOCK)
-    return extend_chain(head, behaviours[:length]).digest
+    # A digest covers all before it: as the seed it stands for the full blocks, which are then not even copied.
+    before = DigestChain(chain.blocks[full - 1] if full else chain.seed, (), 0)
+    return extend_chain(before, behaviours[full * BLOCK : length]).digest
 
 
 @functools.lru_cache(maxsize=4096)
