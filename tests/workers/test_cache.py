@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import sys
 import threading
@@ -765,11 +766,14 @@ def _lines_run(call) -> int:  # type: ignore[no-untyped-def]
         return count
 
     before = sys.gettrace()
+    # A collection in between would run other people's callbacks.
+    gc.disable()
     sys.settrace(count)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return lines
 
 
