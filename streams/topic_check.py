@@ -130,9 +130,10 @@ def _existence(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
 def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
     findings: list[Finding] = []
     new_prefix = (
-        "a topic's count never changes: set a new `topic_prefix`, run `relaygr topics create`, "
+        "a topic's count never changes, so set a new `topic_prefix`, run `relaygr topics create`, "
         "and publish the histories again"
     )
+    deployed = kafka.partitions
     together = {topic: observed.topics[topic].partitions for topic in CO_PARTITIONED if topic in observed.topics}
     counts = set(together.values())
     if len(counts) > 1:
@@ -140,11 +141,13 @@ def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
         what = f"partition counts differ ({listed}), so a user's messages would reach different workers"
         findings.append(Finding(Severity.ERROR, None, what, new_prefix))
     elif counts and counts != {kafka.partitions}:
-        [count] = counts
-        what = f"{', '.join(map(kafka.topic, together))} have {count} partitions, the settings say {kafka.partitions}"
-        findings.append(Finding(Severity.ERROR, None, what, f"set `partitions` to {count}; or {new_prefix}"))
+        [deployed] = counts
+        names = ", ".join(map(kafka.topic, together))
+        what = f"{names} have {deployed} partitions each, the settings say {kafka.partitions}"
+        mend = f"set `partitions` to {deployed}; to have {kafka.partitions}: {new_prefix}"
+        findings.append(Finding(Severity.ERROR, None, what, mend))
     for topic, spec in CATALOGUE.items():
-        wanted = spec.partition_count(kafka.partitions)
+        wanted = spec.partition_count(deployed)
         if topic in together or topic not in observed.topics or observed.topics[topic].partitions == wanted:
             continue
         # Gateways choose their partition of the results by the count; the workers' statuses are read from one.

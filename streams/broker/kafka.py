@@ -140,7 +140,7 @@ class _Server:
     def __init__(self, home: Path, heap_mib: int, properties: Mapping[str, str | int]) -> None:
         port, controller_port = free_ports(2)
         self.bootstrap = f"127.0.0.1:{port}"
-        folder = Path(tempfile.mkdtemp(prefix="relaygr-kafka-", dir=_memory_folder()))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="relaygr-kafka-", dir=_memory_folder()))
         self._log = folder / "broker.log"
         config = folder / "server.properties"
         settings = _PROPERTIES | {
@@ -185,6 +185,7 @@ class _Server:
             # On Linux the broker dies with its guard.
             self._guard.kill()
             self._guard.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._guard.stdout.close()
 
     def _exited(self) -> bool:
