@@ -9,7 +9,7 @@ Each is counted in `relaygr_dead_letters_total{topic, reason}` when it is writte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, Protocol, cast
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -48,6 +48,17 @@ _COUNTED: Final = Counter("relaygr_dead_letters", "Messages written to dead lett
 _log = structlog.get_logger()
 
 
+class RawMessage(Protocol):
+    """What a dead letter is made of: confluent-kafka's `Message`, or another client's in its clothes."""
+
+    def topic(self) -> str | None: ...
+    def partition(self) -> int | None: ...
+    def offset(self) -> int | None: ...
+    def key(self) -> bytes | None: ...
+    def value(self) -> bytes | None: ...
+    def headers(self) -> Any: ...
+
+
 class DeadLetterWriter:
     """Writes dead letters with a durable producer of its own. Not to be shared between threads.
 
@@ -59,7 +70,7 @@ class DeadLetterWriter:
         self._clock = clock or SystemClock()
         self._producer = make_producer(kafka, ProducerKind.DURABLE, f"{client_id}-dead-letters")
 
-    def write(self, message: Message, reason: str, detail: str, on_done: OnDone | None = None) -> None:
+    def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
         """Keeps `message`; never raises for what it holds.
 
         `reason` is one of a small set of words (it is a metric label), `detail` a sentence. `on_done`
@@ -94,7 +105,7 @@ class DeadLetterWriter:
         return self._producer.flush(timeout_s)
 
 
-def dead_letter_headers(message: Message, reason: str, detail: str, now_us: int) -> Headers:
+def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
     """The original headers, as far as they fit the bounds, and ours after them."""
     kept: Headers = []
     kept_bytes = 0
