@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.commands.publish_history import history
-from relaygr.json_lines import BadLines, Line, LineError, TooManyBadLines, read_lines
-from relaygr.json_messages import to_json
 from relaygr.options import BootstrapOption, ConfigOption, SetOption, load_settings
-from relaygr.publish_lines import ranking_from_line, retrieval_from_line
-from schemas.codec import EncodeError
-from schemas.fields import FieldError
-from schemas.messages import MAX_BUDGET_MS, RankingRequest
+from relaygr.publishing.json_lines import Line
+from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
+from relaygr.publishing.outcomes import Outcomes
+from relaygr.publishing.sending import Run, opened, say, send_lines, wait_until, when_there_is_room
+from schemas.messages import MAX_BUDGET_MS
 from streams.admin import require_topics
-from streams.client import (
-    DeliveryReport,
-    EventPublisher,
-    MessageRefused,
-    QueueFull,
-    RankOutcome,
-    RelayClient,
-)
+from streams.client import DeliveryReport, EventPublisher, RelayClient
 from streams.client.requests import RequestIds
 from streams.clock import SystemClock
 from streams.errors import RelayError
-from streams.settings import KafkaSettings
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Publish retrieval events, ranking requests or histories."
 )
 app.command("history")(history)
 
-_CLOSE_TIMEOUT_S: Final = 35.0
-"""Longer than a durable producer tries: every message has its report by then."""
-_POLL_S: Final = 0.02
+# Longer than a durable producer tries: every message has its report by then.
+_DELIVERY_TIMEOUT_S: Final = 35.0
 
 FromOption = Annotated[
-    str, typer.Option("--from", metavar="FILE", help="JSON lines (docs/publishing.md); - reads standard input.")
+    str, typer.Option("--from", metavar="FILE", help="JSON lines, see docs/publishing.md; - reads standard input.")
 ]
 RateOption = Annotated[
-    float | None, typer.Option("--rate", min=0.001, help="Messages a second; none: as fast as they are taken.")
+    float | None,
+    typer.Option(
+        "--rate", min=0.001, help="Messages a second. Default: as fast as they are taken.", show_default=False
+    ),
 ]
 MaxBadLinesOption = Annotated[
     int, typer.Option("--max-bad-lines", min=0, help="Bad lines are left out; with more of them, stop.")
 ]
-GatewayOption = Annotated[str, typer.Option("--gateway-id", help="In the request ids that lines leave out.")]
+GatewayOption = Annotated[str, typer.Option("--gateway-id", help="Begins the request ids that lines leave out.")]
 
 
 @app.command()
@@ -67,48 +49,49 @@ def retrieval(
     source: FromOption,
     rate: RateOption = None,
     max_bad_lines: MaxBadLinesOption = 100,
-    ranking_budget_ms: Annotated[
-        int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves it out.")
-    ] = 100,
+    ranking_budget_ms: Annotated[int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves it out.")] = 100,
     expected_ranking_in_ms: Annotated[
-        int, typer.Option(min=0, max=MAX_BUDGET_MS, help="Where a line leaves the expected time out.")
+        int, typer.Option(min=0, max=MAX_BUDGET_MS, help="Where a line does not say when.")
     ] = 100,
     gateway_id: GatewayOption = "publish",
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Publish retrieval events, one for each line. Exits with 1 if a line was bad or an event not delivered."""
+    """Publish retrieval events, one for each line.
+
+    Exits with 1 if a line was bad or an event was not delivered.
+    """
     settings = load_settings(config, bootstrap, overrides)
+    clock = SystemClock()
     ids = _request_ids(gateway_id)
-    with _opened(source) as stream:
+    failures: list[int] = []
+    with opened(source) as stream:
         require_topics(settings)
         publisher = EventPublisher(settings, f"relaygr-publish-{gateway_id}")
         publisher.start()
-        undelivered = []
 
         def send(line: Line) -> None:
             event = retrieval_from_line(
                 line.parse(),
                 ids.new,
-                SystemClock().wall_us(),
+                clock.wall_us(),
                 ranking_budget_ms=ranking_budget_ms,
                 expected_ranking_in_ms=expected_ranking_in_ms,
             )
 
             def report(delivery: DeliveryReport) -> None:
-                if delivery.error is not None:
-                    undelivered.append(line.number)
-                    _say(f"line {line.number}: not delivered: {delivery.error}")
+                if not delivery.delivered:
+                    failures.append(line.number)
+                    say(f"line {line.number}: not delivered: {delivery.error}")
 
-            _when_there_is_room(lambda: publisher.publish_retrieval(event, report), publisher.poll)
+            when_there_is_room(lambda: publisher.publish_retrieval(event, report), publisher.poll)
+            publisher.poll()
 
-        try:
-            run = _send_lines(stream, send, rate, max_bad_lines, lambda: publisher.poll(), show=sys.stderr.isatty())
-        finally:
-            unknown = publisher.close(_CLOSE_TIMEOUT_S)
-    delivered = run.sent - len(undelivered) - unknown
-    _finish(run, f"{delivered} retrieval events delivered", failed=delivered != run.sent)
+        run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
+        wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
+        delivered = run.sent - len(failures) - publisher.close(0.0)
+    _finish(run, f"{delivered} of {run.sent} retrieval events delivered", failed=delivered < run.sent)
 
 
 @app.command()
@@ -121,45 +104,69 @@ def ranking(
     ] = 1000,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests that wait for their answer at a time.")] = 256,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line; or only send.")
+        bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line, or only send.")
     ] = True,
     gateway_id: GatewayOption = "publish",
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Send ranking requests, one for each line, and print their outcomes, in the order in which they end.
+    """Send ranking requests, one for each line, and print each outcome as a JSON line when it comes.
 
-    Exits with 1 if a line was bad. What was not ranked is an outcome, and no error.
+    Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. That a request was
+    not ranked is an outcome and no error.
     """
     settings = load_settings(config, bootstrap, overrides)
+    clock = SystemClock()
     _request_ids(gateway_id)
-    with _opened(source) as stream:
+    show = sys.stderr.isatty() and not (wait and sys.stdout.isatty())
+    with (
+        opened(source) as stream,
+        Outcomes(min(max_in_flight, settings.client.max_in_flight)) as outcomes,
+    ):
         require_topics(settings)
-        with RelayClient(settings, gateway_id, settings.client) as client, _printing(wait) as outcomes:
-            room = threading.Semaphore(min(max_in_flight, settings.client.max_in_flight))
+        with RelayClient(settings, gateway_id, settings.client) as client:
 
             def send(line: Line) -> None:
                 request = ranking_from_line(
-                    line.parse(), client.new_request_id, SystemClock().wall_us(), deadline_in_ms=deadline_in_ms
+                    line.parse(), client.new_request_id, clock.wall_us(), deadline_in_ms=deadline_in_ms
                 )
                 if wait:
-                    room.acquire()
-                try:
-                    future = _when_there_is_room(lambda: client.submit_request(request), time.sleep)
-                except BaseException:
-                    room.release()
-                    raise
-                future.add_done_callback(lambda done: outcomes.add(line.number, request, done))
-                future.add_done_callback(lambda _done: room.release())
+                    outcomes.follow(line.number, request, lambda: client.submit_request(request))
+                else:
+                    when_there_is_room(lambda: client.submit_request(request), time.sleep)
 
-            run = _send_lines(
-                stream, send, rate, max_bad_lines, lambda: None, show=sys.stderr.isatty() and not sys.stdout.isatty()
-            )
+            run = send_lines(stream, send, rate, max_bad_lines, time.sleep, show)
             if wait:
-                # Answers that come late are told from requests that nobody answered.
-                client.drain(_patience_s(settings.client.result_grace_ms))
-        statistics = client.statistics()
-    ended = ", ".join(f"{count} {status}" for status, count in sorted(outcomes.counts.items()))
-    lateness = f"; {statistics.late} answered late, {statistics.lost} lost" if statistics.timed_out and wait else ""
-    _finish(run, f"{run.sent} ranking requests sent" + (f": {ended or 'none'}{lateness}" if wait else ""))
+                outcomes.wait()
+                # The grace tells answers that come late from requests that nobody answered.
+                client.drain(settings.client.result_grace_ms / 1000 + 1)
+            else:
+                wait_until(lambda: client.statistics().acknowledged >= run.sent, _DELIVERY_TIMEOUT_S, time.sleep)
+                client.close(0.0)
+            statistics = client.statistics()
+    if wait:
+        ended = ", ".join(f"{count} {status}" for status, count in sorted(outcomes.counts.items()))
+        late = f" ({statistics.late} of them answered late, {statistics.lost} lost)" if statistics.timed_out else ""
+        _finish(run, f"{run.sent} ranking requests: {ended or 'none'}{late}")
+    else:
+        acknowledged = statistics.acknowledged
+        _finish(run, f"{acknowledged} of {run.sent} ranking requests delivered", failed=acknowledged < run.sent)
+
+
+def _finish(run: Run, text: str, failed: bool = False) -> None:
+    """Prints the summary. Raises Exit(1) where something was wrong."""
+    lines = "line" if run.bad == 1 else "lines"
+    bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
+    if run.stopped:
+        bad = f"; stopped after {run.bad} bad {lines} (--max-bad-lines)"
+    say(f"{text} in {run.seconds:.1f} s{bad}")
+    if run.bad or failed:
+        raise typer.Exit(1)
+
+
+def _request_ids(gateway_id: str) -> RequestIds:
+    try:
+        return RequestIds(gateway_id, SystemClock())
+    except ValueError as error:
+        raise RelayError(f"--gateway-id: {error}") from error

@@ -88,7 +88,9 @@ class Ledger:
 
     def acknowledged(self, entry: Pending) -> None:
         """The broker has the request."""
-        entry.acknowledged = True
+        with self._lock:
+            self._counts.acknowledged += not entry.acknowledged
+            entry.acknowledged = True
 
     def not_delivered(self, entry: Pending, send_again: Callable[[], None]) -> bool:
         """Plans to send it again after the back-off; False where its deadline comes first."""

@@ -9,11 +9,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from schemas.messages import Path
 from streams.client.outcome import RankOutcome, RankStatus
+from streams.latency_buckets import LATENCY_BUCKETS_S
 
-_MS: Final = 0.001
-LATENCY_BUCKETS_S: Final = tuple(
-    [ms * _MS for ms in range(1, 21)] + [ms * _MS for ms in (25, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000, 2500)]
-)
 NO_PATH: Final = "none"
 
 
@@ -22,6 +19,7 @@ class ClientStatistics:
     """What one client has counted since it was made, and how many requests are open now."""
 
     submitted: int
+    acknowledged: int
     ranked: int
     expired: int
     failed: int
@@ -41,6 +39,7 @@ class ClientCounts:
     """The counters behind a `ClientStatistics`. The caller serialises its writes."""
 
     submitted: int = 0
+    acknowledged: int = 0
     ranked: int = 0
     expired: int = 0
     failed: int = 0

@@ -10,7 +10,7 @@ from typing import Final, Required, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from schemas.messages import Behaviours, History, HistoryVersion, RankingRequest, RetrievalEvent
+from schemas.messages import MAX_BUDGET_MS, Behaviours, History, HistoryVersion, RankingRequest, RetrievalEvent
 from streams.clock import Clock
 
 _GATEWAY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -38,7 +38,7 @@ class RankFields(TypedDict, total=False):
     """Keyword arguments of `rank`."""
 
     budget_ms: Required[float]
-    """From now to the deadline; more than 0."""
+    """From now to the deadline; more than 0, at most `MAX_BUDGET_MS`."""
     suffix: Behaviours | None
     """Short-term behaviours after the prefix."""
     query_time_ms: int | None
@@ -90,9 +90,9 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
 def ranking_request(
     request_id: str, user_id: str, candidates: ArrayLike, now_us: int, fields: RankFields
 ) -> RankingRequest:
-    """A request that is sent now. Raises ValueError for a budget that is not positive."""
-    if not fields["budget_ms"] > 0:
-        raise ValueError(f"budget_ms is {fields['budget_ms']}: a request needs some time")
+    """A request that is sent now. Raises ValueError for a budget out of bounds."""
+    if not 0 < fields["budget_ms"] <= MAX_BUDGET_MS:
+        raise ValueError(f"budget_ms is {fields['budget_ms']}: allowed is more than 0, up to {MAX_BUDGET_MS}")
     query_time_ms = fields.get("query_time_ms")
     suffix = fields.get("suffix")
     return RankingRequest(

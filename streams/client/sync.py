@@ -36,7 +36,7 @@ from numpy.typing import ArrayLike
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from schemas import codec
-from schemas.messages import History, RankingRequest, RetrievalEvent
+from schemas.messages import MAX_BUDGET_MS, History, RankingRequest, RetrievalEvent
 from streams.client.clock_offset import ClockOffset
 from streams.client.ledger import Ledger, OnLate, OnLost
 from streams.client.link import GatewayLink
@@ -96,18 +96,18 @@ class RelayClient:
             self._link.connect()
             self._state = _State.RUNNING
 
-    def close(self) -> None:
-        """Waits for what is in flight and undelivered, at most `close_timeout_s` and about a second more.
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for what is in flight and undelivered, at most `timeout_s` and about a second more.
 
-        Who then still waits is told `timed_out` with reason `closed`. Requests in their grace are
-        forgotten, not counted lost: `drain` first to know.
+        None: the setting `close_timeout_s`. Who then still waits is told `timed_out` with reason `closed`.
+        Requests in their grace are forgotten, not counted lost: `drain` first to know.
         """
         with self._lifecycle:
             if self._state is not _State.RUNNING:
                 self._state = _State.CLOSED
                 return
             self._state = _State.CLOSING
-            ends_s = time.monotonic() + self._settings.close_timeout_s
+            ends_s = time.monotonic() + (self._settings.close_timeout_s if timeout_s is None else timeout_s)
             while self._ledger.waiting and time.monotonic() < ends_s:
                 time.sleep(_STEP_S)
             self._link.disconnect(max(0.0, ends_s - time.monotonic()))
@@ -214,6 +214,8 @@ class RelayClient:
 
     def _submit(self, request: RankingRequest, called_us: int) -> Pending:
         self._require_running()
+        if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
+            raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")
         message = codec.encode(request)
         entry = self._ledger.open(request, called_us)
         try:
