@@ -90,7 +90,8 @@ class HeadNorm:
         self._weight, self._bias, self._num_heads, self._eps = weight[:, None], bias[:, None], num_heads, eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        heads = x.view(x.shape[0], self._num_heads, -1)
+        rows, columns = x.shape
+        heads = x.view(rows, self._num_heads, columns // self._num_heads)
         normal = F.layer_norm(heads, heads.shape[-1:], None, None, self._eps)
         return torch.addcmul(self._bias, normal, self._weight).flatten(-2)
 
@@ -114,7 +115,8 @@ class Projection:
         return Projected(u, self._by_head(v), self._by_head(q), self._by_head(k))
 
     def _by_head(self, block: torch.Tensor) -> torch.Tensor:
-        return block.view(block.shape[0], self._heads, -1).transpose(0, 1)
+        rows, columns = block.shape
+        return block.view(rows, self._heads, columns // self._heads).transpose(0, 1)
 
 
 class GatedOutput:

@@ -1,0 +1,210 @@
+"""`relaygr vectors`: every kind and option is computed as an independent implementation computes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from relaygr.app import app
+from streams.errors import RelayError
+from tests.workers.vector_world import (
+    Made,
+    make_cached,
+    make_dlrm,
+    make_mask,
+    make_nv,
+    make_pos,
+    make_research,
+    make_stu,
+    write,
+)
+from workers.model.vector_cases import KINDS
+from workers.model.vectors import Case, CaseResult, Verdict, check_case, read_vectors
+
+CASES: dict[str, Callable[[], Made]] = {
+    "stu_plain": make_stu,
+    "stu_group_norm": lambda: make_stu(group_norm=True),
+    "stu_alpha": lambda: make_stu(attn_alpha=0.9),
+    "stu_not_target_aware": lambda: make_stu(target_aware=False),
+    "stu_contextual": lambda: make_stu(contextual_seq_len=2),
+    "stu_window": lambda: make_stu(max_attn_len=3),
+    "stu_window_exempt": lambda: make_stu(max_attn_len=2, min_full_attn_seq_len=3),
+    "stu_all": lambda: make_stu(contextual_seq_len=2, max_attn_len=3, min_full_attn_seq_len=2, group_norm=True),
+    "cached_plain": make_cached,
+    "mask_plain": make_mask,
+    "mask_contextual": lambda: make_mask(contextual=3),
+    "mask_window": lambda: make_mask(window=4),
+    "mask_all": lambda: make_mask(contextual=2, window=3, exempt=2),
+    "pos_sqrt": make_pos,
+    "pos_log": lambda: make_pos(fn="log"),
+    "pos_contextual": lambda: make_pos(contextual=2),
+    "nv_plain": make_nv,
+    "nv_groups": lambda: make_nv(group=2, scaling=50),
+    "nv_contextual": lambda: make_nv(contextuals=(2,)),
+    "nv_contextual_per_user": lambda: make_nv(group=3, contextuals=(2, 0, 4)),
+    "research_plain": make_research,
+    "research_concat": lambda: make_research(concat_ua=True),
+    "dlrm_layernorm": make_dlrm,
+    "dlrm_query_time": lambda: make_dlrm(post="timestamp+layernorm"),
+    "dlrm_features": lambda: make_dlrm(features=3, contextual=()),
+}
+EXPECTED = {
+    "stu": "y",
+    "cached": "v_cache",
+    "mask": "mask",
+    "pos": "out",
+    "nv": "out",
+    "research": "y",
+    "dlrm": "preds",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def checked(name: str, made: Made) -> CaseResult:
+    options, arrays = made
+    return check_case(Case(name, options, arrays), KINDS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_gives_what_its_definition_says(name: str) -> None:
+    result = checked(name, CASES[name]())
+    assert result.verdict is Verdict.PASSED, result
+
+
+@pytest.mark.parametrize("name", ["stu_plain", "cached_plain", "mask_all", "pos_log", "nv_groups", "research_plain"])
+def test_one_wrong_value_fails_its_case(name: str) -> None:
+    options, arrays = CASES[name]()
+    array = arrays[EXPECTED[name.partition("_")[0]]].copy()
+    place = np.unravel_index(array.size // 2, array.shape)
+    array[place] = not array[place] if array.dtype == bool else array[place] + np.abs(array).max() * 1e-4
+    result = checked(name, (options, arrays | {EXPECTED[name.partition("_")[0]]: array}))
+    assert result.verdict is Verdict.FAILED
+    assert result.worst_error > 2e-5
+
+
+def test_what_is_not_a_number_fails() -> None:
+    options, arrays = make_dlrm()
+    arrays["preds"][0, 0] = np.nan
+    result = checked("dlrm_x", (options, arrays))
+    assert (result.verdict, result.worst_array) == (Verdict.FAILED, "preds")
+
+
+def test_without_targets_positions_of_padding_do_not_count() -> None:
+    options, arrays = make_pos(with_targets=False)
+    assert checked("pos_x", (options, arrays)).verdict is Verdict.PASSED
+    arrays["pos_index"][0, 0] += 1
+    assert checked("pos_x", (options, arrays)).verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("stu_plain", "rotary", True),
+        ("nv_plain", "softmax", 1),
+        ("pos_sqrt", "fn", "cube"),
+        ("dlrm_layernorm", "post", "rms"),
+    ],
+)
+def test_an_option_that_is_not_known_is_named_and_never_guessed(name: str, option: str, value: object) -> None:
+    options, arrays = CASES[name]()
+    result = checked(name, (options | {option: value}, arrays))
+    assert result.verdict is Verdict.NOT_UNDERSTOOD
+    assert option in result.detail
+
+
+def test_an_option_that_is_not_known_but_off_changes_nothing() -> None:
+    options, arrays = make_stu()
+    assert checked("stu_x", (options | {"rotary": False, "window": None}, arrays)).verdict is Verdict.PASSED
+
+
+def test_a_kind_that_is_not_known_is_not_understood() -> None:
+    result = checked("mamba_plain", make_stu())
+    assert result.verdict is Verdict.NOT_UNDERSTOOD
+    assert "stu_*" in result.detail
+
+
+@pytest.mark.parametrize("missing", ["x", "w/layer1._uvqk_weight", "y"])
+def test_an_array_that_is_missing_fails_its_case_by_name(missing: str) -> None:
+    options, arrays = make_stu()
+    del arrays[missing]
+    result = checked("stu_x", (options, arrays))
+    assert (result.verdict, result.detail) == (Verdict.FAILED, f"{missing} is missing")
+
+
+def test_sizes_that_contradict_each_other_fail_their_case() -> None:
+    options, arrays = make_stu()
+    short = checked("stu_x", (options, arrays | {"lengths": np.array([1, 2])}))
+    assert "lengths add up to 3" in short.detail
+    heads = checked("stu_x", (options | {"num_heads": 3}, arrays))
+    assert heads.verdict is Verdict.FAILED
+    text = checked("stu_x", (options | {"num_layers": "two"}, arrays))
+    assert "num_layers is 'two'" in text.detail
+    targets = checked("stu_x", (options, arrays | {"num_targets": arrays["lengths"] + 1}))
+    assert "do not fit lengths" in targets.detail
+
+
+def test_the_command_prints_a_line_a_case_and_exits_with_the_worst(tmp_path: Path) -> None:
+    good, wrong, strange = make_stu(), make_mask(), make_nv()
+    wrong[1]["mask"][0, 0, 0] = False
+    strange[0]["softmax"] = True
+
+    def run(**cases: Made) -> tuple[int, str]:
+        path = write(tmp_path / "vectors.npz", cases)
+        done = CliRunner().invoke(app, ["vectors", str(path)])
+        return done.exit_code, done.output
+
+    code, output = run(stu_a=good)
+    assert code == 0
+    assert "1 of 1 passed" in output
+    assert run(stu_a=good, nv_b=strange)[0] == 2
+    code, output = run(stu_a=good, nv_b=strange, mask_c=wrong)
+    assert code == 1
+    lines = {line.split()[0]: line for line in output.splitlines() if line}
+    assert "passed" in lines["stu_a"]
+    assert "softmax=True" in lines["nv_b"]
+    assert "1 of 432 differ" in lines["mask_c"]
+
+
+def test_a_file_that_is_no_file_of_vectors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    with pytest.raises(RelayError, match="cannot be read"):
+        read_vectors(path)
+    path.write_bytes(b"text")
+    with pytest.raises(RelayError, match=r"not an \.npz file"):
+        read_vectors(path)
+    np.savez(path, x=np.zeros(3))
+    with pytest.raises(RelayError, match=r"has no meta\.json"):
+        read_vectors(path)
+    np.savez(path, **{"meta.json": np.array("{broken")})
+    with pytest.raises(RelayError, match="cannot be read"):
+        read_vectors(path)
+    np.savez(path, **{"meta.json": np.array('{"a": 1}')})
+    with pytest.raises(RelayError, match="object of objects"):
+        read_vectors(path)
+    np.savez(path, **{"meta.json": np.array("{}"), "loose": np.zeros(2)})
+    with pytest.raises(RelayError, match="belongs to no case"):
+        read_vectors(path)
+    np.savez(path, **{"meta.json": np.array("{}")})
+    with pytest.raises(RelayError, match="holds no case"):
+        read_vectors(path)
+    whole = write(path, {"stu_a": make_stu()}).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RelayError, match=r"not an \.npz file, or not all of one"):
+        read_vectors(path)
+
+
+@pytest.mark.skipif("RELAYGR_TEST_VECTORS" not in os.environ, reason="RELAYGR_TEST_VECTORS names no file")
+def test_the_vectors_of_other_implementations_pass() -> None:
+    for case in read_vectors(Path(os.environ["RELAYGR_TEST_VECTORS"])):
+        result = check_case(case, KINDS)
+        assert result.verdict is Verdict.PASSED, result
