@@ -30,9 +30,10 @@ from relaygr.traffic.settings import TrafficSettings
 from streams.client.settings import ClientSettings
 from streams.consumer.settings import ConsumerSettings
 from streams.errors import RelayError
+from streams.lag.settings import LagSettings
 from streams.logs import LogSettings
 from streams.settings import KafkaSettings
-from streams.trigger.settings import TriggerSettings
+from streams.trigger.settings import AdmissionSettings, TriggerSettings
 from workers.settings import WorkerSettings
 
 ENV_PREFIX = "RELAYGR_"
@@ -46,9 +47,11 @@ class Settings(KafkaSettings):
     log: LogSettings = LogSettings()
     client: ClientSettings = ClientSettings()
     consumer: ConsumerSettings = ConsumerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     trigger: TriggerSettings = TriggerSettings()
     worker: WorkerSettings = WorkerSettings()
     gateway: TrafficSettings = TrafficSettings()
+    lag: LagSettings = LagSettings()
 
 
 @dataclass(frozen=True, slots=True)

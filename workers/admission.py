@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from streams.clock import Clock
 from streams.latency import LatencyModel
-from streams.trigger.buckets import BucketLimits, OwnerBuckets
+from streams.trigger.buckets import OwnerBuckets
 from streams.trigger.policy import Estimate, Refusal
+from streams.trigger.settings import AdmissionSettings
 from workers.kv import KvGeometry
 from workers.work import JobOutcome, JobWork, PrefixSpan
 
@@ -24,11 +25,12 @@ class JobAdmission:
     """One worker's buckets. Belongs to the device thread."""
 
     def __init__(
-        self, limits: BucketLimits, hbm_capacity_bytes: int, geometry: KvGeometry, lease_margin_us: int, clock: Clock
+        self, settings: AdmissionSettings, hbm_capacity_bytes: int, geometry: KvGeometry, clock: Clock
     ) -> None:
+        limits = settings.bucket_limits()
         self._buckets = OwnerBuckets(limits, hbm_capacity_bytes, share=1.0, now_us=clock.monotonic_us())
         self._geometry = geometry
-        self._lease_margin_us = lease_margin_us
+        self._lease_margin_us = settings.lease_margin_ms * 1000
         self._clock = clock
 
     def refuse(self, work: JobWork, span: PrefixSpan, cached_tokens: int, latency: LatencyModel) -> JobOutcome | None:

@@ -32,6 +32,7 @@ from schemas.messages import FailureReason, Path, PrefixSource
 from streams.clock import Clock
 from streams.consumer import Received
 from streams.latency import Corrector, LatencyModel, Stage
+from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PendingKind, PrefixCache, PrefixKey, Purpose
 from workers.cache.identity import common_behaviours
@@ -75,6 +76,7 @@ class Executor:
         copy_page: Callable[[PageCopy], None],
         corrector: Corrector,
         settings: WorkerSettings,
+        admission_settings: AdmissionSettings,
         outbox: Outbox,
         metrics: WorkerMetrics,
         clock: Clock,
@@ -94,8 +96,12 @@ class Executor:
         self._clock = clock
         self._admission = admission
         self._chunk_us = settings.chunk_ms * 1000
+        self._lease_margin_ms = admission_settings.lease_margin_ms
+        self._preinfer_share = admission_settings.preinfer_share
         self._skew_us = settings.max_clock_skew_ms * 1000
-        self._scheduler: Scheduler[PrefixWork | RankingWork] = Scheduler(settings.preinfer_share, int(self._chunk_us))
+        self._scheduler: Scheduler[PrefixWork | RankingWork] = Scheduler(
+            admission_settings.preinfer_share, int(self._chunk_us)
+        )
         self._mailbox: deque[Callable[[], None]] = deque()
         self.mail_arrived = threading.Event()
         self._timers = Timers()
@@ -489,7 +495,7 @@ class Executor:
         self._shed()
 
     def _lease(self, work: JobWork, span: PrefixSpan) -> None:
-        until_us = work.expires_us + self._settings.lease_margin_ms * 1000
+        until_us = work.expires_us + self._lease_margin_ms * 1000
         self._cache.lease(span.key, work.job.request_id, until_us)
 
     def _shed(self) -> None:
@@ -752,7 +758,7 @@ class Executor:
             if other.latest_start_us <= work.latest_start_us:
                 ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
         if ahead_us and len(self._scheduler.preinfer):
-            ahead_us /= 1 - self._settings.preinfer_share
+            ahead_us /= 1 - self._preinfer_share
         return int(work.deadline_us - now_us - ahead_us)
 
     def _charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.messages import FailureReason, Path
+from streams.latency_buckets import LATENCY_BUCKETS_S
 from workers.scheduler.order import WorkClass
 from workers.work import JobOutcome
-
-LATENCY_BUCKETS_S = (
-    *(step / 1000 for step in range(1, 20)),
-    *(0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
-)
-"""1 ms steps below 20 ms: deadlines are tens of milliseconds, and a P99 is read off the buckets."""
 
 
 class WorkerMetrics:

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import structlog
@@ -32,10 +33,10 @@ from streams.errors import RelayError
 from streams.latency import Corrector
 from streams.probes import Check, ProbeServer, Readiness
 from streams.settings import KafkaSettings
-from streams.trigger.buckets import BucketLimits
+from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.answers import Answers
-from workers.cache import PageCopy
+from workers.cache.arena import copy_page
 from workers.cache.build import BuiltCache, build_cache
 from workers.cache.metrics import CacheCollector
 from workers.calibration import latency_for
@@ -75,17 +76,21 @@ class _FollowedHistories:
         return not self.follower.caught_up(partition)
 
 
-def run_worker(kafka: KafkaSettings, settings: WorkerSettings, consumer: ConsumerSettings) -> int:
+def run_worker(
+    kafka: KafkaSettings, settings: WorkerSettings, admission: AdmissionSettings, consumer: ConsumerSettings
+) -> int:
     """Runs until told to stop. Returns the exit code. Raises RelayError for what the user can mend."""
     require_broker(kafka)
     require_topics(kafka)
-    return WorkerProcess(kafka, settings, consumer).run()
+    return WorkerProcess(kafka, settings, admission, consumer).run()
 
 
 class WorkerProcess:
     """All parts of one worker. `run` is the main thread's."""
 
-    def __init__(self, kafka: KafkaSettings, settings: WorkerSettings, consumer: ConsumerSettings) -> None:
+    def __init__(
+        self, kafka: KafkaSettings, settings: WorkerSettings, admission: AdmissionSettings, consumer: ConsumerSettings
+    ) -> None:
         self._kafka = kafka
         self._settings = settings
         self._clock = SystemClock()
@@ -104,7 +109,7 @@ class WorkerProcess:
         self._plan = self._memory_plan(self._engine)
         require_host_memory(self._plan, self._engine.device.is_cpu)
         built, scratch_pages = self._take_memory(self._engine)
-        self._cache, self._hbm_arena = built.cache, built.hbm_arena
+        self._cache = built.cache
         CacheCollector(self._cache.stats)
         self._latency = latency_for(self._engine, settings.calibration)
         self._corrector = Corrector(self._latency)
@@ -131,22 +136,19 @@ class WorkerProcess:
             waits=self._waits,
             clock=self._clock,
         )
-        margin_us = settings.lease_margin_ms * 1000
-        limits = BucketLimits(
-            settings.footprint_reserve, settings.load_limit, settings.preinfer_share, burst_us=settings.burst_ms * 1000
-        )
         self._executor = Executor(
             self._engine,
             self._cache,
             scratch_pages,
             _FollowedHistories(self._store, self._follower),
-            self._copy_page,
+            partial(copy_page, built.hbm_arena),
             self._corrector,
             settings,
+            admission,
             self._answers,
             self._metrics,
             self._clock,
-            JobAdmission(limits, int(settings.hbm_bytes), self._engine.geometry, margin_us, self._clock),
+            JobAdmission(admission, int(settings.hbm_bytes), self._engine.geometry, self._clock),
         )
         self._device = DeviceThread(
             self._executor, self._clock, settings.watchdog_s, on_death=lambda: self._stop_with(EXIT_FAILED)
@@ -271,10 +273,6 @@ class WorkerProcess:
         built = build_cache(engine.device, geometry, engine.layout, hbm_pages, dram_pages, extra_hbm_pages=longest)
         engine.bind(built.hbm_arena)
         return built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32)
-
-    def _copy_page(self, copy: PageCopy) -> None:
-        """For an append whose tail page has other readers: the device thread copies it, in its own stream."""
-        self._hbm_arena[copy.target].copy_(self._hbm_arena[copy.source])
 
     # -- the poll thread ---------------------------------------------------------------------------
 

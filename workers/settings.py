@@ -33,9 +33,6 @@ class WorkerSettings(Section):
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
     reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
-    lease_margin_ms: Annotated[
-        int, Field(ge=0, description="how long a prefix is kept beyond the predicted arrival")
-    ] = 200
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
     history_max_bytes: ByteSize = Field(ByteSize(4096 * _MIB), ge=_MIB, description="size limit of that store")
@@ -44,17 +41,11 @@ class WorkerSettings(Section):
     ] = 512
     parked_jobs_max: Annotated[int, Field(ge=0, description="work that waits for its history version")] = 256
 
-    preinfer_share: Annotated[float, Field(ge=0, le=0.9, description="device time guaranteed to pre-infer")] = 0.3
     chunk_ms: Annotated[float, Field(gt=0, description="longest uninterrupted piece of pre-infer")] = 5.0
     max_batch_requests: Annotated[int, Field(ge=1, le=1024, description="ranking requests in one forward")] = 32
     ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
     preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5
-    load_limit: Annotated[float, Field(gt=0, le=1, description="rho: device load up to which jobs are admitted")] = 0.8
-    burst_ms: Annotated[int, Field(ge=1, le=60_000, description="how far jobs may run ahead of these limits")] = 500
-    footprint_reserve: Annotated[
-        float, Field(ge=0, lt=1, description="r: part of the HBM tier kept from pre-infer")
-    ] = 0.1
 
     status_interval_ms: Annotated[int, Field(ge=50)] = 500
     watchdog_s: Annotated[float, Field(gt=0, description="exit when the device makes no progress for so long")] = 10.0

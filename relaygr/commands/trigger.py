@@ -42,8 +42,8 @@ def _announce(settings: Settings) -> None:
         group=settings.trigger_group,
         partitions=settings.partitions,
         without_status=f"histories of {mine.fallback_behaviours} behaviours and more",
-        load_limit=mine.load_limit,
-        footprint_reserve=mine.footprint_reserve,
+        load_limit=settings.admission.load_limit,
+        footprint_reserve=settings.admission.footprint_reserve,
     )
 
 
@@ -52,7 +52,7 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    app = TriggerApp(settings, settings.trigger)
+    app = TriggerApp(settings, settings.trigger, settings.admission)
     with ProbeServer(settings.trigger.http_host, settings.trigger.http_port, app.readiness):
         await app.run(stop)
     log.info("trigger stopped", **app.decision_counts())

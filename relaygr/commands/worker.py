@@ -15,4 +15,4 @@ def worker(config: ConfigOption = None, bootstrap: BootstrapOption = None, overr
     device hangs, 1 on any other failure.
     """
     settings = load_settings(config, bootstrap, overrides)
-    raise typer.Exit(run_worker(settings, settings.worker, settings.consumer))
+    raise typer.Exit(run_worker(settings, settings.worker, settings.admission, settings.consumer))

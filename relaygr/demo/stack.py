@@ -13,7 +13,7 @@ from rich.console import Console
 from relaygr.demo.board import Board, RecordTail
 from relaygr.demo.config import write_config
 from relaygr.demo.lag import LagWatch
-from relaygr.demo.metrics import read_metrics
+from relaygr.demo.metrics import Reading, read_metrics
 from relaygr.demo.processes import Child, Processes
 from relaygr.demo.summary import RunSummary, summarise
 from relaygr.settings import Settings

@@ -46,7 +46,7 @@ from streams.trigger.handler import EventHandler, Verdict
 from streams.trigger.metrics import TriggerMetrics
 from streams.trigger.policy import DecisionReason
 from streams.trigger.quiet import limit_repeats
-from streams.trigger.settings import TriggerSettings
+from streams.trigger.settings import AdmissionSettings, TriggerSettings
 
 log = structlog.get_logger()
 
@@ -70,6 +70,7 @@ class TriggerApp:
         self,
         kafka: KafkaSettings,
         settings: TriggerSettings,
+        admission: AdmissionSettings | None = None,
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
@@ -79,7 +80,9 @@ class TriggerApp:
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry)
         self.fleet = Fleet(settings.status_stale_ms)
-        self._handler = EventHandler(settings, self.fleet, kafka.partitions, self._clock)
+        self._handler = EventHandler(
+            settings, admission or AdmissionSettings(), self.fleet, kafka.partitions, self._clock
+        )
         self._jobs_topic = kafka.topic(Topic.PREINFER)
         name = settings.instance_id
         self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error)

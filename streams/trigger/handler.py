@@ -11,11 +11,11 @@ from schemas.codec import DecodeError, EncodeError, decode, encode
 from schemas.messages import PreInferJob, RetrievalEvent
 from streams.clock import Clock
 from streams.partitioner import partition_for
-from streams.trigger.buckets import BucketLimits, FleetBuckets
+from streams.trigger.buckets import FleetBuckets
 from streams.trigger.fleet import Fleet
 from streams.trigger.policy import Decision, DecisionReason, Impression, decide
 from streams.trigger.recent import RecentPrefixes
-from streams.trigger.settings import TriggerSettings
+from streams.trigger.settings import AdmissionSettings, TriggerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Verdict:
 class EventHandler:
     """Decides events of the retrieval topic."""
 
-    def __init__(self, settings: TriggerSettings, fleet: Fleet, partition_count: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: TriggerSettings,
+        admission: AdmissionSettings,
+        fleet: Fleet,
+        partition_count: int,
+        clock: Clock,
+    ) -> None:
         self._enabled = settings.enabled
-        self._limits = settings.limits()
+        self._limits = settings.limits(admission.lease_margin_ms)
         self._fleet = fleet
         self._partition_count = partition_count
         self._clock = clock
         self._recent = RecentPrefixes()
-        self._buckets = FleetBuckets(
-            BucketLimits(
-                footprint_reserve=settings.footprint_reserve,
-                load_limit=settings.load_limit,
-                preinfer_share=settings.preinfer_share,
-                burst_us=settings.burst_ms * 1000,
-            )
-        )
+        self._buckets = FleetBuckets(admission.bucket_limits())
 
     def reassign(self, partitions: frozenset[int]) -> None:
         """This process now reads these partitions of the retrieval topic."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from streams.latency_buckets import LATENCY_BUCKETS_S
 from streams.trigger.policy import DecisionReason
 
+
 # 1 ms steps below 20 ms: a mean over a coarse bucket hides what the event path costs.
-_AGE_BUCKETS_S = (*(ms / 1000 for ms in range(1, 21)), 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
-
-
 class TriggerMetrics:
     """One process's trigger. Every event is counted under exactly one reason."""
 
@@ -22,7 +21,7 @@ class TriggerMetrics:
         self.event_age = Histogram(
             "relaygr_trigger_event_age_seconds",
             "from the start of retrieval, by the gateway's clock, to the decision",
-            buckets=_AGE_BUCKETS_S,
+            buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self.undelivered = Counter(

@@ -8,7 +8,37 @@ from pydantic import Field
 
 from schemas.messages import MAX_BEHAVIOURS
 from streams.settings import Section
+from streams.trigger.buckets import BucketLimits
 from streams.trigger.policy import PolicyLimits
+
+
+class AdmissionSettings(Section):
+    """How much pre-infer work a device is given. The trigger decides by these, and each worker again."""
+
+    lease_margin_ms: Annotated[int, Field(ge=0, description="how long a prefix is kept past its expected ranking")] = (
+        200
+    )
+    footprint_reserve: Annotated[
+        float, Field(ge=0, lt=1, description="r: part of the HBM tier that jobs never fill")
+    ] = 0.1
+    load_limit: Annotated[
+        float, Field(gt=0, le=1, description="rho: device load, ranking included, up to which jobs are admitted")
+    ] = 0.8
+    preinfer_share: Annotated[
+        float, Field(ge=0, le=0.9, description="device time kept for jobs however busy ranking is")
+    ] = 0.3
+    burst_ms: Annotated[int, Field(ge=1, le=60_000, description="how far the buckets may run ahead of their rate")] = (
+        500
+    )
+
+    def bucket_limits(self) -> BucketLimits:
+        """The numbers that the buckets count by."""
+        return BucketLimits(
+            footprint_reserve=self.footprint_reserve,
+            load_limit=self.load_limit,
+            preinfer_share=self.preinfer_share,
+            burst_us=self.burst_ms * 1000,
+        )
 
 
 class TriggerSettings(Section):
@@ -29,29 +59,14 @@ class TriggerSettings(Section):
     lead_fraction: Annotated[
         float, Field(gt=0, le=1, description="low quantile of the lead time, as a part of the expected one")
     ] = 0.8
-    lease_margin_ms: Annotated[int, Field(ge=0, description="how long a prefix is kept past its expected ranking")] = (
-        200
-    )
-    footprint_reserve: Annotated[
-        float, Field(ge=0, lt=1, description="r: part of the HBM tier that jobs never fill")
-    ] = 0.1
-    load_limit: Annotated[
-        float, Field(gt=0, le=1, description="rho: device load, ranking included, up to which jobs are admitted")
-    ] = 0.8
-    preinfer_share: Annotated[
-        float, Field(ge=0, le=0.9, description="device load open to jobs however busy ranking is")
-    ] = 0.3
-    burst_ms: Annotated[int, Field(ge=1, le=60_000, description="how far the buckets may run ahead of their rate")] = (
-        500
-    )
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
 
-    def limits(self) -> PolicyLimits:
+    def limits(self, lease_margin_ms: int) -> PolicyLimits:
         """The numbers that the policy decides by."""
         return PolicyLimits(
             fallback_behaviours=self.fallback_behaviours,
             assumed_behaviours=self.assumed_behaviours,
             lead_fraction=self.lead_fraction,
-            lease_margin_us=self.lease_margin_ms * 1000,
+            lease_margin_us=lease_margin_ms * 1000,
         )

@@ -15,7 +15,7 @@ from streams.partitioner import partition_for
 from streams.trigger.fleet import Fleet
 from streams.trigger.handler import EventHandler, Verdict
 from streams.trigger.policy import DecisionReason
-from streams.trigger.settings import TriggerSettings
+from streams.trigger.settings import AdmissionSettings, TriggerSettings
 
 PARTITIONS = 12
 CLOCK = ManualClock()
@@ -55,7 +55,7 @@ STATUS = WorkerStatus(
 
 
 def handler(fleet: Fleet | None = None, **settings: object) -> EventHandler:
-    made = EventHandler(TriggerSettings(**settings), fleet or Fleet(3000), PARTITIONS, CLOCK)  # type: ignore[arg-type]
+    made = EventHandler(TriggerSettings(**settings), AdmissionSettings(), fleet or Fleet(3000), PARTITIONS, CLOCK)  # type: ignore[arg-type]
     made.reassign(frozenset(range(PARTITIONS)))
     return made
 

@@ -24,7 +24,7 @@ from schemas.messages import (
 from streams.clock import ManualClock
 from streams.consumer import Received, Token
 from streams.latency import Corrector, LatencyModel
-from streams.trigger.buckets import BucketLimits
+from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import PrefixCache
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
@@ -186,7 +186,9 @@ class World:
         self.store = Store()
         self.outbox = Outbox()
         self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
-        limits = BucketLimits(0.0, 1.0, 0.9, 60_000_000)
+        admission = AdmissionSettings(
+            lease_margin_ms=0, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
+        )
         capacity = hbm_pages * self.engine.geometry.page_bytes
         self.corrector = Corrector(LatencyModel(COEFFICIENTS))
         self.copied = []
@@ -198,10 +200,11 @@ class World:
             self.copied.append,
             self.corrector,
             self.settings,
+            admission,
             self.outbox,
             WorkerMetrics(CollectorRegistry()),
             self.clock,
-            JobAdmission(limits, capacity, self.engine.geometry, 0, self.clock),
+            JobAdmission(admission, capacity, self.engine.geometry, self.clock),
         )
         self._offset = 0
 

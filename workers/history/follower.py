@@ -54,6 +54,7 @@ MAX_UNDELIVERED: Final = 256
 MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
 CURRENT_INTERVAL_US: Final = 300 * 1_000_000
 GAUGE_INTERVAL_US: Final = 1_000_000
+REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
 
 _CONSUMER_OPTIONS: Final = {
@@ -141,6 +142,8 @@ class HistoryFollower:
         self._retry_letters_at_us = 0
         self._current_at_us = self._clock.monotonic_us()
         self._gauges_at_us = 0
+        self._refused = 0
+        self._refused_at_us = 0
 
     def start(self) -> None:
         """Starts the thread. It waits for the broker by itself."""
@@ -330,12 +333,7 @@ class HistoryFollower:
             ("repeated", outcome.repeated),
         ):
             metrics.RECORDS.labels(name).inc(count)
-        if outcome.refused:
-            log.error(
-                "history store is full: raise history_max_bytes",
-                refused=len(outcome.refused),
-                max_bytes=self._store.max_bytes,
-            )
+        self._refused += len(outcome.refused)
         if self._on_deleted is not None:
             for user_id in outcome.deleted:
                 self._on_deleted(user_id)
@@ -372,6 +370,13 @@ class HistoryFollower:
             metrics.BYTES.set(self._store.bytes_used)
             metrics.CAPACITY_BYTES.set(self._store.max_bytes)
             metrics.UNDELIVERED.set(self._undelivered)
+        if self._refused and now_us - self._refused_at_us >= REFUSED_INTERVAL_US:
+            log.error(
+                "history store is full: raise history_max_bytes",
+                refused=self._refused,
+                max_bytes=self._store.max_bytes,
+            )
+            self._refused, self._refused_at_us = 0, now_us
         if now_us - self._current_at_us >= CURRENT_INTERVAL_US:
             self._current_at_us = now_us
             self._mark_current(consumer)
