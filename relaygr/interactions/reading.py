@@ -8,7 +8,7 @@
 * A line that is no interaction is left out and reported with number and reason. Beyond
   `Limits.max_bad_lines` reading stops with RelayError; nothing has been published then, since all of
   a file is read first.
-* Memory: about 50 bytes a line at the peak, and the distinct ids. `Limits.max_lines` bounds it: 100
+* Memory: about 70 bytes a line at the peak, and the distinct ids. `Limits.max_lines` bounds it: 100
   million lines, so MovieLens-32M and KuaiRand-1K fit, KuaiRand-27K (322 million) has to be split by user.
 """
 
