@@ -31,6 +31,11 @@ def test_any_configuration_survives_its_json(config: ModelConfig) -> None:
     assert parse_config(config.to_json(), "here") == config
 
 
+def test_every_key_of_the_configuration_is_documented() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    assert [key for key in ModelConfig.model_fields if f"`{key}`" not in text] == []
+
+
 def test_a_checkpoint_is_read_back_with_the_same_revision(tmp_path: Path) -> None:
     config = small_config()
     ids = np.arange(VOCABULARY, dtype=np.int64) * 7 - 20
