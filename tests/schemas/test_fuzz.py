@@ -22,7 +22,7 @@ from tests.strategies import messages
 
 STRATEGIES = messages()
 QUICK = settings(max_examples=150)
-THOROUGH = settings(max_examples=1_000, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+THOROUGH = settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 anything = st.recursive(
     st.none()

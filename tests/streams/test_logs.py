@@ -13,7 +13,7 @@ import structlog
 
 from streams.logs import Admission, LogFormat, LogLevel, LogSettings, RepeatLimiter, configure_logging
 
-KEY = ("aiokafka", "connect to %s failed")
+KEY = ("some.client", "connect to %s failed")
 SECOND_US = 1_000_000
 
 
@@ -48,10 +48,10 @@ def test_a_structlog_event_is_one_json_line(stream: io.StringIO) -> None:
 
 def test_what_libraries_log_takes_the_same_form(stream: io.StringIO) -> None:
     configure_logging(stream=stream)
-    logging.getLogger("aiokafka").error("connect to %s failed", "broker:9092", extra={"attempt": 2})
+    logging.getLogger("some.client").error("connect to %s failed", "broker:9092", extra={"attempt": 2})
     (line,) = lines(stream)
     assert line["event"] == "connect to broker:9092 failed"
-    assert (line["level"], line["logger"], line["attempt"]) == ("error", "aiokafka", 2)
+    assert (line["level"], line["logger"], line["attempt"]) == ("error", "some.client", 2)
 
 
 def test_an_exception_stays_on_its_line(stream: io.StringIO) -> None:
@@ -96,10 +96,10 @@ def test_configuring_twice_writes_once(stream: io.StringIO) -> None:
 def test_a_repeated_message_is_cut_off_whatever_its_values(stream: io.StringIO) -> None:
     configure_logging(LogSettings(repeats_per_second=3), stream)
     for attempt in range(200):
-        logging.getLogger("aiokafka").error("connect to %s failed", attempt)
+        logging.getLogger("some.client").error("connect to %s failed", attempt)
         structlog.get_logger("streams").warning("broker is away", attempt=attempt)
     written = lines(stream)
-    for logger in ("aiokafka", "streams"):
+    for logger in ("some.client", "streams"):
         # Three in each second that began; a loop of 200 is well under ten seconds on the slowest machine.
         assert 3 <= sum(line["logger"] == logger for line in written) <= 40
 
