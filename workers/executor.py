@@ -441,6 +441,7 @@ class Executor:
             return self._lease_after_reload(work, span, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None and handle.complete:
+            self._begin(work)
             self._lease(work, span)
             self._cache.release(handle)
             return self._outbox.job_done(work.received, JobOutcome.ALREADY_CACHED)
@@ -453,7 +454,15 @@ class Executor:
         self._queue_job(work, span, now_us, handle)
         return None
 
+    def _begin(self, work: JobWork) -> None:
+        """The job is being served: computed, reloaded, or found ready."""
+        if not work.begun:
+            work.begun = True
+            self._metrics.job_started(self._clock.wall_us() - work.job.retrieval_at_us)
+
     def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: Pending) -> None:
+        self._begin(work)
+
         def arrived() -> None:
             now_us = self._clock.monotonic_us()
             found = self._cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
@@ -537,6 +546,8 @@ class Executor:
             return self._abandon(prefix, JobOutcome.EXPIRED)
         if not prefix.started and not self._take_pages(prefix, now_us):
             return
+        for job in prefix.jobs:
+            self._begin(job)
         for waiter in prefix.waiters:
             waiter.started_us = waiter.started_us or now_us
         end = chunk_end(

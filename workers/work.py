@@ -44,6 +44,7 @@ class JobWork:
     received: Received
     expected_ranking_us: int
     expires_us: int
+    begun: bool = False
 
 
 @dataclass(slots=True, eq=False)

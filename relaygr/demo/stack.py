@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -72,8 +72,8 @@ class Stack:
     ) -> None:
         self._cleanup.close()
 
-    def play(self, title: str, records: Path) -> RunSummary:
-        """Drives the schedule once."""
+    def play(self, title: str, records: Path, watch: Callable[[], None] | None = None) -> RunSummary:
+        """Drives the schedule once. `watch` is called now and then while it runs."""
         before = self._device_seconds()
         tail = RecordTail(records)
         gateway = self._start_gateway(records, ["--set", f"gateway.relay={str(self._relay).lower()}"])
@@ -87,7 +87,13 @@ class Stack:
             self._owners,
             self._lag.lines,
         )
-        board.run(lambda: self._has_ended(gateway))
+
+        def has_ended() -> bool:
+            if watch is not None:
+                watch()
+            return self._has_ended(gateway)
+
+        board.run(has_ended)
         return summarise(tail.records, self._device_seconds() - before)
 
     def play_reference(self, records: Path, of: Path) -> None:
