@@ -65,6 +65,8 @@ _PROBE_INTERVAL_US: Final = 1_000_000
 # While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
 _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
+# A topic just made has partitions without a leader for some milliseconds.
+_NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
@@ -366,8 +368,9 @@ class ConsumerLoop:
                 fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
                 starts = consumer.offsets_for_times(fresh, timeout=self._settings.request_timeout_s) if fresh else []
             except KafkaException as error:
-                # A topic just made has partitions without a leader for some milliseconds.
                 self._count_error(error.args[0])
+                if error.args[0].code() not in _NO_LEADER_YET:
+                    break  # The first message of each partition tells as well.
                 time.sleep(_POSITION_RETRY_S * attempt)
                 continue
             positions.update(_offsets(committed))

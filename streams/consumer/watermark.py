@@ -116,6 +116,8 @@ class WatermarkTracker:
         if state.committed is None:
             # Whatever lies before the first message delivered was committed by somebody, or does not exist.
             self._placed(tp, offset)
+            # Maybe nobody ever committed: offer this one as the start.
+            state.committed = offset - 1
         if offset <= state.delivered or (state.low is not None and offset < state.low):
             state = self._forget(tp, offset)
         state.delivered = offset

@@ -103,8 +103,15 @@ def test_an_unknown_position_commits_nothing_before_the_first_message_tells_it()
     finish(tracker, 0)
     assert tracker.committable() == {}, "another owner may be at 50 by now"
     assert begin(tracker, 1) == [Begin.IN_FLIGHT]
+    assert tracker.committable() == {TP: 1}
     finish(tracker, 1)
     assert tracker.committable() == {TP: 2}
+
+
+def test_a_start_that_nobody_ever_committed_is_committable_before_the_first_message_is_finished() -> None:
+    tracker = tracker_at(None)
+    begin(tracker, 7, 8)
+    assert tracker.committable() == {TP: 7}
 
 
 def test_an_offset_that_somebody_reset_is_read_again_and_old_completions_do_not_count() -> None:

@@ -1,0 +1,105 @@
+"""Whether a group keeps up, from its last polls: Burrow's rules, which need no threshold on lag.
+
+A polled offset does not tell *when* it was committed, so that "no commit for a whole window" shows as an
+offset that did not move. Whether somebody owns the partition tells the two cases apart:
+
+    lag within bounds                                   OK
+    the offset went back                                REWIND
+    lag was within bounds at some time in the window    OK
+    the offset did not move, and nobody owns it         STOP
+    the offset did not move, and a member owns it       STALL
+    it moved, and lag is what arrives in two polls      OK
+    it moved, and lag never fell                        WARN
+    else                                                OK
+
+The last OK but one is ours: commits come about once a second, so a group that keeps up is always behind by
+about that much, and polls in step with the commits never see it fall.
+
+Before the window is full nothing is judged but REWIND: a slow start is no alarm. A partition without a
+commit is NO_COMMIT, which is no alarm either: a group that is new, or a partition that never had a message.
+
+Source of the rules: LinkedIn's Burrow, wiki page "Consumer Lag Evaluation Rules". Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class LagStatus(enum.StrEnum):
+    """How a partition, or the worst partition of a group, does. In order of gravity."""
+
+    NO_COMMIT = "no_commit"
+    OK = "ok"
+    WARN = "warn"
+    """It moves, and falls behind."""
+    REWIND = "rewind"
+    """Its offset went back: messages are read again."""
+    STALL = "stall"
+    """A member owns it, and its offset does not move."""
+    STOP = "stop"
+    """Nobody reads it, and there is something to read."""
+    UNKNOWN = "unknown"
+    """It could not be measured."""
+
+    @property
+    def exit_code(self) -> int:
+        """0: fine; 1: falls behind; 2: does not move, or went back; 3: not measured."""
+        return _EXIT_CODES[self]
+
+
+_EXIT_CODES = {
+    LagStatus.OK: 0,
+    LagStatus.NO_COMMIT: 0,
+    LagStatus.WARN: 1,
+    LagStatus.REWIND: 2,
+    LagStatus.STALL: 2,
+    LagStatus.STOP: 2,
+    LagStatus.UNKNOWN: 3,
+}
+_CADENCE_POLLS = 2
+_GRAVITY = {status: gravity for gravity, status in enumerate(LagStatus)}
+
+
+@dataclass(frozen=True, slots=True)
+class LagSample:
+    """One partition at one poll."""
+
+    committed: int | None
+    lag: int | None
+
+
+def worst(statuses: Iterable[LagStatus]) -> LagStatus:
+    """The gravest; UNKNOWN of none."""
+    return max(statuses, key=_GRAVITY.__getitem__, default=LagStatus.UNKNOWN)
+
+
+def judge(samples: Sequence[LagSample], window_polls: int, ok_messages: int, owned: bool | None) -> LagStatus:
+    """The status after the last of `samples`, oldest first, at most `window_polls` of them.
+
+    `owned`: whether a member owns the partition; None if that is not known, which counts as owned.
+    """
+    last = samples[-1]
+    if last.committed is None:
+        return LagStatus.NO_COMMIT
+    if last.lag is None:
+        return LagStatus.UNKNOWN
+    if last.lag <= ok_messages:
+        return LagStatus.OK
+    offsets = [sample.committed for sample in samples if sample.committed is not None]
+    lags = [sample.lag for sample in samples if sample.lag is not None]
+    if any(later < earlier for earlier, later in itertools.pairwise(offsets)):
+        return LagStatus.REWIND
+    if len(samples) < window_polls or any(lag <= ok_messages for lag in lags):
+        return LagStatus.OK
+    if offsets[0] == offsets[-1]:
+        return LagStatus.STOP if owned is False else LagStatus.STALL
+    arrived_per_poll = (offsets[-1] + lags[-1] - offsets[0] - lags[0]) / (len(samples) - 1)
+    if last.lag <= _CADENCE_POLLS * arrived_per_poll:
+        return LagStatus.OK
+    if all(later >= earlier for earlier, later in itertools.pairwise(lags)):
+        return LagStatus.WARN
+    return LagStatus.OK

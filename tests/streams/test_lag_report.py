@@ -1,0 +1,145 @@
+"""Polls put together: owner split, lag, status; and the metrics made of them."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from streams.clock import ManualClock
+from streams.consumer.watermark import TopicPartition
+from streams.lag import GroupSnapshot, LagSettings, LagTracker, Member, PartitionOffsets, Snapshot
+from streams.lag.exporter import LagExporter
+from streams.lag.monitor import LagMonitor, MonitorState
+from streams.lag.owners import owner_split
+from streams.lag.status import LagStatus
+from streams.lag.time_lag import TimeLag, TimeLagSource
+from streams.settings import KafkaSettings
+
+PRE, RANK = "relaygr.preinfer", "relaygr.ranking"
+TOPICS = (PRE, RANK)
+GROUP = "relaygr.workers"
+
+
+def member(name: str, *partitions: tuple[str, int]) -> Member:
+    return Member(f"{name}-id", name, "/10.0.0.1", name, frozenset(TopicPartition(*tp) for tp in partitions))
+
+
+def group(
+    members: tuple[Member, ...] | None, offsets: tuple[PartitionOffsets, ...] = (), state: str = "stable"
+) -> GroupSnapshot:
+    return GroupSnapshot(GROUP, state, "classic", "range", members, offsets)
+
+
+def snapshot(second: int, members: tuple[Member, ...] | None, *offsets: tuple[str, int, int | None, int]) -> Snapshot:
+    rows = tuple(
+        PartitionOffsets(TopicPartition(topic, partition), committed, end)
+        for topic, partition, committed, end in offsets
+    )
+    return Snapshot("cluster", second * 1_000_000, 1_000_000_000 + second * 1_000_000, (group(members, rows),))
+
+
+@pytest.mark.parametrize(
+    ("members", "split"),
+    [
+        pytest.param((member("a", (PRE, 0), (RANK, 0)), member("b", (PRE, 1), (RANK, 1))), set(), id="whole sets"),
+        pytest.param((member("a", (PRE, 0), (RANK, 1)), member("b", (PRE, 1), (RANK, 0))), {0, 1}, id="crossed"),
+        pytest.param((member("a", (PRE, 0), (RANK, 0), (PRE, 1)),), {1}, id="one topic has fewer partitions"),
+        pytest.param((member("a", (PRE, 0), (RANK, 0)), member("b", (RANK, 1))), {1}, id="one topic only"),
+        pytest.param((), set(), id="nobody"),
+        pytest.param(None, set(), id="members not known"),
+    ],
+)
+def test_an_owner_split_is_a_partition_without_one_owner_for_all_topics(
+    members: tuple[Member, ...] | None, split: set[int]
+) -> None:
+    assert owner_split(group(members), TOPICS) == split
+
+
+def test_nothing_is_said_of_owners_amid_a_rebalance() -> None:
+    crossed = (member("a", (PRE, 0)), member("b", (RANK, 0)))
+    assert owner_split(group(crossed, state="preparing_rebalancing"), TOPICS) == frozenset()
+
+
+def test_lag_is_never_negative_and_no_commit_is_no_lag() -> None:
+    assert PartitionOffsets(TopicPartition(PRE, 0), 9, 7).lag == 0
+    assert PartitionOffsets(TopicPartition(PRE, 0), None, 7).lag is None
+
+
+def test_a_report_tells_sums_the_worst_partition_and_who_owns_it() -> None:
+    tracker = LagTracker(LagSettings(window_polls=3), {GROUP: TOPICS})
+    owner = member("a", (PRE, 0), (RANK, 0))
+    for second in range(4):
+        poll = snapshot(second, (owner,), (PRE, 0, 5, 5 + second), (RANK, 0, 7, 7), (RANK, 1, None, 0))
+        tracker.observe(poll)
+    report = tracker.report(poll)
+    [reported] = report.groups
+    assert report.settled
+    assert (reported.lag, reported.max_lag, reported.without_commit) == (3, 3, 1)
+    assert reported.max_time_lag == TimeLag(2.0, TimeLagSource.INTERPOLATED)
+    assert reported.status is report.status is LagStatus.STALL
+    assert [row.owner for row in reported.partitions] == [owner, owner, None]
+
+
+def test_a_record_is_read_where_polls_can_not_tell_and_only_once() -> None:
+    tracker = LagTracker(LagSettings(), {})
+    poll = snapshot(0, None, (PRE, 0, 5, 9), (PRE, 1, 3, 3))
+    tracker.observe(poll)
+    tp = TopicPartition(PRE, 0)
+    assert tracker.unknown_times(poll) == {tp: 5}
+    tracker.learn({tp: (5, 998_000)})
+    assert tracker.unknown_times(poll) == {}
+    assert tracker.report(poll).groups[0].partitions[0].time_lag == TimeLag(2.0, TimeLagSource.RECORD)
+
+
+def test_a_group_that_is_gone_is_forgotten() -> None:
+    tracker = LagTracker(LagSettings(window_polls=3), {})
+    for second in range(5):
+        tracker.observe(snapshot(second, None, (PRE, 0, 5, 9)))
+    tracker.observe(Snapshot("cluster", 6_000_000, 0, ()))
+    back = snapshot(7, None, (PRE, 0, 5, 9))
+    tracker.observe(back)
+    assert tracker.report(back).status is LagStatus.OK, "its past does not count"
+
+
+class Scrapes:
+    """An exporter over a monitor that never asks a cluster."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        settings = LagSettings(interval_s=1)
+        self.monitor = LagMonitor(KafkaSettings(), settings, clock=self.clock)
+        self.registry = CollectorRegistry()
+        self.exporter = LagExporter(self.monitor, settings, self.clock)
+        self.registry.register(self.exporter)
+
+    def show(self, poll: Snapshot) -> None:
+        tracker = LagTracker(LagSettings(), {GROUP: TOPICS})
+        tracker.observe(poll)
+        self.monitor.state = MonitorState(tracker.report(poll), polls=1)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"cluster_name": "cluster", "group": GROUP, **labels})
+
+
+def test_metrics_have_the_names_and_labels_that_dashboards_know() -> None:
+    scrapes = Scrapes()
+    scrapes.show(snapshot(0, (member("a", (PRE, 0)),), (PRE, 0, 5, 9), (RANK, 0, 5, 5)))
+    owner = {"topic": PRE, "partition": "0", "member_host": "/10.0.0.1", "consumer_id": "a-id", "client_id": "a"}
+    assert scrapes.value("kafka_consumergroup_group_lag", **owner) == 4
+    assert scrapes.value("kafka_consumergroup_group_offset", **owner) == 5
+    assert scrapes.value("kafka_consumergroup_group_max_lag") == 4
+    assert scrapes.value("kafka_consumergroup_group_sum_lag") == 4
+    assert scrapes.value("kafka_consumergroup_group_max_lag_seconds") == 0
+    assert scrapes.value("relaygr_lag_group_status", status="ok") == 1
+    assert scrapes.value("relaygr_lag_owner_split_partitions") == 1
+    nobody = {"topic": RANK, "partition": "0", "member_host": "", "consumer_id": "", "client_id": ""}
+    assert scrapes.value("kafka_consumergroup_group_lag_seconds", **nobody) == 0
+
+
+def test_figures_that_are_too_old_are_not_exported() -> None:
+    scrapes = Scrapes()
+    scrapes.show(snapshot(0, None, (PRE, 0, 5, 9)))
+    assert scrapes.value("kafka_consumergroup_group_sum_lag") == 4
+    scrapes.clock.advance_us(int(scrapes.exporter.max_age_s * 1e6) + 1)
+    assert scrapes.value("kafka_consumergroup_group_sum_lag") is None
+    assert scrapes.registry.get_sample_value("relaygr_lag_polls_total") == 1

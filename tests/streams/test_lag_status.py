@@ -1,0 +1,70 @@
+"""Whether a group keeps up: the rules, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from streams.lag.status import LagSample, LagStatus, judge, worst
+
+WINDOW = 4
+
+
+def samples(*pairs: tuple[int | None, int | None]) -> list[LagSample]:
+    return [LagSample(committed, lag) for committed, lag in pairs]
+
+
+def status(*pairs: tuple[int | None, int | None], ok_messages: int = 0, owned: bool | None = True) -> LagStatus:
+    return judge(samples(*pairs), WINDOW, ok_messages, owned)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        pytest.param([(5, 0)], LagStatus.OK, id="nothing to read"),
+        pytest.param([(None, None)], LagStatus.NO_COMMIT, id="never committed"),
+        pytest.param([(5, None)], LagStatus.UNKNOWN, id="the end is not known"),
+        pytest.param([(5, 9)] * 3, LagStatus.OK, id="too early to judge"),
+        pytest.param([(5, 9)] * 4, LagStatus.STALL, id="does not move"),
+        pytest.param([(5, 9), (5, 10), (5, 11), (5, 99)], LagStatus.STALL, id="does not move while more arrives"),
+        pytest.param([(9, 1), (5, 5)], LagStatus.REWIND, id="went back"),
+        pytest.param([(5, 0), (5, 3), (5, 6), (5, 9)], LagStatus.OK, id="had caught up within the window"),
+        pytest.param([(5, 90), (6, 91), (7, 92), (8, 93)], LagStatus.WARN, id="moves, and falls behind"),
+        pytest.param([(5, 90), (6, 90), (7, 90), (8, 90)], LagStatus.WARN, id="moves, and does not catch up"),
+        pytest.param([(5, 90), (6, 80), (7, 85), (8, 93)], LagStatus.OK, id="lag fell once"),
+        pytest.param([(0, 9), (10, 9), (20, 9), (30, 10)], LagStatus.OK, id="behind by what one poll brings"),
+        pytest.param([(None, None), (5, 9), (5, 9), (5, 9)], LagStatus.STALL, id="committed once, and never again"),
+    ],
+)
+def test_a_partition_is_judged_by_its_last_polls(
+    pairs: list[tuple[int | None, int | None]], expected: LagStatus
+) -> None:
+    assert status(*pairs) is expected
+
+
+def test_an_offset_that_stands_still_is_a_stop_if_nobody_owns_it() -> None:
+    still = [(5, 9)] * 4
+    assert status(*still, owned=False) is LagStatus.STOP
+    assert status(*still, owned=None) is LagStatus.STALL, "not known: the milder reading"
+
+
+def test_lag_within_bounds_is_ok_whatever_its_trend() -> None:
+    assert status((5, 9), (5, 9), (5, 9), (5, 9), ok_messages=9) is LagStatus.OK
+    assert status((9, 1), (5, 5), ok_messages=9) is LagStatus.OK
+
+
+def test_a_group_is_as_its_gravest_partition_and_one_that_never_read_is_not_grave() -> None:
+    assert worst([LagStatus.OK, LagStatus.STALL, LagStatus.WARN]) is LagStatus.STALL
+    assert worst([LagStatus.NO_COMMIT, LagStatus.OK]) is LagStatus.OK
+    assert worst([]) is LagStatus.UNKNOWN
+
+
+def test_exit_codes_are_as_documented() -> None:
+    assert {status: status.exit_code for status in LagStatus} == {
+        LagStatus.OK: 0,
+        LagStatus.NO_COMMIT: 0,
+        LagStatus.WARN: 1,
+        LagStatus.REWIND: 2,
+        LagStatus.STALL: 2,
+        LagStatus.STOP: 2,
+        LagStatus.UNKNOWN: 3,
+    }

@@ -1,0 +1,74 @@
+"""Lag in seconds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.lag.time_lag import EndOffsets, TimeLag, TimeLagSource, record_time_lag
+
+SECOND = 1_000_000
+
+
+def ends(*polls: tuple[float, int], capacity: int = 100) -> EndOffsets:
+    history = EndOffsets(capacity)
+    for seconds, end in polls:
+        history.add(int(seconds * SECOND), end)
+    return history
+
+
+def test_a_group_at_the_end_is_not_behind() -> None:
+    assert ends((0, 5)).time_lag(5) == TimeLag(0.0, TimeLagSource.CAUGHT_UP)
+    assert ends((0, 5)).time_lag(9) == TimeLag(0.0, TimeLagSource.CAUGHT_UP), "committed past an end asked before"
+
+
+def test_the_arrival_of_the_next_message_is_interpolated_between_two_polls() -> None:
+    history = ends((0, 0), (10, 10), (20, 20))
+    assert history.time_lag(4) == TimeLag(15.0, TimeLagSource.INTERPOLATED)
+    assert history.time_lag(19) == TimeLag(0.0, TimeLagSource.INTERPOLATED)
+
+
+def test_a_message_that_arrived_before_the_first_poll_must_be_read() -> None:
+    assert ends((0, 5), (1, 6)).time_lag(3) is None
+    assert ends().time_lag(3) is None
+
+
+def test_an_end_that_stands_still_takes_no_memory_and_lag_still_grows() -> None:
+    history = ends((0, 0), (1, 10), *((seconds, 10) for seconds in range(2, 500)), capacity=4)
+    assert history.time_lag(9) == TimeLag(498.0, TimeLagSource.INTERPOLATED)
+
+
+def test_after_a_quiet_time_the_next_message_is_not_dated_into_it() -> None:
+    history = ends((0, 10), (100, 10), (200, 10), (201, 11))
+    assert history.time_lag(10) == TimeLag(0.0, TimeLagSource.INTERPOLATED)
+
+
+def test_a_log_that_was_made_anew_is_dated_anew() -> None:
+    assert ends((0, 0), (1, 100), (2, 3)).time_lag(2) is None
+
+
+def test_a_record_is_dated_by_its_timestamp_and_never_in_the_future() -> None:
+    assert record_time_lag(wall_us=5_000_000, timestamp_ms=3_500) == TimeLag(1.5, TimeLagSource.RECORD)
+    assert record_time_lag(wall_us=5_000_000, timestamp_ms=9_000).seconds == 0.0
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 20), min_size=2, max_size=40),
+    data=st.data(),
+)
+def test_the_error_is_below_one_poll_interval(arrivals: list[int], data: st.DataObject) -> None:
+    history = EndOffsets(100)
+    arrived: list[int] = []
+    for poll, count in enumerate(arrivals):
+        # Those of a poll arrive evenly over the second before it.
+        arrived += [(poll - 1) * SECOND + (i + 1) * SECOND // count for i in range(count)]
+        history.add(poll * SECOND, len(arrived))
+    now_us = (len(arrivals) - 1) * SECOND
+    committed = data.draw(st.integers(0, len(arrived)))
+    measured = history.time_lag(committed)
+    if committed == len(arrived):
+        assert measured is not None and measured.seconds == 0
+    elif measured is None:
+        assert arrived[committed] <= 0, "only what came before the first poll is not known"
+    else:
+        assert abs(measured.seconds * SECOND - (now_us - arrived[committed])) <= SECOND
