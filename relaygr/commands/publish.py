@@ -160,7 +160,7 @@ def _finish(run: Run, text: str, failed: bool = False) -> None:
     bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
     if run.stopped:
         bad = f"; stopped after {run.bad} bad {lines} (--max-bad-lines)"
-    say(f"{text} in {run.seconds:.1f} s{bad}")
+    say(f"{text} in {time.monotonic() - run.started_s:.1f} s{bad}")
     if run.bad or failed:
         raise typer.Exit(1)
 

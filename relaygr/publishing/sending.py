@@ -33,7 +33,8 @@ class Run:
     sent: int
     bad: int
     stopped: bool
-    seconds: float
+    started_s: float
+    """On the monotonic clock."""
 
 
 def send_lines(
@@ -63,7 +64,7 @@ def send_lines(
                     stopped = True
                     break
             advance(line.read_bytes)
-    return Run(sent, bad.count, stopped, time.monotonic() - started_s)
+    return Run(sent, bad.count, stopped, started_s)
 
 
 def when_there_is_room(send: Callable[[], T], idle: Callable[[float], object]) -> T:

@@ -42,8 +42,8 @@ def request_of(**fields: Any) -> RankingRequest:
 
 
 def example(name: str) -> str:
-    """A block of JSON lines in the documentation."""
-    found = re.search(rf"^```jsonl {name}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    """A block of the documentation."""
+    found = re.search(rf"^```\w+ {name}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1]
 
@@ -86,6 +86,17 @@ def test_the_documented_lines_run_as_documented(kafka_settings: KafkaSettings, t
     assert bob.history_version is not None and bob.history_version.digest == bytes(range(16))
     assert eve.request_id.startswith("publish.")
     assert eve.history is not None and eve.history.user_id == "eve"
+
+
+def test_the_documented_gateway_runs(kafka_settings: KafkaSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    script = example("gateway")
+    # Its cluster and a deadline for a busy machine; all else is as documented.
+    for written, meant in (('KafkaSettings(bootstrap="127.0.0.1:9092")', "here"), (" budget_ms=50", " budget_ms=9000")):
+        assert script.count(written) == 1
+        script = script.replace(written, meant)
+    with echo_worker(kafka_settings):
+        exec(script, {"here": kafka_settings})
+    assert capsys.readouterr().out == "ranked [101. 102. 103.]\n"
 
 
 def test_bad_lines_are_named_and_the_others_sent(kafka_settings: KafkaSettings) -> None:
