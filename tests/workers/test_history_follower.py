@@ -138,7 +138,7 @@ def test_histories_written_before_and_after_the_start_are_stored(
             stored = store.get(one.user_id)
             assert stored is not None and stored.history == one
         assert sorted(told.changed) == sorted(one.user_id for one in before)
-        assert sorted(told.caught_up) == list(range(kafka_settings.partitions))
+        until(lambda: sorted(told.caught_up) == list(range(kafka_settings.partitions)), "every partition told")
         assert all(follower.caught_up(partition) for partition in range(kafka_settings.partitions))
         publisher.send(history("user-3", number=2), history("late"))
         until(lambda: {"user-3", "late"} <= set(told.changed[60:]), "changes told")
