@@ -28,7 +28,7 @@ from streams.lag.status import LagStatus
 from streams.lag.time_lag import TimeLagSource
 from streams.probes import Check, ProbeServer, Readiness
 
-app = typer.Typer(add_completion=False, help="How far consumer groups are behind, and whether they move.")
+app = typer.Typer(add_completion=False)
 
 # Nobody looks at a pipe's width: nothing is cut short there.
 _PIPE_WIDTH: Final = 240
@@ -218,7 +218,7 @@ def _render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) ->
         )
     parts: list[RenderableType] = []
     for group in report.groups:
-        parts.append(_headline(group))
+        parts.append(_headline(group, report.settled))
         parts += [Text(f"  {problem}.", style="yellow") for problem in group.problems]
         if group.owner_split:
             shown = ", ".join(str(partition) for partition in group.owner_split[:12])
@@ -235,7 +235,7 @@ def _render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) ->
     return Group(*parts)
 
 
-def _headline(group: GroupReport) -> Text:
+def _headline(group: GroupReport, settled: bool) -> Text:
     members = "members unknown" if group.members is None else f"members: {group.members}"
     assignor = f", {group.assignor}" if group.assignor else ""
     behind = f"{group.lag} messages behind"
@@ -243,6 +243,8 @@ def _headline(group: GroupReport) -> Text:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
     text = Text(group.group, style="bold")
     text.append(f"  {group.status.value.upper()}", style=f"not bold {_STYLES[group.status]}")
+    if not settled and group.max_lag:
+        text.append("  (too early to judge progress)", style="not bold dim")
     text.append(f"  {behind}; {group.state}, {members}, {group.protocol} protocol{assignor}", style="not bold")
     return text
 

@@ -135,10 +135,11 @@ class LagCollector:
         described = self._describe(admin, groups)
         committed = {group: self._committed(admin, cluster, group) for group in groups}
         known = {group for group in groups if _is_known(described[group], committed[group][0])}
+        known |= {group for group in groups if committed[group][1] is not None}
         shown = [group for group in groups if group in known or group in self._explicit]
         wanted = {
             group: self._partitions(cluster, group, described[group], committed[group][0])
-            if group in known
+            if group in known and committed[group][1] is None
             else ([], [])
             for group in shown
         }

@@ -1,0 +1,236 @@
+"""Lag against clusters: what is measured equals what Kafka's own tool says, and what can not be had is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from schemas.topics import Topic
+from streams.broker import LocalBroker
+from streams.clients import ProducerKind, make_admin, make_group_consumer, make_producer
+from streams.errors import RelayError
+from streams.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
+from streams.lag.time_lag import TimeLagSource
+from streams.settings import GroupProtocol, KafkaSettings
+
+FAST = LagSettings(interval_s=0.1, window_polls=3)
+PARTITIONS = 12
+
+
+def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
+def send(kafka: KafkaSettings, topic: Topic, each: int) -> None:
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test")
+    for partition in range(PARTITIONS):
+        for _ in range(each):
+            producer.produce(kafka.topic(topic), b"x" * 3000, partition=partition)
+    assert producer.flush(10) == 0
+
+
+def commit(kafka: KafkaSettings, group: str, topic: str, offsets: dict[int, int]) -> None:
+    """Commits from outside: the group has no members then."""
+    consumer = make_group_consumer(kafka, group, "test")
+    consumer.commit(offsets=[TopicPartition(topic, p, o) for p, o in offsets.items()], asynchronous=False)
+    consumer.close()
+
+
+class Member:
+    """A member that polls while it is waited for."""
+
+    def __init__(self, kafka: KafkaSettings, topics: list[Topic], name: str) -> None:
+        self.consumer: Consumer = make_group_consumer(kafka, kafka.workers_group, name)
+        self.consumer.subscribe([kafka.topic(topic) for topic in topics])
+
+    def owns(self, count: int) -> bool:
+        self.consumer.poll(0.02)
+        return len(self.consumer.assignment()) == count
+
+
+@pytest.fixture
+def real_kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    real_broker.create_topics(kafka)
+    yield kafka
+    real_broker.delete_topics(kafka)
+
+
+def rows(report: LagReport, topic: str) -> list[PartitionReport]:
+    [group] = report.groups
+    return [row for row in group.partitions if row.topic == topic]
+
+
+def test_committed_offsets_ends_and_partitions_without_a_commit_are_told_apart(kafka_settings: KafkaSettings) -> None:
+    kafka = kafka_settings
+    ranking = kafka.topic(Topic.RANKING)
+    send(kafka, Topic.RANKING, 5)
+    commit(kafka, kafka.workers_group, ranking, {0: 2, 1: 5})
+    monitor = LagMonitor(kafka, FAST)
+    report = monitor.poll()
+    monitor.stop()
+    [group] = report.groups
+    assert group.group == kafka.workers_group
+    measured = rows(report, ranking)
+    assert [(row.committed, row.end, row.lag) for row in measured[:3]] == [(2, 5, 3), (5, 5, 0), (None, 5, None)]
+    assert group.without_commit == 2 * PARTITIONS - 2
+    assert measured[0].time_lag is not None
+    assert measured[0].time_lag.source is TimeLagSource.RECORD
+    assert 0 <= measured[0].time_lag.seconds < 30
+
+
+def test_seconds_come_from_polls_once_a_message_arrives_between_two(kafka_settings: KafkaSettings) -> None:
+    kafka = kafka_settings
+    commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), dict.fromkeys(range(PARTITIONS), 0))
+    monitor = LagMonitor(kafka, FAST)
+    until(lambda: all(row.end == 0 for row in monitor.poll().groups[0].partitions), "the new topic has leaders")
+    send(kafka, Topic.RANKING, 1)
+    report = monitor.poll()
+    monitor.stop()
+    sources = {row.time_lag.source for row in rows(report, kafka.topic(Topic.RANKING)) if row.time_lag}
+    assert sources == {TimeLagSource.INTERPOLATED}
+
+
+def test_the_embedded_cluster_measures_lag_and_says_that_members_are_not_known(embedded_broker: LocalBroker) -> None:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = embedded_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    embedded_broker.create_topics(kafka)
+    commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 0})
+    monitor = LagMonitor(kafka, FAST)
+    [group] = monitor.poll().groups
+    monitor.stop()
+    embedded_broker.delete_topics(kafka)
+    assert group.members is None
+    assert any("does not describe groups" in problem for problem in group.problems)
+
+
+def test_a_group_that_was_asked_for_and_is_not_there_is_not_measured(kafka_settings: KafkaSettings) -> None:
+    monitor = LagMonitor(kafka_settings, FAST, ["no-such-group"])
+    report = monitor.poll()
+    monitor.stop()
+    [group] = report.groups
+    assert report.status is LagStatus.UNKNOWN
+    assert any("no member and no commit" in problem for problem in group.problems)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_with_its_address() -> None:
+    monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1", connect_timeout_s=0.5), FAST)
+    with pytest.raises(RelayError, match=r"127\.0\.0\.1:1"):
+        monitor.poll()
+    assert monitor.state.failures == 1
+    monitor.stop()
+
+
+@pytest.mark.kafka
+def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: KafkaSettings) -> None:
+    home = os.environ.get("KAFKA_HOME")
+    if not home:
+        pytest.skip("the tool is in KAFKA_HOME")
+    kafka = real_kafka
+    member = Member(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
+    until(lambda: member.owns(2 * PARTITIONS), "joined")
+    send(kafka, Topic.RANKING, 7)
+    ranking = kafka.topic(Topic.RANKING)
+    offsets = [TopicPartition(ranking, partition, partition % 8) for partition in range(PARTITIONS - 1)]
+    member.consumer.commit(offsets=offsets, asynchronous=False)
+
+    tool = Path(home) / "bin" / "kafka-consumer-groups.sh"
+    command = [str(tool), "--bootstrap-server", kafka.bootstrap, "--describe", "--group", kafka.workers_group]
+    environment = {**os.environ, "KAFKA_HEAP_OPTS": "-Xmx128m"}
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True).stdout
+    theirs = {}
+    for line in said.splitlines():
+        fields = line.split()
+        if fields[:1] == [kafka.workers_group]:
+            theirs[(fields[1], int(fields[2]))] = tuple(fields[3:9])
+    monitor = LagMonitor(kafka, FAST)
+    report = monitor.poll()
+    monitor.stop()
+    member.consumer.close()
+
+    def told(number: int | None) -> str:
+        return "-" if number is None else str(number)
+
+    ours = {}
+    for row in report.groups[0].partitions:
+        assert row.owner is not None
+        ours[(row.topic, row.partition)] = (
+            told(row.committed), told(row.end), told(row.lag),
+            row.owner.member_id, row.owner.host, row.owner.client_id,
+        )  # fmt: skip
+    assert len(ours) == 2 * PARTITIONS
+    assert ours == theirs
+
+
+@pytest.mark.kafka
+def test_a_member_of_one_topic_only_is_an_owner_split_and_whole_members_are_not(real_kafka: KafkaSettings) -> None:
+    kafka = real_kafka
+    whole = Member(kafka, [Topic.PREINFER, Topic.RANKING], "whole")
+    until(lambda: whole.owns(2 * PARTITIONS), "joined")
+    monitor = LagMonitor(kafka, FAST)
+    assert monitor.poll().groups[0].owner_split == ()
+    half = Member(kafka, [Topic.RANKING], "half")
+    until(lambda: whole.owns(18) and half.owns(6), "shared")
+    [group] = monitor.poll().groups
+    monitor.stop()
+    whole.consumer.close()
+    half.consumer.close()
+    assert len(group.owner_split) == 6
+    assert (group.state, group.members, group.assignor) == ("stable", 2, "range")
+
+
+@pytest.mark.kafka
+def test_a_group_of_the_new_protocol_is_measured_and_its_members_are_named(real_kafka: KafkaSettings) -> None:
+    kafka = real_kafka.model_copy(update={"group_protocol": GroupProtocol.CONSUMER})
+    member = Member(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
+    until(lambda: member.owns(2 * PARTITIONS), "joined")
+    send(kafka, Topic.RANKING, 1)
+    member.consumer.commit(offsets=[TopicPartition(kafka.topic(Topic.RANKING), 0, 0)], asynchronous=False)
+    monitor = LagMonitor(kafka, FAST)
+    [group] = monitor.poll().groups
+    monitor.stop()
+    member.consumer.close()
+    assert (group.protocol, group.members, group.lag) == ("consumer", 1, 1)
+    assert {row.owner.client_id for row in group.partitions if row.owner} == {"worker-00"}
+
+
+@pytest.mark.kafka
+def test_a_group_without_members_that_is_behind_is_stopped(real_kafka: KafkaSettings) -> None:
+    kafka = real_kafka
+    send(kafka, Topic.RANKING, 2)
+    commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 1})
+    monitor = LagMonitor(kafka, FAST)
+    for _ in range(FAST.window_polls):
+        report = monitor.poll()
+    monitor.stop()
+    assert (report.groups[0].state, report.groups[0].members) == ("empty", 0)
+    assert report.status is LagStatus.STOP
+
+
+@pytest.mark.kafka
+def test_a_topic_that_was_deleted_leaves_the_report_and_the_rest_is_measured(real_kafka: KafkaSettings) -> None:
+    kafka = real_kafka
+    group = f"{kafka.group_prefix}.other"
+    admin: AdminClient = make_admin(kafka, "test")
+    results, ranking = kafka.topic(Topic.RESULTS), kafka.topic(Topic.RANKING)
+    commit(kafka, group, results, {0: 0})
+    commit(kafka, group, ranking, {0: 0})
+    monitor = LagMonitor(kafka, FAST, [group])
+    assert {row.topic for row in monitor.poll().groups[0].partitions} == {results, ranking}
+    [deletion] = admin.delete_topics([results]).values()
+    deletion.result(30)
+    until(lambda: {row.topic for row in monitor.poll().groups[0].partitions} == {ranking}, "the topic is gone")
+    assert monitor.poll().groups[0].partitions[0].committed == 0
+    monitor.stop()
