@@ -104,6 +104,12 @@ def describe(engine: Engine) -> MachineDescription:
     )
 
 
+def bind_own_arena(engine: Engine) -> None:
+    """Gives the engine an arena just large enough to be calibrated with."""
+    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
+    engine.bind(engine.device.empty_bytes(engine.geometry.pages_for(longest), engine.geometry.page_bytes))
+
+
 def calibrate(
     engine: Engine,
     budget_s: float = QUICK_BUDGET_S,

@@ -23,8 +23,18 @@ LONGEST_SLEEP_S = 1.0
 class DeviceThread:
     """Owns the executor. `take_*` and `call` return at once, from any thread."""
 
-    def __init__(self, executor: Executor, clock: Clock, watchdog_s: float, on_death: Callable[[], None]) -> None:
-        """`on_death` is called if the executor lets an exception out, which is a bug."""
+    def __init__(
+        self,
+        executor: Executor,
+        bind_thread: Callable[[], None],
+        clock: Clock,
+        watchdog_s: float,
+        on_death: Callable[[], None],
+    ) -> None:
+        """`bind_thread` makes the device the calling thread's; `on_death` is called if the executor lets an
+        exception out, which is a bug.
+        """
+        self._bind_thread = bind_thread
         self._executor = executor
         self._clock = clock
         self._watchdog_us = int(watchdog_s * 1e6)
@@ -61,6 +71,7 @@ class DeviceThread:
 
     def _run(self) -> None:
         try:
+            self._bind_thread()
             while not self._stopping:
                 self._executor.mail_arrived.clear()
                 idle_us = self._executor.step()

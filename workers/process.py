@@ -151,7 +151,11 @@ class WorkerProcess:
             JobAdmission(admission, int(settings.hbm_bytes), self._engine.geometry, self._clock),
         )
         self._device = DeviceThread(
-            self._executor, self._clock, settings.watchdog_s, on_death=lambda: self._stop_with(EXIT_FAILED)
+            self._executor,
+            self._engine.device.bind_thread,
+            self._clock,
+            settings.watchdog_s,
+            on_death=lambda: self._stop_with(EXIT_FAILED),
         )
         self._handler = WorkerHandler(
             kafka.topic(Topic.PREINFER),
@@ -246,14 +250,13 @@ class WorkerProcess:
     def _memory_plan(self, engine: Engine) -> MemoryPlan:
         geometry = engine.geometry
         scratch_tokens = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-        batch_rows = self._settings.max_batch_requests * (
-            engine.limits.max_candidates + engine.limits.max_suffix_behaviours
-        )
+        one_request = engine.limits.max_candidates + engine.limits.max_suffix_behaviours
+        batch_rows = max(one_request, self._settings.max_batch_rows)
         return MemoryPlan(
             weights_bytes=engine.weights_bytes,
             hbm_bytes=int(self._settings.hbm_bytes),
             scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
-            + engine.scratch_bytes(scratch_tokens, batch_rows),
+            + engine.scratch_bytes(min(scratch_tokens, self._settings.max_chunk_tokens), batch_rows),
             dram_bytes=int(self._settings.dram_bytes),
             queues_bytes=QUEUES_BYTES,
             history_bytes=int(self._settings.history_max_bytes),

@@ -42,7 +42,11 @@ class WorkerSettings(Section):
     parked_jobs_max: Annotated[int, Field(ge=0, description="work that waits for its history version")] = 256
 
     chunk_ms: Annotated[float, Field(gt=0, description="longest uninterrupted piece of pre-infer")] = 5.0
+    max_chunk_tokens: Annotated[int, Field(ge=1, description="most tokens of such a piece: bounds its memory")] = 2048
     max_batch_requests: Annotated[int, Field(ge=1, le=1024, description="ranking requests in one forward")] = 32
+    max_batch_rows: Annotated[
+        int, Field(ge=1, description="their suffixes and candidates together, beyond one request: bounds its memory")
+    ] = 4096
     ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
     preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5

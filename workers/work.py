@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,6 +115,8 @@ class PrefixWork:
     done_tokens: int = 0
     jobs: list[JobWork] = field(default_factory=list)
     waiters: list[RankingWork] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """Called, once, when this work is over, however it ended."""
     base: Handle | None = None
     """What is cached of it, pinned until the computation ends."""
     fill: Fill | None = None

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from workers.calibration import QUICK_BUDGET_S, Calibration, save_calibration
+from workers.calibration import QUICK_BUDGET_S, Calibration, bind_own_arena, save_calibration
 from workers.calibration import calibrate as measure
 from workers.kv import KvDtype
-from workers.model.engine import DEFAULT_PAGE_TOKENS, Engine, load_engine
+from workers.model.engine import DEFAULT_PAGE_TOKENS, load_engine
 
 
 def calibrate(
@@ -31,7 +31,7 @@ def calibrate(
     """Measure a device and fit its latency model."""
     console = Console(highlight=False)
     engine = load_engine(model, device, kv_dtype, page_tokens, threads)
-    _bind_own_arena(engine)
+    bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=1.0)
@@ -44,12 +44,6 @@ def calibrate(
     if out is not None:
         save_calibration(calibration, out)
         console.print(f"\nwritten to {out}; give it to workers as worker.calibration", soft_wrap=True)
-
-
-def _bind_own_arena(engine: Engine) -> None:
-    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-    arena = engine.device.empty_bytes(engine.geometry.pages_for(longest), engine.geometry.page_bytes)
-    engine.bind(arena)
 
 
 def _print(console: Console, calibration: Calibration) -> None:

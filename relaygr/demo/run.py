@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,10 +31,10 @@ from relaygr.traffic.population import Population
 from relaygr.traffic.records import read_records
 from streams.broker import LocalBroker, local_broker
 from streams.errors import RelayError
-from workers.calibration import QUICK_BUDGET_S, calibrate, save_calibration
+from workers.calibration import QUICK_BUDGET_S, bind_own_arena, calibrate, save_calibration
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
 from workers.model.config import ModelConfig
-from workers.model.engine import Engine, load_engine
+from workers.model.engine import load_engine
 
 WORKERS = 2
 DEMO_PARTITIONS = 12
@@ -144,7 +143,7 @@ def _plan(
     """Calibrates this machine, alone, and plans by it."""
     worker = settings.worker
     engine = load_engine(model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads)
-    engine.bind(_calibration_arena(engine))
+    bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=1.0)
@@ -158,11 +157,6 @@ def _plan(
     return plan_demo(
         calibration.model, engine.geometry, engine.layout, lengths, scored, WORKERS, os.cpu_count() or 1, wishes
     )
-
-
-def _calibration_arena(engine: Engine) -> torch.Tensor:
-    pages = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
-    return engine.device.empty_bytes(pages, engine.geometry.page_bytes)
 
 
 def _planned(settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker) -> Settings:

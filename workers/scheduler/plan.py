@@ -65,12 +65,15 @@ def plan_truncation(
     return RoutePlan(Route.TRUNCATE, int(_computed_us(kept, suffix_and_candidates, latency)), kept)
 
 
-def chunk_end(done_tokens: int, total_tokens: int, chunk_us: float, latency: LatencyModel, page_tokens: int) -> int:
-    """Where the next chunk ends: the last page boundary predicted to be reached within `chunk_us`.
+def chunk_end(
+    done_tokens: int, total_tokens: int, chunk_us: float, max_tokens: int, latency: LatencyModel, page_tokens: int
+) -> int:
+    """Where the next chunk ends: the last page boundary predicted to be reached within `chunk_us` and `max_tokens`.
 
     At least one page is taken, so that there is progress whatever the prediction.
     """
-    fitting = latency.longest_append(done_tokens, chunk_us, total_tokens - done_tokens) or 0
+    most = min(max_tokens, total_tokens - done_tokens)
+    fitting = latency.longest_append(done_tokens, chunk_us, most) or 0
     next_boundary = (done_tokens // page_tokens + 1) * page_tokens
     end = max(next_boundary, (done_tokens + fitting) // page_tokens * page_tokens)
     if done_tokens + fitting == total_tokens:

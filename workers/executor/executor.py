@@ -1,0 +1,141 @@
+"""The executor's loop: what was posted, what is due, then one piece of device work."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streams.clock import Clock
+from streams.latency import Corrector
+from streams.trigger.settings import AdmissionSettings
+from workers.admission import JobAdmission
+from workers.cache import PageCopy, PrefixCache
+from workers.executor.jobs import JobFlow
+from workers.executor.prefixes import PrefixFlow
+from workers.executor.ranking import RankingFlow
+from workers.executor.shared import Outbox, Shared
+from workers.metrics import WorkerMetrics
+from workers.model.interface import Engine
+from workers.settings import WorkerSettings
+from workers.spans import Histories, SpanResolver
+from workers.work import JobWork, RankingWork
+
+LEASE_CHECK_INTERVAL_US = 100_000
+
+
+class Executor:
+    """One worker's device work. Only `post` and the properties may be used from other threads."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: PrefixCache,
+        scratch_pages: NDArray[np.int32],
+        histories: Histories,
+        copy_page: Callable[[PageCopy], None],
+        corrector: Corrector,
+        settings: WorkerSettings,
+        admission_settings: AdmissionSettings,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        clock: Clock,
+        admission: JobAdmission,
+    ) -> None:
+        """`scratch_pages` are arena pages outside the cache, enough for the longest prefix."""
+        self._mailbox: deque[Callable[[], None]] = deque()
+        self.mail_arrived = threading.Event()
+        self._shared = Shared(
+            engine=engine,
+            cache=cache,
+            spans=SpanResolver(histories, engine, settings.anchor_behaviours),
+            corrector=corrector,
+            settings=settings,
+            admission_settings=admission_settings,
+            admission=admission,
+            outbox=outbox,
+            metrics=metrics,
+            clock=clock,
+            post=self.post,
+        )
+        self._prefixes = PrefixFlow(self._shared, scratch_pages, copy_page)
+        self._requests = RankingFlow(self._shared, self._prefixes)
+        self._jobs = JobFlow(self._shared, self._prefixes, self._requests.answered)
+        self._prefixes.connect(self._requests, self._jobs)
+        self._expire_leases()
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Runs `call` on the device thread, before its next piece of work."""
+        self._mailbox.append(call)
+        self.mail_arrived.set()
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether something was posted that has not run."""
+        return bool(self._mailbox)
+
+    @property
+    def has_device_work(self) -> bool:
+        """Whether something could run on the device now."""
+        return len(self._shared.scheduler) > 0
+
+    @property
+    def last_progress_us(self) -> int:
+        """When the loop last moved, monotonic."""
+        return self._shared.last_progress_us
+
+    @property
+    def ranking_outstanding(self) -> int:
+        """Ranking requests that were taken and not answered."""
+        return self._requests.outstanding
+
+    @property
+    def preinfer_backlog_us(self) -> int:
+        """Predicted device time of the pre-infer work that is queued."""
+        return self._prefixes.preinfer_backlog_us
+
+    # -- the device thread -------------------------------------------------------------------------
+
+    def step(self) -> int | None:
+        """One round. Returns how long nothing will happen by itself, µs: 0 after device work, None for ever."""
+        while self._mailbox:
+            self._mailbox.popleft()()
+        shared = self._shared
+        now_us = shared.last_progress_us = shared.now_us()
+        shared.timers.run_due(now_us)
+        work = shared.scheduler.pick(now_us)
+        if work is None:
+            return shared.timers.next_in_us(now_us)
+        if isinstance(work, RankingWork):
+            self._requests.rank_batch(now_us)
+        else:
+            self._prefixes.run_chunk(work, now_us)
+        return 0
+
+    def submit_ranking(self, work: RankingWork) -> None:
+        """Takes a ranking request; its answer goes to the outbox."""
+        self._requests.submit(work)
+
+    def submit_job(self, work: JobWork) -> None:
+        """Takes a pre-infer job; its outcome goes to the outbox."""
+        self._jobs.submit(work)
+
+    def histories_changed(self, user_ids: Iterable[str]) -> None:
+        """Wakes what waits for these users' histories."""
+        for user_id in user_ids:
+            for parked in self._shared.parked.take_all(user_id):
+                parked.on_change()
+
+    def user_deleted(self, user_id: str) -> None:
+        """A tombstone: what is cached of this user goes."""
+        self._shared.cache.invalidate_user(user_id)
+
+    def _expire_leases(self) -> None:
+        now_us = self._shared.now_us()
+        self._shared.cache.expire_leases(now_us)
+        self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

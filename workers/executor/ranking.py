@@ -1,0 +1,303 @@
+"""Ranking requests, from receipt to their one answer.
+
+received -> looked up -> ready ----------------------------> ranked
+               |-> waits for a history version (parked)  ^
+               |-> waits for a reload from DRAM ---------|
+               '-> waits for its prefix, in chunks ------'
+any of them -> expired | failed(overloaded) | truncated, then ranked
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import structlog
+
+from schemas.messages import FailureReason, Path, PrefixSource
+from streams.latency import Stage
+from workers.cache import Handle, Hit, Pending, PendingKind
+from workers.executor.prefixes import PrefixFlow
+from workers.executor.shared import Shared
+from workers.history.resolve import HistoryMismatchError
+from workers.model.interface import RankOutputs, TooLongError
+from workers.remembered import Remembered
+from workers.scheduler.order import WorkClass
+from workers.scheduler.plan import Route, RoutePlan, plan_ranking
+from workers.work import PrefixSpan, PrefixWork, RankingWork
+
+log = structlog.get_logger()
+
+MAX_LOOKUPS = 3
+"""A request whose prefix was lost under it this often is ranked on scratch pages."""
+REMEMBERED_ANSWERS = 65_536
+
+
+class RankingFlow:
+    """Belongs to the device thread. `outstanding` may be read from others."""
+
+    def __init__(self, shared: Shared, prefixes: PrefixFlow) -> None:
+        self._shared = shared
+        self._prefixes = prefixes
+        self.answered = Remembered(REMEMBERED_ANSWERS)
+        self.outstanding = 0
+
+    def submit(self, work: RankingWork) -> None:
+        """Takes a ranking request; its answer goes to the outbox."""
+        self.outstanding += 1
+        try:
+            self.look_up(work)
+        except Exception as error:
+            # One request may not take the process, and so its neighbours, with it.
+            log.exception("a ranking request failed", request_id=work.request.request_id)
+            if not work.done:
+                self.fail_on(work, error)
+
+    def look_up(self, work: RankingWork) -> None:
+        now_us = self._shared.now_us()
+        if now_us > work.deadline_us + self._shared.skew_us:
+            return self._expire(work)
+        if work.span is None:
+            request = work.request
+            try:
+                resolved = self._shared.spans.resolve(
+                    request.user_id, request.history_version, request.history, work.received.partition
+                )
+            except HistoryMismatchError as error:
+                return self.fail(work, FailureReason.UNDECODABLE, str(error))
+            if resolved.is_behind and self._wait_for_history(work):
+                return None
+            work.span = self._shared.spans.span(work.request.user_id, resolved)
+        span = work.span
+        work.lookups += 1
+        work.looked_up_us = now_us
+        work.predicted_us = self._shared.latency.hit_us(span.tokens, work.scored_tokens)
+        if span.tokens == 0:
+            return self.ready(work)
+        if not self._uses_cache(work):
+            return self.plan(work, span, None, now_us)
+        coming = self._prefixes.coming_for(span.key)
+        if coming is not None:
+            return self._join(work, coming)
+        found = self._shared.cache.acquire(span.key, now_us)
+        if isinstance(found, Pending):
+            return self._wait_for(work, found)
+        handle = found.handle if isinstance(found, Hit) else None
+        if handle is not None:
+            work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
+            if handle.complete:
+                work.handle, work.pages = handle, handle.pages
+                return self.ready(work)
+        pending = self._shared.reload_more(span, handle, work.deadline_us)
+        if pending is not None:
+            if handle is not None:
+                self._shared.cache.release(handle)
+            return self._wait_for(work, pending)
+        return self.plan(work, span, handle, now_us)
+
+    def _uses_cache(self, work: RankingWork) -> bool:
+        return self._shared.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
+
+    def plan(self, work: RankingWork, span: PrefixSpan, handle: Handle | None, now_us: int) -> None:
+        """Computes what is missing of the prefix if there is time for it, else less, else nothing."""
+        plan = plan_ranking(
+            span.tokens,
+            work.scored_tokens,
+            handle.tokens if handle is not None else 0,
+            self._remaining_us(work, now_us),
+            self._shared.latency,
+            self._shared.page_tokens,
+        )
+        if handle is None or plan.route is not Route.WHOLE:
+            if handle is not None:
+                self._shared.cache.release(handle)
+            return self.serve_in_full(work, span, plan)
+        prefix = PrefixWork(
+            span, self._shared.engine.prefix_inputs(span.features, span.behaviours), handle.tokens, base=handle
+        )
+        prefix.waiters.append(work)
+        self._prefixes.enqueue(prefix)
+
+    def serve_in_full(self, work: RankingWork, span: PrefixSpan, plan: RoutePlan) -> None:
+        """Full inference, over the whole prefix or its newest part; or a refusal."""
+        if plan.route is Route.REJECT:
+            return self._reject(work)
+        work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
+        on_scratch = not self._uses_cache(work)
+        if plan.route is Route.TRUNCATE:
+            span, on_scratch = self._shared.spans.shortened(span, plan.prefix_tokens), True
+        work.path = Path.TRUNCATED if plan.route is Route.TRUNCATE else Path.FULL
+        work.span = span
+        work.predicted_us = self._shared.latency.hit_us(span.tokens, work.scored_tokens)
+        if span.tokens == 0:
+            return self.ready(work)
+        prefix = PrefixWork(
+            span, self._shared.engine.prefix_inputs(span.features, span.behaviours), on_scratch=on_scratch
+        )
+        prefix.waiters.append(work)
+        self._prefixes.enqueue(prefix)
+
+    def _join(self, work: RankingWork, coming: PrefixWork) -> None:
+        """Waits for the prefix that is being computed; one that has not begun is taken over, and counts as full."""
+        if work.path is not Path.DRAM:
+            work.path = Path.PENDING if coming.started else Path.FULL
+            work.tokens_cached = coming.done_tokens
+            work.prefix_source = PrefixSource.COMPUTED
+        coming.waiters.append(work)
+        self._shared.metrics.joined(overtaken=not coming.started)
+        self._shared.scheduler.push(coming)
+
+    def _wait_for(self, work: RankingWork, pending: Pending) -> None:
+        """Waits at most until full inference would still end in time."""
+        assert work.span is not None
+        if pending.kind is PendingKind.LOAD:
+            work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
+            work.tokens_cached = self._shared.engine.layout.tokens(pending.behaviours)
+        else:
+            work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
+        started_us = self._shared.now_us()
+        full_us = self._shared.latency.pre_us(work.span.tokens) + work.predicted_us
+        state = {"waiting": True}
+
+        def arrived() -> None:
+            if state.pop("waiting", False):
+                if pending.kind is PendingKind.LOAD:
+                    work.reload_us += self._shared.now_us() - started_us
+                self._after_waiting(work)
+
+        def overdue() -> None:
+            if state.pop("waiting", False):
+                assert work.span is not None
+                self.plan(work, work.span, None, self._shared.now_us())
+
+        pending.add_done_callback(lambda _: self._shared.post(arrived))
+        self._shared.timers.at(max(started_us, work.deadline_us - int(full_us)), overdue)
+
+    def _after_waiting(self, work: RankingWork) -> None:
+        waited_for = work.path
+        self.look_up(work)
+        if work.path is Path.HBM:
+            work.path = waited_for
+
+    def ready(self, work: RankingWork) -> None:
+        assert work.span is not None
+        now_us = self._shared.now_us()
+        work.ready_us = now_us
+        try:
+            work.inputs = self._shared.engine.rank_inputs(
+                work.span.tokens, work.pages, work.request.suffix, work.request.candidates
+            )
+        except TooLongError as error:
+            return self.fail(work, FailureReason.TOO_LONG, str(error))
+        work.unknown_items += work.inputs.unknown_items
+        self._shared.scheduler.push(work)
+
+    def rank_batch(self, now_us: int) -> None:
+        batch = self._take_batch(now_us)
+        if not batch:
+            return
+        started_us = self._shared.now_us()
+        predicted_us = 0.0
+        for work in batch:
+            assert work.span is not None
+            work.started_us = work.started_us or started_us
+            predicted_us += self._shared.corrector.calibrated.hit_us(work.span.tokens, work.scored_tokens)
+        outputs = self._rank(batch)
+        ended_us = self._shared.now_us()
+        self._shared.corrector.observe(Stage.HIT, predicted_us, ended_us - started_us)
+        self._shared.charge(WorkClass.RANKING, ended_us - started_us, ended_us)
+        for work, output in zip(batch, outputs, strict=True):
+            work.rank_us = ended_us - started_us
+            if isinstance(output, RankOutputs):
+                self._shared.outbox.ranked(work, output)
+                self._finish_ranking(work, spill=True)
+            else:
+                self.fail_on(work, output)
+
+    def _take_batch(self, now_us: int) -> list[RankingWork]:
+        """Ready requests in laxity order, as long as none of them misses its deadline for company."""
+        settings = self._shared.settings
+        batch: list[RankingWork] = []
+        passed_over: list[PrefixWork | RankingWork] = []
+        ends_us, earliest_deadline_us, rows = float(now_us), float("inf"), 0
+        queue = self._shared.scheduler.ranking
+        while max(len(batch), len(passed_over)) < settings.max_batch_requests:
+            work = queue.pop()
+            if work is None:
+                break
+            if isinstance(work, PrefixWork):
+                passed_over.append(work)
+                if work.latest_start_us < ends_us:
+                    break
+                continue
+            if now_us + work.predicted_us > work.deadline_us + self._shared.skew_us:
+                self._reject(work)
+                continue
+            ends_us += work.predicted_us
+            rows += work.scored_tokens
+            earliest_deadline_us = min(earliest_deadline_us, work.deadline_us)
+            if batch and (ends_us > earliest_deadline_us or rows > settings.max_batch_rows):
+                passed_over.append(work)
+                break
+            batch.append(work)
+        for other in passed_over:
+            queue.push(other)
+        return batch
+
+    def _rank(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
+        """One forward; if it fails, each request alone, so that one cannot fail its neighbours."""
+        try:
+            return list(self._shared.engine.rank([work.inputs for work in batch if work.inputs is not None]))
+        except Exception as error:
+            log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
+            if len(batch) == 1:
+                return [error]
+        return [output for work in batch for output in self._rank([work])]
+
+    def _reject(self, work: RankingWork) -> None:
+        if self._shared.now_us() > work.deadline_us:
+            return self._expire(work)
+        return self.fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
+
+    def fail_on(self, work: RankingWork, error: Exception) -> None:
+        """Answers that the device failed, and how."""
+        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        reason = FailureReason.OUT_OF_MEMORY if out_of_memory else FailureReason.DEVICE_ERROR
+        self.fail(work, reason, str(error)[:500] or repr(error))
+
+    def fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        self._shared.outbox.failed(work, reason, detail)
+        self._finish_ranking(work, spill=False)
+
+    def _expire(self, work: RankingWork) -> None:
+        self._shared.outbox.expired(work)
+        self._finish_ranking(work, spill=False)
+
+    def _finish_ranking(self, work: RankingWork, spill: bool) -> None:
+        work.done = True
+        self.outstanding -= 1
+        self.answered.add(work.request.request_id)
+        self._shared.cache.end_lease(work.request.request_id)
+        self._prefixes.free_scratch(work)
+        if work.handle is not None:
+            if spill and self._shared.settings.dram_bytes:
+                self._shared.cache.spill(work.handle)
+            self._shared.cache.release(work.handle)
+            work.handle = None
+
+    def _wait_for_history(self, work: RankingWork) -> bool:
+        """Waits for the version asked for while full inference over it would still fit."""
+        tokens = self._shared.spans.expected_tokens(work.request.history_version)
+        latency = self._shared.latency
+        needed_us = latency.pre_us(tokens) + latency.hit_us(tokens, work.scored_tokens) + self._shared.chunk_us
+        again = partial(self.look_up, work)
+        return self._shared.park(work.request.user_id, work.deadline_us - int(needed_us), again, again)
+
+    def _remaining_us(self, work: RankingWork, now_us: int) -> int:
+        """Time to the deadline, less the device time of what is more urgent (and of pre-infer's share of it)."""
+        ahead_us = 0.0
+        for other in self._shared.scheduler.ranking:
+            if other.latest_start_us <= work.latest_start_us:
+                ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
+        if ahead_us and len(self._shared.scheduler.preinfer):
+            ahead_us /= 1 - self._shared.admission_settings.preinfer_share
+        return int(work.deadline_us - now_us - ahead_us)

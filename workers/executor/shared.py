@@ -1,0 +1,121 @@
+"""What the three flows of the executor share: the device's parts, its clock, and the accounts of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from schemas.messages import FailureReason
+from streams.clock import Clock
+from streams.consumer import Received
+from streams.latency import Corrector, LatencyModel
+from streams.trigger.settings import AdmissionSettings
+from workers.admission import JobAdmission
+from workers.cache import Handle, Pending, PrefixCache
+from workers.metrics import WorkerMetrics
+from workers.model.interface import Engine, RankOutputs
+from workers.parking import ParkingLot
+from workers.scheduler.order import Scheduler, WorkClass
+from workers.settings import WorkerSettings
+from workers.spans import SpanResolver
+from workers.timers import Timers
+from workers.work import JobOutcome, PrefixSpan, PrefixWork, RankingWork
+
+
+class Outbox(Protocol):
+    """Where answers go. Called on the device thread; must not block."""
+
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None: ...
+    def expired(self, work: RankingWork) -> None: ...
+    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None: ...
+    def job_done(self, received: Received, outcome: JobOutcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parked:
+    """Work that waits for a version of its user's history."""
+
+    on_change: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """One executor's parts. Belongs to the device thread; only `post` may be called from others."""
+
+    engine: Engine
+    cache: PrefixCache
+    spans: SpanResolver
+    corrector: Corrector
+    settings: WorkerSettings
+    admission_settings: AdmissionSettings
+    admission: JobAdmission
+    outbox: Outbox
+    metrics: WorkerMetrics
+    clock: Clock
+    post: Callable[[Callable[[], None]], None]
+    timers: Timers = field(default_factory=Timers)
+    scheduler: Scheduler[PrefixWork | RankingWork] = field(init=False)
+    parked: ParkingLot[Parked] = field(init=False)
+    last_progress_us: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.admission_settings.preinfer_share, int(self.chunk_us))
+        self.parked = ParkingLot(self.settings.parked_jobs_max)
+        self.last_progress_us = self.now_us()
+
+    @property
+    def chunk_us(self) -> float:
+        """The longest uninterrupted piece of pre-infer."""
+        return self.settings.chunk_ms * 1000
+
+    @property
+    def skew_us(self) -> int:
+        """Grace past a deadline before a request counts as expired."""
+        return self.settings.max_clock_skew_ms * 1000
+
+    @property
+    def latency(self) -> LatencyModel:
+        """Predictions as of now."""
+        return self.corrector.model
+
+    @property
+    def page_tokens(self) -> int:
+        return self.engine.geometry.page_tokens
+
+    def now_us(self) -> int:
+        """Monotonic."""
+        return self.clock.monotonic_us()
+
+    def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
+        """Counts device time just used, for whom."""
+        self.scheduler.charge(work_class, duration_us, now_us)
+        self.metrics.device_time(work_class, duration_us)
+        if work_class is WorkClass.RANKING:
+            self.admission.count_ranking(duration_us)
+        self.last_progress_us = now_us
+
+    def reload_more(self, span: PrefixSpan, handle: Handle | None, deadline_us: int) -> Pending | None:
+        """Starts a reload if DRAM holds more of the prefix than HBM, and copying it beats computing it."""
+        in_hbm = handle.behaviours if handle is not None else 0
+        in_dram = self.cache.peek(span.key).dram_behaviours
+        if in_dram <= in_hbm:
+            return None
+        layout = self.engine.layout
+        cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
+        saved_us = self.latency.append_us(cached, stored - cached)
+        pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us)
+        return pending if isinstance(pending, Pending) else None
+
+    def park(self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]) -> bool:
+        """Waits for the user's history to change, at most until then. False if there is no time or no place."""
+        parked = Parked(on_change)
+        if until_us <= self.now_us() or not self.parked.park(user_id, parked):
+            return False
+
+        def over() -> None:
+            if self.parked.take(user_id, parked):
+                on_timeout()
+
+        self.timers.at(until_us, over)
+        return True
