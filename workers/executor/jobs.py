@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+
+import structlog
 
 from workers.cache import Handle, Hit, Pending, Purpose
 from workers.executor.prefixes import PrefixFlow
@@ -10,6 +13,8 @@ from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
 from workers.remembered import Remembered
 from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork
+
+log = structlog.get_logger()
 
 
 class JobFlow:
@@ -23,6 +28,17 @@ class JobFlow:
 
     def submit(self, work: JobWork) -> None:
         """Takes a pre-infer job; its outcome goes to the outbox."""
+        self._guarded(work, self._submit)
+
+    def _guarded(self, work: JobWork, step: Callable[[JobWork], None]) -> None:
+        """One job may not take the process, and so its neighbours, with it."""
+        try:
+            step(work)
+        except Exception:
+            log.exception("a pre-infer job failed", request_id=work.job.request_id)
+            self._end(work, JobOutcome.FAILED)
+
+    def _submit(self, work: JobWork) -> None:
         now_us = self._shared.now_us()
         job = work.job
         if not self._shared.settings.reuse_prefixes:
@@ -81,7 +97,7 @@ class JobFlow:
     def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: Pending) -> None:
         self.begin(work)
 
-        def arrived() -> None:
+        def arrived(work: JobWork) -> None:
             now_us = self._shared.now_us()
             found = self._shared.cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
             if not isinstance(found, Hit):
@@ -92,7 +108,7 @@ class JobFlow:
             self._shared.cache.release(found.handle)
             self._end(work, JobOutcome.RELOADED)
 
-        pending.add_done_callback(lambda _: self._shared.post(arrived))
+        pending.add_done_callback(lambda _: self._shared.post(partial(self._guarded, work, arrived)))
 
     def _queue_job(self, work: JobWork, span: PrefixSpan, now_us: int, base: Handle | None) -> None:
         """Queues the computation of what is missing, if footprint and load allow."""

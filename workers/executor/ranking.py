@@ -9,8 +9,10 @@ any of them -> expired | failed(overloaded) | truncated, then ranked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import structlog
 
 from schemas.messages import FailureReason, Path, PrefixSource
@@ -19,7 +21,7 @@ from workers.cache import Handle, Hit, Pending, PendingKind
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
-from workers.model.interface import RankOutputs, TooLongError
+from workers.model.interface import EngineLimits, RankOutputs, TooLongError
 from workers.remembered import Remembered
 from workers.scheduler.order import WorkClass
 from workers.scheduler.plan import Route, RoutePlan, plan_ranking
@@ -44,15 +46,25 @@ class RankingFlow:
     def submit(self, work: RankingWork) -> None:
         """Takes a ranking request; its answer goes to the outbox."""
         self.outstanding += 1
+        too_long = _too_long(work, self._shared.engine.limits)
+        if too_long is not None:
+            return self.fail(work, FailureReason.TOO_LONG, too_long)
+        self.look_up(work)
+
+    def look_up(self, work: RankingWork) -> None:
+        """Finds the request's history and prefix, and the way to serve it."""
+        self._guarded(work, self._look_up)
+
+    def _guarded(self, work: RankingWork, step: Callable[[RankingWork], None]) -> None:
+        """One request may not take the process, and so its neighbours, with it."""
         try:
-            self.look_up(work)
+            step(work)
         except Exception as error:
-            # One request may not take the process, and so its neighbours, with it.
             log.exception("a ranking request failed", request_id=work.request.request_id)
             if not work.done:
                 self.fail_on(work, error)
 
-    def look_up(self, work: RankingWork) -> None:
+    def _look_up(self, work: RankingWork) -> None:
         now_us = self._shared.now_us()
         if now_us > work.deadline_us + self._shared.skew_us:
             return self._expire(work)
@@ -166,11 +178,14 @@ class RankingFlow:
 
         def overdue() -> None:
             if state.pop("waiting", False):
-                assert work.span is not None
-                self.plan(work, work.span, None, self._shared.now_us())
+                self._guarded(work, self._compute_instead)
 
         pending.add_done_callback(lambda _: self._shared.post(arrived))
         self._shared.timers.at(max(started_us, work.deadline_us - int(full_us)), overdue)
+
+    def _compute_instead(self, work: RankingWork) -> None:
+        assert work.span is not None
+        self.plan(work, work.span, None, self._shared.now_us())
 
     def _after_waiting(self, work: RankingWork) -> None:
         waited_for = work.path
@@ -207,11 +222,15 @@ class RankingFlow:
         self._shared.charge(WorkClass.RANKING, ended_us - started_us, ended_us)
         for work, output in zip(batch, outputs, strict=True):
             work.rank_us = ended_us - started_us
-            if isinstance(output, RankOutputs):
+            if not isinstance(output, RankOutputs):
+                self.fail_on(work, output)
+            elif not np.isfinite(output.scores).all():
+                # What made them may be in the cached prefix, and would come again with it.
+                self._shared.cache.invalidate_user(work.request.user_id)
+                self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+            else:
                 self._shared.outbox.ranked(work, output)
                 self._finish_ranking(work, spill=True)
-            else:
-                self.fail_on(work, output)
 
     def _take_batch(self, now_us: int) -> list[RankingWork]:
         """Ready requests in laxity order, as long as none of them misses its deadline for company."""
@@ -301,3 +320,15 @@ class RankingFlow:
         if ahead_us and len(self._shared.scheduler.preinfer):
             ahead_us /= 1 - self._shared.admission_settings.preinfer_share
         return int(work.deadline_us - now_us - ahead_us)
+
+
+def _too_long(work: RankingWork, limits: EngineLimits) -> str | None:
+    """What of the request the model does not take. Said before anything is computed for it."""
+    request = work.request
+    for count, limit, what in (
+        (int(request.candidates.size), limits.max_candidates, "candidates"),
+        (len(request.suffix), limits.max_suffix_behaviours, "suffix behaviours"),
+    ):
+        if count > limit:
+            return f"{count} {what}, the model takes {limit}"
+    return None

@@ -1,0 +1,36 @@
+"""Fixtures of the pipeline tests: one small model a run, and topics of a module's own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streams.broker import LocalBroker
+from streams.settings import KafkaSettings
+from tests.pipeline.relay_world import PARTITIONS, Relay, make_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder with `calibration.json` in it."""
+    return make_model(tmp_path_factory.mktemp("pipeline") / "model")
+
+
+@pytest.fixture(scope="module")
+def module_kafka(broker: LocalBroker) -> Iterator[KafkaSettings]:
+    """As `kafka_settings`, for all tests of a module."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    broker.create_topics(settings)
+    yield settings
+    broker.delete_topics(settings)
+
+
+@pytest.fixture(scope="module")
+def relay(module_kafka: KafkaSettings, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    """Nothing runs in it yet."""
+    with Relay(module_kafka, tmp_path_factory.mktemp("relay"), model) as relay:
+        yield relay

@@ -1,0 +1,335 @@
+"""A relay of real processes for the pipeline tests: workers and a trigger, a gateway's client, and raw producers."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from confluent_kafka import Consumer, Message, TopicPartition
+from prometheus_client import CollectorRegistry
+from pydantic import ByteSize
+
+from relaygr.demo.config import write_config
+from relaygr.demo.metrics import Reading, read_metrics
+from relaygr.demo.processes import Child, Processes
+from relaygr.settings import Settings
+from schemas import codec
+from schemas.headers import RankingHeaders, ResultHeaders
+from schemas.messages import Behaviours, History, LatencyCoefficients, RankingRequest, RankingResult
+from schemas.topics import Topic
+from streams.client import RelayClient
+from streams.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
+from streams.clock import SystemClock
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+from workers.calibration import Calibration, describe, save_calibration
+from workers.model.checkpoint import random_checkpoint, save_checkpoint
+from workers.model.config import ContextualFeature, ModelConfig, Task, TaskKind
+from workers.model.engine import load_engine
+from workers.settings import WorkerSettings
+
+PARTITIONS = 12
+MAX_PREFIX = 1024
+MAX_CANDIDATES = 64
+VOCABULARY = 500
+START_TIMEOUT_S = 60.0
+
+COEFFICIENTS = LatencyCoefficients(
+    # Full inference is said to take 20 s, so that every event is at risk; what the worker decides by is real enough.
+    a0=20e6, a1=0, a2=0, b0=500, b1=10, b2=0.001, c0=500, c1=10, c2=0.001, d0=200, d1=0.0001,
+)  # fmt: skip
+
+
+def make_model(folder: Path) -> Path:
+    """A small random checkpoint with a contextual feature and two tasks, and its calibration beside it."""
+    config = ModelConfig(
+        embedding_dim=32,
+        num_heads=2,
+        attention_dim=16,
+        hidden_dim=16,
+        num_layers=2,
+        normalizer=200.0,
+        vocabulary_size=VOCABULARY,
+        num_actions=4,
+        num_positions=MAX_PREFIX + 64,
+        contextual_features=(ContextualFeature(name="country", cardinality=8),),
+        tasks=(Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION)),
+        max_prefix_behaviours=MAX_PREFIX,
+        max_suffix_behaviours=32,
+        max_candidates=MAX_CANDIDATES,
+    )
+    checkpoint = random_checkpoint(config, seed=7)
+    save_checkpoint(folder, config, checkpoint.tensors)
+    defaults = WorkerSettings()
+    engine = load_engine(folder, "cpu", defaults.kv_dtype, defaults.page_tokens, defaults.threads)
+    now = datetime.now(UTC).isoformat()
+    save_calibration(Calibration(describe(engine), now, COEFFICIENTS, (), (), (), ()), folder / "calibration.json")
+    return folder
+
+
+def history_of(user_id: str, length: int, seed: int = 0, number: int | None = None) -> History:
+    """The first `length` behaviours of an endless sequence that the seed names."""
+    random = np.random.default_rng(seed)
+    items = random.integers(0, VOCABULARY, MAX_PREFIX * 2)[:length]
+    actions = random.integers(0, 4, MAX_PREFIX * 2)[:length]
+    behaviours = Behaviours(
+        items.astype("<i8"), actions.astype("<u2"), 1_700_000_000_000 + np.arange(length, dtype="<i8") * 60_000
+    )
+    return History(user_id, length if number is None else number, np.array([seed % 8], "<i8"), behaviours)
+
+
+def candidates_of(count: int = 20, seed: int = 0) -> np.ndarray:
+    """Distinct item ids."""
+    return np.random.default_rng((9, seed)).permutation(VOCABULARY)[:count].astype(np.int64)
+
+
+def new_user(name: str = "user") -> str:
+    """An id that no other test has."""
+    return f"{name}-{uuid.uuid4().hex[:10]}"
+
+
+def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Fails with `what` if it does not become so."""
+    ends_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > ends_s:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.02)
+
+
+class Relay:
+    """Processes on topics of their own. Used as a context, which stops all of them."""
+
+    def __init__(self, kafka: KafkaSettings, folder: Path, model: Path, **worker: Any) -> None:
+        self.kafka = kafka
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        defaults = {
+            "model": model,
+            "calibration": model / "calibration.json",
+            "device": "cpu",
+            "hbm_bytes": ByteSize(1 << 20),
+            "dram_bytes": ByteSize(8 << 20),
+            "history_max_bytes": ByteSize(64 << 20),
+            "status_interval_ms": 100,
+        }
+        # Buckets that no test empties: what they refuse is tested elsewhere.
+        admission = {"burst_ms": 60_000, "load_limit": 1.0, "footprint_reserve": 0.0}
+        self.settings = Settings(**kafka.model_dump(), worker=defaults | worker, admission=admission)
+        config = folder / "settings.yaml"
+        write_config(self.settings, config)
+        self.processes = Processes(folder, config)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes.stop(self.processes.running)
+
+    def start_worker(self, worker_id: str = "worker-00", *settings: str, store: str | None = None) -> Child:
+        own = [f"worker.worker_id={worker_id}", f"worker.history_path={self.folder / (store or worker_id)}", *settings]
+        return self.processes.start(worker_id, ["worker"], "worker", own)
+
+    def start_trigger(self) -> Child:
+        return self.processes.start("trigger", ["trigger"], "trigger")
+
+    def await_ready(self, *children: Child) -> None:
+        self.processes.await_ready(children, START_TIMEOUT_S)
+
+    def stop(self, child: Child) -> int:
+        """SIGTERM; the exit code."""
+        self.processes.stop([child])
+        return child.process.returncode
+
+    def kill(self, child: Child) -> None:
+        """kill -9."""
+        child.process.kill()
+        child.process.wait()
+        self.forget(child)
+
+    def forget(self, child: Child) -> None:
+        """It ended in a way that the test expects."""
+        self.processes.stop([child])
+
+    def client(self, **callbacks: Any) -> RelayClient:
+        """A gateway's client, not yet started."""
+        return RelayClient(self.kafka, f"gw-{uuid.uuid4().hex[:6]}", registry=CollectorRegistry(), **callbacks)
+
+    def committed(self, topic: Topic) -> dict[int, int]:
+        """The workers' committed offsets; partitions without one are left out."""
+        consumer = make_group_consumer(self.kafka, self.kafka.workers_group, "test-offsets")
+        places = [TopicPartition(self.kafka.topic(topic), partition) for partition in range(self.kafka.partitions)]
+        found = {tp.partition: tp.offset for tp in consumer.committed(places, timeout=10) if tp.offset >= 0}
+        consumer.close()
+        return found
+
+    def ends(self, topic: Topic) -> dict[int, int]:
+        """The end offset of each partition that holds something."""
+        consumer = make_assigned_consumer(self.kafka, "test-ends")
+        name = self.kafka.topic(topic)
+        count = len(consumer.list_topics(name, timeout=10).topics[name].partitions)
+        ends = {p: consumer.get_watermark_offsets(TopicPartition(name, p), timeout=10)[1] for p in range(count)}
+        consumer.close()
+        return {partition: end for partition, end in ends.items() if end}
+
+    def await_all_committed(self, *topics: Topic) -> None:
+        """Until nothing of these topics is unfinished."""
+        for topic in topics:
+            ends = self.ends(topic)
+
+            def is_committed(topic: Topic = topic, ends: dict[int, int] = ends) -> bool:
+                committed = self.committed(topic)
+                return all(committed.get(partition, 0) >= end for partition, end in ends.items())
+
+            wait_until(f"{topic} committed up to {ends}", is_committed)
+
+
+def reading(child: Child) -> Reading:
+    """What the process counts now."""
+    return read_metrics(child.port)
+
+
+def jobs_done(*workers: Child) -> dict[str, float]:
+    """Pre-infer jobs by outcome, of all workers."""
+    totals: dict[str, float] = {}
+    for worker in workers:
+        for outcome, count in reading(worker).by_label("relaygr_worker_preinfer_jobs_total", "outcome").items():
+            totals[outcome] = totals.get(outcome, 0.0) + count
+    return {outcome: count for outcome, count in totals.items() if count}
+
+
+@dataclass
+class RawGateway:
+    """Produces what it is told, byte by byte, and reads the answers on results partition 0."""
+
+    kafka: KafkaSettings
+    gateway_id: str = field(default_factory=lambda: f"raw-{uuid.uuid4().hex[:8]}")
+    sent: int = 0
+    answers: dict[str, list[RankingResult]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._producer = make_producer(self.kafka, ProducerKind.DURABLE, self.gateway_id)
+        self._consumer = make_assigned_consumer(self.kafka, self.gateway_id)
+        place = TopicPartition(self.kafka.topic(Topic.RESULTS), 0)
+        place.offset = self._consumer.get_watermark_offsets(place, timeout=10)[1]
+        self._consumer.assign([place])
+
+    def close(self) -> None:
+        self._producer.flush(5)
+        self._consumer.close()
+
+    def headers(self, budget_ms: float = 5_000, **changes: Any) -> RankingHeaders:
+        self.sent += 1
+        values: dict[str, Any] = {
+            "request_id": f"{self.gateway_id}.0.{self.sent}",
+            "gateway_id": self.gateway_id,
+            "reply_topic": self.kafka.topic(Topic.RESULTS),
+            "reply_partition": 0,
+            "deadline_us": SystemClock().wall_us() + int(budget_ms * 1000),
+        }
+        return RankingHeaders(**(values | changes))
+
+    def request(self, headers: RankingHeaders, user_id: str, **changes: Any) -> RankingRequest:
+        now_us = SystemClock().wall_us()
+        values: dict[str, Any] = {
+            "request_id": headers.request_id,
+            "user_id": user_id,
+            "sent_at_us": now_us,
+            "deadline_us": headers.deadline_us,
+            "query_time_ms": now_us // 1000,
+            "candidates": candidates_of(),
+            "suffix": Behaviours.empty(),
+        }
+        return RankingRequest(**(values | changes))
+
+    def send(
+        self,
+        topic: Topic | str,
+        value: bytes | None,
+        key: bytes | None = b"some-user",
+        headers: Sequence[tuple[str, bytes]] | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Raises AssertionError if the broker does not take it."""
+        errors: list[Any] = []
+        where = {} if partition is None else {"partition": partition}
+        name = self.kafka.topic(topic) if isinstance(topic, Topic) else topic
+        self._producer.produce(
+            name, value, key, headers=[*(headers or ())], on_delivery=lambda error, _: errors.append(error), **where
+        )
+        assert self._producer.flush(10) == 0 and errors == [None]
+
+    def rank(self, user_id: str, budget_ms: float = 5_000, **changes: Any) -> RankingHeaders:
+        """Sends a request like a client of another language, and returns its headers."""
+        headers = self.headers(budget_ms, **changes)
+        self.send(
+            Topic.RANKING, codec.encode(self.request(headers, user_id)), user_id.encode(), headers.encode(),
+            partition_for(user_id.encode(), self.kafka.partitions),
+        )  # fmt: skip
+        return headers
+
+    def read(self) -> None:
+        """Takes in the answers that are there."""
+        for message in self._consumer.consume(100, 0.05):
+            reply = ResultHeaders.decode(message.headers())
+            if reply.gateway_id == self.gateway_id:
+                self.answers.setdefault(reply.request_id, []).append(codec.decode(RankingResult, message.value()))
+
+    def answer(self, headers: RankingHeaders, timeout_s: float = 15.0) -> RankingResult:
+        """The first answer to a request."""
+
+        def came() -> bool:
+            self.read()
+            return headers.request_id in self.answers
+
+        wait_until(f"an answer to {headers.request_id}", came, timeout_s)
+        return self.answers[headers.request_id][0]
+
+
+class DeadLetters:
+    """What comes to the dead-letter topic from now on."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        name = kafka.topic(Topic.DEAD_LETTERS)
+        self._consumer: Consumer = make_assigned_consumer(kafka, "test-dead-letters")
+        count = len(self._consumer.list_topics(name, timeout=10).topics[name].partitions)
+        places = [TopicPartition(name, partition) for partition in range(count)]
+        for place in places:
+            place.offset = self._consumer.get_watermark_offsets(place, timeout=10)[1]
+        self._consumer.assign(places)
+        self._found: list[Message] = []
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def of(self, value: bytes | None, topic: str, timeout_s: float = 15.0, **wanted: str) -> dict[str, str]:
+        """The headers of the letter that holds `value`, came from `topic` and has these headers, waited for."""
+        matching: list[dict[str, str]] = []
+
+        def came() -> bool:
+            self._found += [m for m in self._consumer.consume(100, 0.05) if m.error() is None]
+            for message in self._found:
+                headers = {name: raw.decode(errors="replace") for name, raw in message.headers() or []}
+                found = message.value() == value and headers["origin_topic"] == topic
+                if found and wanted.items() <= headers.items():
+                    matching.append(headers)
+            return bool(matching)
+
+        wait_until(f"a dead letter of {topic}", came, timeout_s)
+        return matching[0]
+
+
+def environment() -> dict[str, str]:
+    """Without settings of the caller's."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RELAYGR_") or name.startswith("RELAYGR_TEST_")
+    }

@@ -1,0 +1,442 @@
+"""One worker and a trigger, as processes, on both brokers: each way that a request can be served, and bad input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from schemas import codec
+from schemas.codec import MAX_MESSAGE_BYTES
+from schemas.messages import FailureReason, Outcome, Path, PrefixSource, PreInferJob, RankingResult
+from schemas.topics import Topic
+from streams.client import RankOutcome, RankStatus, RelayClient
+from streams.clock import SystemClock
+from streams.partitioner import partition_for
+from tests.pipeline.relay_world import (
+    MAX_CANDIDATES,
+    PARTITIONS,
+    DeadLetters,
+    RawGateway,
+    Relay,
+    candidates_of,
+    history_of,
+    jobs_done,
+    new_user,
+    reading,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+BUDGET_MS = 5_000
+TOLERANCE = 2e-5
+
+
+class Stack:
+    """What the tests of this module share."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.worker = relay.start_worker()
+        self.trigger = relay.start_trigger()
+        relay.await_ready(self.worker, self.trigger)
+        self.client: RelayClient = relay.client()
+        self.client.start()
+        self.raw = RawGateway(relay.kafka)
+        self.letters = DeadLetters(relay.kafka)
+
+    def close(self) -> None:
+        self.client.close()
+        self.raw.close()
+        self.letters.close()
+
+    def pre_infer(self, user_id: str, length: int, seed: int = 0, outcome: str = "computed") -> str:
+        """An impression begins; its request id, once its pre-infer job ended so."""
+        before = jobs_done(self.worker)
+        history = history_of(user_id, length, seed)
+        self.client.publish_history(history)
+        event = self.client.publish_retrieval(
+            user_id,
+            ranking_budget_ms=BUDGET_MS,
+            expected_ranking_in_ms=1_000,
+            expected_candidates=20,
+            expected_suffix=4,
+            history_version=history.version(),
+        )
+
+        def ended() -> bool:
+            return jobs_done(self.worker).get(outcome, 0) > before.get(outcome, 0)
+
+        try:
+            wait_until(f"a job {outcome}", ended)
+        except AssertionError as error:
+            decisions = reading(self.trigger).by_label("relaygr_trigger_decisions_total", "reason")
+            raise AssertionError(f"{error}: {jobs_done(self.worker)}, {decisions}") from error
+        return event.request_id
+
+    def rank(self, user_id: str, length: int | None = None, seed: int = 0, request_id: str | None = None, **fields):
+        version = None if length is None else history_of(user_id, length, seed).version()
+        suffix = history_of(user_id, 4, seed=77).behaviours
+        fields = {"suffix": suffix, "history_version": version, "request_id": request_id, **fields}
+        return self.client.rank(user_id, fields.pop("candidates", candidates_of()), budget_ms=BUDGET_MS, **fields)
+
+    def ranked(self, *arguments, **fields) -> RankingResult:
+        outcome = self.rank(*arguments, **fields)
+        assert outcome.status is RankStatus.RANKED, outcome
+        assert outcome.result is not None
+        return outcome.result
+
+    def full(self, length: int, seed: int = 0) -> RankingResult:
+        """The same history of another user, whose prefix nobody has computed."""
+        user = new_user("full")
+        self.client.publish_history(history_of(user, length, seed))
+        result = self.ranked(user, length, seed)
+        assert result.path is Path.FULL and result.tokens_cached == 0
+        return result
+
+
+@pytest.fixture(scope="module")
+def stack(relay: Relay) -> Iterator[Stack]:
+    stack = Stack(relay)
+    yield stack
+    stack.close()
+
+
+def assert_same_scores(one: RankingResult, other: RankingResult) -> None:
+    assert one.scores is not None and other.scores is not None
+    assert np.ptp(other.scores) > 0
+    assert np.abs(one.scores - other.scores).max() <= TOLERANCE * np.abs(other.scores).max()
+
+
+# -- the ways to be served -----------------------------------------------------------------------
+
+
+def test_an_at_risk_event_makes_its_ranking_request_hit_hbm_with_the_scores_of_full_inference(stack):
+    user = new_user()
+    request_id = stack.pre_infer(user, 300, seed=1)
+    result = stack.ranked(user, 300, seed=1, request_id=request_id)
+    assert result.path is Path.HBM
+    assert result.prefix_source is PrefixSource.COMPUTED
+    assert result.tokens_cached == result.prefix_tokens == 301  # One token is the contextual feature.
+    assert result.history_version == history_of(user, 300, seed=1).version()
+    assert not result.history_stale
+    assert_same_scores(result, stack.full(300, seed=1))
+
+
+def test_a_request_without_any_known_history_is_ranked_on_the_full_path(stack):
+    result = stack.ranked(new_user("stranger"))
+    assert result.path is Path.FULL
+    assert result.history_version is None
+    assert result.tokens_cached == 0
+    assert result.num_tasks == 2 and result.scores.size == 2 * 20
+
+
+def test_a_history_without_behaviours_is_ranked_and_pre_inferred_like_any_other(stack):
+    user = new_user("empty")
+    stack.client.publish_history(history_of(user, 0, seed=3, number=5))
+    version = history_of(user, 0, seed=3, number=5).version()
+    first = stack.ranked(user, history_version=version)
+    second = stack.ranked(user, history_version=version)
+    assert first.history_version == version
+    assert_same_scores(second, first)
+
+
+def test_a_request_carries_its_history_itself(stack):
+    user = new_user("inline")
+    result = stack.ranked(user, history=history_of(user, 200, seed=4))
+    assert result.prefix_tokens == 201
+    assert_same_scores(result, stack.full(200, seed=4))
+
+
+def test_a_grown_history_appends_to_what_is_cached(stack):
+    user = new_user()
+    request_id = stack.pre_infer(user, 256, seed=5)
+    stack.ranked(user, 256, seed=5, request_id=request_id)
+    request_id = stack.pre_infer(user, 300, seed=5)
+    assert reading(stack.worker).total("relaygr_cache_appends_total") >= 1
+    appended = stack.ranked(user, 300, seed=5, request_id=request_id)
+    assert appended.path is Path.HBM and appended.prefix_tokens == 301
+    grown = history_of(user, 320, seed=5)
+    stack.client.publish_history(grown)
+    result = stack.ranked(user, 320, seed=5)
+    assert result.path is Path.HBM
+    assert 0 < result.tokens_cached < result.prefix_tokens == 321
+    assert_same_scores(appended, stack.full(300, seed=5))
+    assert_same_scores(result, stack.full(320, seed=5))
+
+
+def test_a_prefix_that_had_to_leave_hbm_comes_back_from_dram_with_the_same_scores(stack):
+    user = new_user()
+    request_id = stack.pre_infer(user, 512, seed=6)
+    first = stack.ranked(user, 512, seed=6, request_id=request_id)
+    wait_until("spilled", lambda: reading(stack.worker).total("relaygr_cache_spills_ended_total") > 0)
+    for seed in range(20, 26):  # More than HBM holds.
+        stack.full(512, seed)
+    again = stack.ranked(user, 512, seed=6)
+    assert again.path is Path.DRAM
+    assert again.prefix_source is PrefixSource.DRAM
+    assert again.tokens_cached == again.prefix_tokens
+    assert_same_scores(again, first)
+    for seed in range(30, 36):
+        stack.full(512, seed)
+    request_id = stack.pre_infer(user, 512, seed=6, outcome="reloaded")
+    relayed = stack.ranked(user, 512, seed=6, request_id=request_id)
+    assert (relayed.path, relayed.prefix_source) == (Path.HBM, PrefixSource.DRAM)
+    assert_same_scores(relayed, first)
+
+
+def test_a_tombstone_deletes_the_user_everywhere(stack):
+    user = new_user("deleted")
+    stack.pre_infer(user, 200, seed=8)
+    stack.client.tombstone(user)
+
+    def is_gone() -> bool:
+        return stack.ranked(user).prefix_tokens == 1
+
+    wait_until("the history is deleted", is_gone)
+    # The same history again: nothing of it may be cached still.
+    stack.client.publish_history(history_of(user, 200, seed=8))
+    result = stack.ranked(user, 200, seed=8)
+    assert (result.path, result.tokens_cached, result.prefix_tokens) == (Path.FULL, 0, 201)
+
+
+def test_other_features_are_another_prefix(stack):
+    user = new_user()
+    one = history_of(user, 128, seed=9)
+    stack.ranked(user, history=one)
+    other = type(one)(user, one.number + 1, np.array([7], "<i8"), one.behaviours)
+    result = stack.ranked(user, history=other)
+    assert result.tokens_cached == 0 and result.path is Path.FULL
+
+
+def test_unknown_items_are_counted_in_the_result(stack):
+    user = new_user()
+    result = stack.ranked(user, candidates=np.array([1, 2, 10**12, -5], "<i8"))
+    assert result.unknown_items == 2
+
+
+def test_more_candidates_than_the_model_takes_are_too_long(stack):
+    outcome = stack.rank(new_user(), candidates=np.arange(MAX_CANDIDATES + 1))
+    assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
+    assert str(MAX_CANDIDATES) in outcome.result.detail
+
+
+def test_a_suffix_longer_than_the_model_takes_is_too_long(stack):
+    user = new_user()
+    outcome = stack.rank(user, suffix=history_of(user, 33).behaviours)
+    assert (outcome.status, outcome.reason) == (RankStatus.FAILED, FailureReason.TOO_LONG)
+
+
+def test_many_requests_at_once_get_one_answer_each(stack):
+    before = stack.client.statistics()
+    users = [new_user("burst") for _ in range(100)]
+    for user in users:
+        stack.client.publish_history(history_of(user, 64))
+    futures = [
+        stack.client.submit_rank(
+            user, candidates_of(), budget_ms=BUDGET_MS, history_version=history_of(user, 64).version()
+        )
+        for user in users
+        for _ in range(2)
+    ]
+    outcomes: list[RankOutcome] = [future.result(timeout=30) for future in futures]
+    assert [outcome.status for outcome in outcomes] == [RankStatus.RANKED] * 200
+    assert stack.client.statistics().duplicates == before.duplicates
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+CO_PARTITIONED_READ = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.HISTORY)
+
+
+def garbage() -> dict[str, bytes]:
+    """What is no message, by name; none twice the same, so that letters can be told apart."""
+    salt = os.urandom(8)
+    return {
+        "random": b"\x00" + os.urandom(300),
+        "text": b'{"user_id": "x"}' + salt,
+        "later version": b"\x63" + salt,
+        "empty map": b"\x01\x80" + salt,
+        "nothing but a version": b"\x01",
+        "oversized": b"\x01" + salt + bytes(MAX_MESSAGE_BYTES),
+    }
+
+
+@pytest.mark.parametrize("topic", CO_PARTITIONED_READ, ids=str)
+def test_garbage_goes_to_dead_letters_as_it_came_and_the_loop_goes_on(stack, topic):
+    name = stack.relay.kafka.topic(topic)
+    sent = garbage()
+    for value in sent.values():
+        stack.raw.send(topic, value)
+    for what, value in sent.items():
+        headers = stack.letters.of(value, name)
+        assert headers["dead_letter_reason"], what
+        assert headers["dead_letter_detail"], what
+        assert int(headers["origin_partition"]) in range(PARTITIONS)
+        assert int(headers["origin_offset"]) >= 0
+    user = new_user()
+    request_id = stack.pre_infer(user, 100, seed=2)
+    assert stack.ranked(user, 100, seed=2, request_id=request_id).path is Path.HBM
+    if topic in (Topic.PREINFER, Topic.RANKING):
+        stack.relay.await_all_committed(topic)
+
+
+def test_garbage_on_the_topics_of_results_and_statuses_disturbs_nobody(stack):
+    for topic, partition in ((Topic.RESULTS, stack.client.results_partition), (Topic.WORKERS, 0)):
+        for value in garbage().values():
+            if topic is Topic.RESULTS or len(value) < 1 << 20:
+                stack.raw.send(topic, value, partition=partition)
+        stack.raw.send(topic, None, partition=partition)
+    user = new_user()
+    request_id = stack.pre_infer(user, 100, seed=2)
+    assert stack.ranked(user, 100, seed=2, request_id=request_id).path is Path.HBM
+
+
+@pytest.mark.parametrize("what", list(garbage()))
+def test_an_undecodable_request_with_reply_headers_is_answered_failed_too(stack, what):
+    value = garbage()[what]
+    headers = stack.raw.headers()
+    stack.raw.send(Topic.RANKING, value, headers=headers.encode())
+    result = stack.raw.answer(headers)
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNDECODABLE)
+    assert result.detail
+    letter = stack.letters.of(value, stack.relay.kafka.topic(Topic.RANKING), request_id=headers.request_id)
+    assert letter["dead_letter_reason"]
+
+
+def test_an_empty_message_is_a_dead_letter_on_the_topics_that_take_no_tombstones(stack):
+    for topic in (Topic.RANKING, Topic.PREINFER, Topic.RETRIEVAL):
+        stack.raw.send(topic, None)
+        assert stack.letters.of(None, stack.relay.kafka.topic(topic))["dead_letter_reason"]
+
+
+def test_a_request_on_the_wrong_partition_is_told_which_partitioner_to_use(stack):
+    user = new_user()
+    headers = stack.raw.headers()
+    wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
+    value = codec.encode(stack.raw.request(headers, user))
+    stack.raw.send(Topic.RANKING, value, user.encode(), headers.encode(), wrong)
+    result = stack.raw.answer(headers)
+    assert result.reason is FailureReason.WRONG_PARTITIONER
+    assert "murmur2" in result.detail
+
+
+def test_a_request_under_another_users_key_is_refused(stack):
+    user, other = new_user(), new_user()
+    headers = stack.raw.headers()
+    value = codec.encode(stack.raw.request(headers, user))
+    stack.raw.send(Topic.RANKING, value, other.encode(), headers.encode(), partition_for(user.encode(), PARTITIONS))
+    assert stack.raw.answer(headers).reason is FailureReason.WRONG_PARTITIONER
+    headers = stack.raw.headers()
+    value = codec.encode(stack.raw.request(headers, user))
+    stack.raw.send(Topic.RANKING, value, None, headers.encode(), partition_for(user.encode(), PARTITIONS))
+    assert stack.raw.answer(headers).reason is FailureReason.WRONG_PARTITIONER
+
+
+def test_a_job_on_the_wrong_partition_is_dropped_and_counted(stack):
+    user = new_user()
+    now_us = SystemClock().wall_us()
+    job = PreInferJob("r-1", user, now_us, now_us + 10**6, 1000, 20, 0, now_us, history=history_of(user, 10))
+    before = jobs_done(stack.worker).get("misrouted", 0)
+    wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
+    stack.raw.send(Topic.PREINFER, codec.encode(job), user.encode(), partition=wrong)
+    wait_until("counted", lambda: jobs_done(stack.worker).get("misrouted", 0) == before + 1)
+    stack.relay.await_all_committed(Topic.PREINFER)
+
+
+def test_a_history_on_the_wrong_partition_goes_to_dead_letters(stack):
+    user = new_user()
+    value = codec.encode(history_of(user, 10))
+    wrong = (partition_for(user.encode(), PARTITIONS) + 1) % PARTITIONS
+    stack.raw.send(Topic.HISTORY, value, user.encode(), partition=wrong)
+    assert stack.letters.of(value, stack.relay.kafka.topic(Topic.HISTORY))["dead_letter_reason"]
+
+
+def test_a_request_that_is_past_its_deadline_is_answered_expired_without_compute(stack):
+    before = reading(stack.worker).total("relaygr_worker_device_seconds_total")
+    headers = [stack.raw.rank(new_user(), budget_ms=-1_000) for _ in range(5)]
+    for one in headers:
+        assert stack.raw.answer(one).outcome is Outcome.EXPIRED
+    assert reading(stack.worker).total("relaygr_worker_device_seconds_total") == before
+
+
+@pytest.mark.parametrize("where", ["topic", "partition"])
+def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack, where):
+    """Even with a deadline years away: the offset must not wait for it."""
+    before = reading(stack.worker).total("relaygr_worker_results_undelivered_total")
+    changes = (
+        {"reply_partition": 3_999}
+        if where == "partition"
+        else {"reply_topic": f"{stack.relay.kafka.topic(Topic.RESULTS)}-gone"}
+    )
+    stack.raw.rank(new_user(), budget_ms=10 * 365 * 86_400_000, **changes)
+
+    def counted() -> bool:
+        return reading(stack.worker).total("relaygr_worker_results_undelivered_total") == before + 1
+
+    wait_until("counted as undelivered", counted, 30)
+    stack.relay.await_all_committed(Topic.RANKING)
+
+
+def test_everything_that_was_sent_is_committed_at_the_end(stack):
+    stack.relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
+    for child in (stack.worker, stack.trigger):
+        assert child.process.poll() is None
+
+
+# -- the end of this module: these stop the worker ------------------------------------------------
+
+
+def test_sigterm_answers_what_was_received_commits_and_nothing_is_done_twice(stack):
+    """Requests come while the worker stops and before its successor runs; each is answered exactly once."""
+    users = [new_user("drain") for _ in range(60)]
+    futures = []
+
+    def send(part: list[str]) -> None:
+        futures.extend(
+            stack.client.submit_rank(user, candidates_of(), budget_ms=60_000, history=history_of(user, 400))
+            for user in part
+        )
+
+    before = stack.client.statistics()
+    stack.raw.read()
+    raw = [stack.raw.rank(new_user("raw"), budget_ms=60_000) for _ in range(10)]
+    send(users[:40])
+    assert stack.relay.stop(stack.worker) == 0
+    send(users[40:])
+    stack.worker = stack.relay.start_worker()
+    stack.relay.await_ready(stack.worker)
+    outcomes = [future.result(timeout=60) for future in futures]
+    assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+    assert stack.client.statistics().duplicates == before.duplicates
+    for headers in raw:
+        stack.raw.answer(headers)
+    stack.raw.read()
+    assert [len(stack.raw.answers[headers.request_id]) for headers in raw] == [1] * len(raw)
+    stack.relay.await_all_committed(Topic.RANKING)
+
+
+def test_a_backlog_that_expired_while_no_worker_ran_is_answered_expired(stack):
+    assert stack.relay.stop(stack.worker) == 0
+    headers = [stack.raw.rank(new_user("backlog"), budget_ms=300) for _ in range(20)]
+    stack.worker = stack.relay.start_worker()
+    stack.relay.await_ready(stack.worker)
+    assert {stack.raw.answer(one).outcome for one in headers} == {Outcome.EXPIRED}
+    assert reading(stack.worker).total("relaygr_worker_device_seconds_total") == 0
+    stack.relay.await_all_committed(Topic.RANKING)
+
+
+def test_with_the_trigger_gone_requests_are_ranked_in_full(stack):
+    assert stack.relay.stop(stack.trigger) == 0
+    user = new_user()
+    history = history_of(user, 100, seed=2)
+    stack.client.publish_history(history)
+    event = stack.client.publish_retrieval(
+        user, ranking_budget_ms=BUDGET_MS, expected_ranking_in_ms=1_000, expected_candidates=20, expected_suffix=4,
+        history_version=history.version(),
+    )  # fmt: skip
+    result = stack.ranked(user, 100, seed=2, request_id=event.request_id)
+    assert result.path is Path.FULL

@@ -1,0 +1,113 @@
+"""The executor with work that cannot be done: one request or job ends, its neighbours and the process do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from schemas.messages import FailureReason, Path
+from tests.workers.test_executor import LIMITS, World
+from workers.model.interface import RankOutputs
+from workers.work import JobOutcome
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_once(world: World, name: str) -> None:
+    """The engine's next call of that name raises."""
+    whole = getattr(world.engine, name)
+
+    def broken(*arguments, **fields):
+        setattr(world.engine, name, whole)
+        raise Broken("no good")
+
+    setattr(world.engine, name, broken)
+
+
+def test_a_job_whose_inputs_cannot_be_made_fails_alone():
+    world = World()
+    version, other = world.store.put("u", 100), world.store.put("v", 100)
+    break_once(world, "prefix_inputs")
+    world.job("u", version, "r1")
+    world.job("v", other, "r2")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.FAILED, JobOutcome.COMPUTED]
+
+
+def test_a_job_that_breaks_after_it_waited_for_its_history_fails_alone():
+    world = World()
+    version = world.store.put("u", 100)
+    world.store.histories.clear()
+    world.job("u", version)
+    world.store.put("u", 100)
+    break_once(world, "prefix_inputs")
+    world.executor.histories_changed(["u"])
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.FAILED]
+
+
+def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
+    world = World()
+    version = world.store.put("u", 100)
+    world.store.histories.clear()
+    world.rank("u", version)
+    world.store.put("u", 100)
+    break_once(world, "prefix_inputs")
+    world.executor.histories_changed(["u"])
+    world.run()
+    ((_, reason, detail),) = world.outbox.failures
+    assert (reason, detail) == (FailureReason.DEVICE_ERROR, "no good")
+    assert world.executor.ranking_outstanding == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_no_numbers_fail_the_request_and_what_is_cached_of_the_user_goes(value):
+    world = World()
+    version = world.store.put("u", 100)
+    whole = world.engine.rank
+    world.engine.rank = lambda batch: [
+        RankOutputs(np.full((request.candidates, 1), value, np.float32)) for request in batch
+    ]
+    world.rank("u", version, "r1")
+    world.run()
+    ((_, reason, detail),) = world.outbox.failures
+    assert reason is FailureReason.DEVICE_ERROR
+    assert "not finite" in detail
+    world.engine.rank = whole
+    world.rank("u", version, "r2")
+    world.run()
+    assert world.outbox.paths == [Path.FULL], "computed anew"
+
+
+def test_scores_that_are_no_numbers_do_not_fail_the_neighbours_in_the_batch():
+    world = World()
+    versions = [world.store.put(user, 50) for user in "uvw"]
+    for user, version in zip("uvw", versions, strict=True):
+        world.rank(user, version, f"first-{user}")
+    world.run()
+    world.outbox.ranked_works.clear()
+    whole = world.engine.rank
+
+    def one_bad(batch):
+        outputs = whole(batch)
+        return [RankOutputs(output.scores * np.nan) if output.scores.size == 13 else output for output in outputs]
+
+    world.engine.rank = one_bad
+    for user, version in zip("uvw", versions, strict=True):
+        world.rank(user, version, f"again-{user}", candidates=13 if user == "v" else 10)
+    world.run()
+    assert sorted(work.request.user_id for work in world.outbox.ranked_works) == ["u", "w"]
+    assert [work.request.user_id for work, _, _ in world.outbox.failures] == ["v"]
+
+
+def test_too_many_candidates_are_refused_before_anything_is_computed():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank("u", version, candidates=LIMITS.max_candidates + 1, budget_us=1)
+    world.run()
+    ((_, reason, detail),) = world.outbox.failures
+    assert reason is FailureReason.TOO_LONG
+    assert str(LIMITS.max_candidates) in detail
+    assert not world.engine.chunks and not world.engine.batches
