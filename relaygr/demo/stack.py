@@ -61,7 +61,7 @@ class Stack:
             reader = FleetReader(settings, self._fleet, self._clock, f"{name}-demo")
             reader.start()
             self._cleanup.callback(reader.stop)
-            self._lag = self._cleanup.enter_context(LagWatch(settings, self._broker))
+            self._lag = self._cleanup.enter_context(LagWatch(settings))
         except BaseException:
             self._cleanup.close()
             raise
