@@ -1,4 +1,4 @@
-"""The worker's consumer: poll thread, commit watermark, lanes to the device thread."""
+"""The worker's consumer: poll thread and commit watermark."""
 
 from streams.consumer.interface import Handler, LoopState, LoopStatus, Received, Token
 from streams.consumer.loop import ConsumerFactory, ConsumerLoop
