@@ -11,7 +11,7 @@ from workers.model.interface import RankOutputs
 from workers.work import JobOutcome
 
 
-class Broken(RuntimeError):
+class BrokenError(RuntimeError):
     pass
 
 
@@ -21,7 +21,7 @@ def break_once(world: World, name: str) -> None:
 
     def broken(*arguments, **fields):
         setattr(world.engine, name, whole)
-        raise Broken("no good")
+        raise BrokenError("no good")
 
     setattr(world.engine, name, broken)
 

@@ -1,0 +1,73 @@
+"""Two workers, as processes, on both brokers: one dies, one is replaced under the same id."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from relaygr.demo.processes import Child
+from schemas.topics import Topic
+from streams.broker import BrokerChoice, LocalBroker
+from streams.client import LostRequest, RankStatus
+from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, reading, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+EXIT_FENCED = 3
+
+
+@pytest.fixture(scope="module")
+def workers(relay: Relay) -> Iterator[list[Child]]:
+    workers = [relay.start_worker("worker-00"), relay.start_worker("worker-01")]
+    relay.await_ready(*workers)
+    wait_until("both own partitions", lambda: all(owned(worker) == 6 for worker in workers))
+    yield workers
+
+
+def owned(worker: Child) -> float:
+    return reading(worker).total("relaygr_consumer_owned_partitions")
+
+
+def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list[Child]):
+    """What it had read and not answered is answered by the one that takes its partitions over."""
+    lost: list[LostRequest] = []
+    client = relay.client(on_lost=lost.append)
+    with client:
+        futures = []
+        for number in range(120):
+            user = new_user("kill")
+            futures.append(client.submit_rank(user, candidates_of(), budget_ms=45_000, history=history_of(user, 300)))
+            if number == 60:
+                relay.kill(workers[0])
+            time.sleep(0.002)
+        outcomes = [future.result(timeout=60) for future in futures]
+        assert {outcome.status for outcome in outcomes} == {RankStatus.RANKED}
+        assert {outcome.result.worker_id for outcome in outcomes} >= {"worker-01"}
+        assert len({outcome.request_id for outcome in outcomes}) == 120
+    assert not lost
+    relay.await_all_committed(Topic.RANKING)
+    assert owned(workers[1]) == 12
+
+
+def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_code(
+    relay: Relay, workers: list[Child], broker: LocalBroker
+):
+    if broker.kind is BrokerChoice.EMBEDDED:
+        pytest.skip("librdkafka's cluster does not fence the old holder of a group.instance.id")
+    old = workers[1]
+    new = relay.start_worker("worker-01", store="worker-01-successor")
+    assert old.process.wait(timeout=60) == EXIT_FENCED
+    log = old.log.read_text()
+    assert "took over this group.instance.id" in log
+    relay.forget(old)
+    relay.await_ready(new)
+    wait_until("the successor owns everything", lambda: owned(new) == 12)
+    with relay.client() as client:
+        for _ in range(5):
+            user = new_user("after")
+            outcome = client.rank(user, candidates_of(), budget_ms=10_000, history=history_of(user, 50))
+            assert outcome.status is RankStatus.RANKED
+            assert outcome.result.worker_id == "worker-01"
+    assert relay.stop(new) == 0
