@@ -1,0 +1,130 @@
+"""What stops a worker at its start: each is a sentence that says what to do, and exit code 1, without a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from streams.settings import KafkaSettings
+from tests.pipeline.relay_world import environment
+
+pytestmark = pytest.mark.slow
+
+
+def run_worker(
+    kafka: KafkaSettings | None, model: Path, folder: Path, *settings: str
+) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "relaygr", "worker"]
+    own = [
+        f"worker.model={model}",
+        f"worker.calibration={model / 'calibration.json'}",
+        f"worker.history_path={folder / 'history'}",
+        "worker.device=cpu",
+    ]
+    if kafka is not None:
+        own += [
+            f"bootstrap={kafka.bootstrap}",
+            f"topic_prefix={kafka.topic_prefix}",
+            f"group_prefix={kafka.group_prefix}",
+            f"partitions={kafka.partitions}",
+        ]
+    for setting in [*own, *settings]:
+        arguments += ["--set", setting]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+
+
+def refusal(run: subprocess.CompletedProcess[str]) -> str:
+    """What it said; fails if it did not refuse in a sentence."""
+    said = run.stderr + run.stdout
+    assert run.returncode == 1, said
+    assert "Traceback" not in said, said
+    return said
+
+
+@pytest.fixture
+def kafka(embedded_broker) -> KafkaSettings:
+    return embedded_broker.settings(KafkaSettings(topic_prefix="refusals", group_prefix="refusals", partitions=12))
+
+
+@pytest.fixture
+def kafka_with_topics(embedded_broker, kafka) -> KafkaSettings:
+    embedded_broker.create_topics(kafka)
+    return kafka
+
+
+def test_a_broker_that_is_not_there_is_said_within_five_seconds_with_its_address(model, tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    started_s = time.monotonic()
+    said = refusal(run_worker(None, model, tmp_path, f"bootstrap={address}"))
+    assert address in said
+    # 4 s of waiting, and what it takes to import torch on a busy machine.
+    assert time.monotonic() - started_s < 5 + 20
+
+
+def test_missing_topics_name_the_command_that_makes_them(embedded_broker, model, tmp_path):
+    kafka = embedded_broker.settings(KafkaSettings(topic_prefix="nowhere", group_prefix="nowhere", partitions=12))
+    said = refusal(run_worker(kafka, model, tmp_path))
+    assert "relaygr topics create" in said
+
+
+def test_another_partition_count_is_refused(kafka_with_topics, model, tmp_path):
+    said = refusal(run_worker(kafka_with_topics.model_copy(update={"partitions": 6}), model, tmp_path))
+    assert "12" in said and "6" in said
+
+
+def test_an_unknown_setting_is_refused_by_name(model, tmp_path):
+    said = refusal(run_worker(None, model, tmp_path, "worker.hbm_bites=1GiB"))
+    assert "hbm_bites" in said
+
+
+def test_a_wrong_unit_is_refused(model, tmp_path):
+    said = refusal(run_worker(None, model, tmp_path, "worker.hbm_bytes=2 potatoes"))
+    assert "hbm_bytes" in said
+
+
+def test_a_checkpoint_whose_sizes_disagree_is_refused(kafka_with_topics, model, tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["embedding_dim"] = 48
+    (broken / "config.json").write_text(json.dumps(config))
+    said = refusal(run_worker(kafka_with_topics, broken, tmp_path))
+    assert "48" in said and "32" in said
+
+
+def test_a_taken_port_is_said(kafka_with_topics, model, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal(run_worker(kafka_with_topics, model, tmp_path, f"worker.http_port={port}"))
+    assert str(port) in said
+
+
+def test_a_device_that_is_not_there_is_said(kafka_with_topics, model, tmp_path):
+    said = refusal(run_worker(kafka_with_topics, model, tmp_path, "worker.device=cuda:63"))
+    assert "cuda" in said
+
+
+def test_an_hbm_tier_too_small_for_one_prefix_says_how_much_it_takes(kafka_with_topics, model, tmp_path):
+    said = refusal(
+        run_worker(
+            kafka_with_topics, model, tmp_path, "worker.hbm_bytes=1MiB", "worker.page_tokens=4096",
+            f"worker.calibration={model / 'calibration.json'}",
+        )
+    )  # fmt: skip
+    assert "worker.hbm_bytes" in said or "page_tokens" in said
+
+
+def test_memory_that_the_machine_has_not_got_is_refused_before_it_is_taken(kafka_with_topics, model, tmp_path):
+    said = refusal(run_worker(kafka_with_topics, model, tmp_path, "worker.dram_bytes=900TiB"))
+    assert "worker.dram_bytes" in said
