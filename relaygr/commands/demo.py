@@ -14,7 +14,7 @@ from relaygr.options import BootstrapOption, ConfigOption, SetOption, load_setti
 
 DEFAULTS = (
     "log.level=warning",
-    "gateway.duration_s=20",
+    "gateway.duration_s=24",
     "gateway.users=60",
     "gateway.history_median=1024",
     "gateway.history_max=2048",
@@ -37,7 +37,7 @@ def demo(
     deadline_ms: Annotated[int | None, typer.Option(min=1, show_default="from the calibration")] = None,
     lead_ms: Annotated[int | None, typer.Option(min=0, show_default="from the calibration")] = None,
     rate: Annotated[float | None, typer.Option(min=0.1, help="Impressions/s.", show_default="by calibration")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Length of each run.", show_default="20")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Length of each run.", show_default="24")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the cluster given.")] = False,
 ) -> None:

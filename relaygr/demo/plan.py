@@ -5,7 +5,8 @@ gateway, so its times are stretched by `CROWDING`. The plan then asks for what t
 
 * the deadline lies between ranking on a cached prefix and full inference on a typical one;
 * the lead time is long enough to compute the prefix of a long history;
-* the rate loads the devices about by half with the relay on;
+* with the relay on the devices take about a quarter of the cores: the broker, the trigger and the gateway need
+  theirs, and a queue that is half full already has a long tail;
 * HBM holds a part of the users' prefixes, so that some come back from DRAM, which holds all of them.
 
 Everything can be set by hand instead.
@@ -25,7 +26,7 @@ from workers.kv import KvGeometry, PrefixLayout
 CROWDING = 2.0
 LEAST_BUDGET_MS = 25
 LEAST_LEAD_MS = 100
-TARGET_LOAD = 0.45
+TARGET_LOAD = 0.25
 NEW_SHARE = 0.35
 """Part of the impressions whose prefix is computed from its start, as a rule of thumb."""
 HBM_SHARE = 0.45
