@@ -4,7 +4,7 @@ A ranking offset is finished when the delivery report of its result succeeded. A
 answered by producing again, until deadline + skew; then the offset is finished all the same, and
 counted as undelivered: nobody waits for that answer any more, and the client counts it as lost.
 
-`ranked`, `expired` and `failed` are called on the device thread, `undecodable` and `tick` on the poll
+`ranked`, `expired` and `failed` are called on the device thread, `without_work` and `tick` on the poll
 thread; delivery reports arrive inside `tick`.
 """
 
@@ -20,12 +20,7 @@ from confluent_kafka import KafkaException, Producer
 
 from schemas.codec import EncodeError, encode
 from schemas.headers import RankingHeaders, ResultHeaders
-from schemas.messages import (
-    FailureReason,
-    Outcome,
-    RankingResult,
-    StageTimings,
-)
+from schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, RankingResult, StageTimings
 from streams.clock import Clock
 from streams.consumer import Received, Token
 from workers.metrics import WorkerMetrics
@@ -36,6 +31,8 @@ from workers.work import JobOutcome, RankingWork
 log = structlog.get_logger()
 
 RESEND_INTERVAL_US = 20_000
+LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
+"""However far away a deadline is said to be: the offset waits for the answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +204,8 @@ class Answers:
         )
 
     def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int) -> None:
-        self._produce(_Outgoing(reply, value, token, deadline_us + self._skew_us))
+        furthest_us = self._clock.monotonic_us() + LONGEST_RESENDING_US
+        self._produce(_Outgoing(reply, value, token, min(deadline_us, furthest_us) + self._skew_us))
 
     def _produce(self, outgoing: _Outgoing) -> None:
         def reported(error: Any, _: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from schemas.codec import DecodeError, DecodeReason, decode
 from schemas.headers import RankingHeaders
-from schemas.messages import FailureReason, Outcome, PreInferJob, RankingRequest
+from schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, PreInferJob, RankingRequest
 from streams.clock import Clock
 from streams.consumer import Received
 from streams.dead_letters import DeadLetterWriter
@@ -24,6 +24,8 @@ from workers.metrics import WorkerMetrics
 from workers.work import JobOutcome, JobWork, RankingWork
 
 REWRITE_INTERVAL_US = 1_000_000
+FURTHEST_US = MAX_BUDGET_MS * 1000
+"""No time of a message is taken to lie further ahead: what waits for it, and its offset, may not wait for years."""
 
 
 class WorkSink(Protocol):
@@ -48,6 +50,7 @@ class WorkerHandler:
         metrics: WorkerMetrics,
         clock: Clock,
         max_clock_skew_ms: int,
+        reply_margin_ms: float,
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
     ) -> None:
@@ -61,6 +64,7 @@ class WorkerHandler:
         self._metrics = metrics
         self._clock = clock
         self._skew_us = max_clock_skew_ms * 1000
+        self._reply_margin_us = int(reply_margin_ms * 1000)
         self._on_ownership = on_ownership
         self._on_tick = on_tick
         self._unwritten: deque[Callable[[], None]] = deque()
@@ -129,6 +133,7 @@ class WorkerHandler:
                 received=received,
                 received_wall_us=now_wall_us,
                 deadline_us=self._monotonic(request.deadline_us, now_wall_us),
+                reply_margin_us=self._reply_margin_us,
             )
         )
         return None
@@ -187,7 +192,7 @@ class WorkerHandler:
 
     def _monotonic(self, wall_us: int, now_wall_us: int) -> int:
         """A wall-clock time of a message on this process's monotonic clock: converted once, then kept to."""
-        return self._clock.monotonic_us() + wall_us - now_wall_us
+        return self._clock.monotonic_us() + min(wall_us - now_wall_us, FURTHEST_US)
 
 
 def _agree(reply: RankingHeaders, request: RankingRequest) -> None:

@@ -168,6 +168,7 @@ class WorkerProcess:
             self._metrics,
             self._clock,
             settings.max_clock_skew_ms,
+            settings.reply_margin_ms,
             on_ownership=self._take_over,
             on_tick=self._tick,
         )
@@ -224,7 +225,9 @@ class WorkerProcess:
         self._loop.stop(self._settings.drain_s)
         self._loop.join(self._settings.drain_s + 5)
         self._device.stop(2)
-        self._publish_status()
+        if self._exit_code != EXIT_FENCED:
+            # The id is another's by then, and so is its status.
+            self._publish_status()
         self._answers.close(1)
         self._dead_letters.flush(1)
         self._follower.stop()

@@ -49,6 +49,7 @@ class WorkerSettings(Section):
     ] = 4096
     ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
     preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
+    reply_margin_ms: Annotated[float, Field(ge=0, description="time left for the answer's way back")] = 2.0
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5
 
     status_interval_ms: Annotated[int, Field(ge=50)] = 500

@@ -70,6 +70,8 @@ class RankingWork:
     received: Received
     received_wall_us: int
     deadline_us: int
+    reply_margin_us: int = 0
+    """What the answer's way back takes: it should leave so long before the deadline."""
     predicted_us: float = 0.0
     span: PrefixSpan | None = None
     path: Path = Path.FULL
@@ -94,7 +96,12 @@ class RankingWork:
 
     @property
     def latest_start_us(self) -> int:
-        return self.deadline_us - int(self.predicted_us)
+        return self.answer_by_us - int(self.predicted_us)
+
+    @property
+    def answer_by_us(self) -> int:
+        """When the answer should leave."""
+        return self.deadline_us - self.reply_margin_us
 
     @property
     def scored_tokens(self) -> int:

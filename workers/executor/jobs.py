@@ -16,6 +16,9 @@ from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork
 
 log = structlog.get_logger()
 
+LONGEST_LIFE_US = 60_000_000
+"""A publisher whose clock runs ahead, or counts in other units, may not park or lease for longer."""
+
 
 class JobFlow:
     """Belongs to the device thread."""
@@ -41,6 +44,7 @@ class JobFlow:
     def _submit(self, work: JobWork) -> None:
         now_us = self._shared.now_us()
         job = work.job
+        work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
         if not self._shared.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
         if job.request_id in self._answered:
@@ -137,6 +141,8 @@ class JobFlow:
 
     def lease(self, work: JobWork, span: PrefixSpan) -> None:
         """Keeps the prefix until its request has come, or should have."""
+        if work.job.request_id in self._answered:
+            return
         until_us = work.expires_us + self._shared.admission_settings.lease_margin_ms * 1000
         self._shared.cache.lease(span.key, work.job.request_id, until_us)
 

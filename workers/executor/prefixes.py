@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from schemas.messages import Path
+from schemas.messages import Path, PrefixSource
 from streams.latency import Stage
 from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PrefixKey, Purpose
 from workers.cache.identity import common_behaviours
@@ -90,12 +90,7 @@ class PrefixFlow:
             self._coming[prefix.span.key.user_id] = prefix
         elif not prefix.on_scratch:
             # Another version of this user's prefix is being computed; this one is not shared.
-            prefix.on_scratch = True
-            prefix.done_tokens = 0
-            if prefix.base is not None:
-                self._shared.cache.release(prefix.base)
-                prefix.base = None
-            self._predict(prefix)
+            self._begin_anew_on_scratch(prefix)
         self._shared.scheduler.push(prefix)
 
     def run_chunk(self, prefix: PrefixWork, now_us: int) -> None:
@@ -180,11 +175,20 @@ class PrefixFlow:
         for job in prefix.jobs:
             self._shared.outbox.job_done(job.received, JobOutcome.NO_ROOM)
         prefix.jobs.clear()
+        self._begin_anew_on_scratch(prefix)
+
+    def _begin_anew_on_scratch(self, prefix: PrefixWork) -> None:
+        """Nothing cached can serve it there: it is full inference from now on, and its requests say so."""
         if prefix.base is not None:
             self._shared.cache.release(prefix.base)
             prefix.base = None
         prefix.on_scratch = True
         prefix.done_tokens = 0
+        for waiter in prefix.waiters:
+            if waiter.path is not Path.TRUNCATED:
+                waiter.path = Path.FULL
+            waiter.prefix_source, waiter.tokens_cached = PrefixSource.COMPUTED, 0
+        self._predict(prefix)
 
     def _look_again(self, prefix: PrefixWork) -> None:
         """The prefix has come, or is coming, by another way: everybody who waits here asks the cache again."""
@@ -240,14 +244,14 @@ class PrefixFlow:
         kept = []
         for waiter in prefix.waiters:
             ends_us = now_us + prefix.remaining_us + waiter.predicted_us
-            if ends_us <= waiter.deadline_us + self._shared.skew_us:
+            if ends_us <= waiter.answer_by_us:
                 kept.append(waiter)
                 continue
             assert waiter.span is not None
             plan = plan_truncation(
                 waiter.span.tokens,
                 waiter.scored_tokens,
-                waiter.deadline_us - now_us,
+                waiter.answer_by_us - now_us,
                 self._shared.latency,
                 self._shared.page_tokens,
             )

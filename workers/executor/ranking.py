@@ -88,7 +88,7 @@ class RankingFlow:
         if not self._uses_cache(work):
             return self.plan(work, span, None, now_us)
         coming = self._prefixes.coming_for(span.key)
-        if coming is not None:
+        if coming is not None and self._shared.cache.peek(span.key).hbm_behaviours < span.key.length:
             return self._join(work, coming)
         found = self._shared.cache.acquire(span.key, now_us)
         if isinstance(found, Pending):
@@ -181,7 +181,7 @@ class RankingFlow:
                 self._guarded(work, self._compute_instead)
 
         pending.add_done_callback(lambda _: self._shared.post(arrived))
-        self._shared.timers.at(max(started_us, work.deadline_us - int(full_us)), overdue)
+        self._shared.timers.at(max(started_us, work.answer_by_us - int(full_us)), overdue)
 
     def _compute_instead(self, work: RankingWork) -> None:
         assert work.span is not None
@@ -248,12 +248,12 @@ class RankingFlow:
                 if work.latest_start_us < ends_us:
                     break
                 continue
-            if now_us + work.predicted_us > work.deadline_us + self._shared.skew_us:
+            if now_us + work.predicted_us > work.deadline_us:
                 self._reject(work)
                 continue
             ends_us += work.predicted_us
             rows += work.scored_tokens
-            earliest_deadline_us = min(earliest_deadline_us, work.deadline_us)
+            earliest_deadline_us = min(earliest_deadline_us, work.answer_by_us)
             if batch and (ends_us > earliest_deadline_us or rows > settings.max_batch_rows):
                 passed_over.append(work)
                 break
@@ -309,7 +309,7 @@ class RankingFlow:
         latency = self._shared.latency
         needed_us = latency.pre_us(tokens) + latency.hit_us(tokens, work.scored_tokens) + self._shared.chunk_us
         again = partial(self.look_up, work)
-        return self._shared.park(work.request.user_id, work.deadline_us - int(needed_us), again, again)
+        return self._shared.park(work.request.user_id, work.answer_by_us - int(needed_us), again, again)
 
     def _remaining_us(self, work: RankingWork, now_us: int) -> int:
         """Time to the deadline, less the device time of what is more urgent (and of pre-infer's share of it)."""
@@ -319,7 +319,7 @@ class RankingFlow:
                 ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
         if ahead_us and len(self._shared.scheduler.preinfer):
             ahead_us /= 1 - self._shared.admission_settings.preinfer_share
-        return int(work.deadline_us - now_us - ahead_us)
+        return int(work.answer_by_us - now_us - ahead_us)
 
 
 def _too_long(work: RankingWork, limits: EngineLimits) -> str | None:
