@@ -658,3 +658,54 @@ def test_the_digest_of_a_shortened_history_is_never_looked_up():
     history = world.store.histories["u"].history
     assert digest_chain(history.features, history.behaviours).length == 500
     assert world.cache.stats().hbm.free == 128
+
+
+def test_a_request_whose_version_is_ready_does_not_wait_while_a_newer_one_is_computed():
+    world = World()
+    older = world.store.put("u", 64)
+    world.rank(version=older, request_id="r0")
+    world.run()
+    world.job(version=world.store.put("u", 480, number=2), request_id="r1")
+    world.executor.step()
+    assert world.outbox.jobs == [], "the newer one has begun"
+    work = world.rank(version=older, request_id="r2")
+    world.run()
+    assert (work.path, work.tokens_cached, work.pre_infer_us) == (Path.HBM, 64, 0)
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference_and_says_so():
+    world = World(hbm_pages=8)
+    world.rank(version=world.store.put("u", 64), request_id="r0")
+    world.run()
+    world.job("v", world.store.put("v", 64), "r1")
+    world.run()
+    assert world.cache.stats().hbm.leased == 4
+    work = world.rank(version=world.store.put("u", 128, number=2), request_id="r2")
+    world.run()
+    assert (work.path, work.tokens_cached, work.prefix_source) == (Path.FULL, 0, PrefixSource.COMPUTED)
+    assert world.engine.chunks[-2:] == [(0, 96), (96, 128)]
+
+
+def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():
+    world = World(max_clock_skew_ms=0)
+    version = world.store.put("u", 480)
+    world.job(version=version)
+    world.executor.step()
+    work = world.rank(version=version, budget_us=2_500)
+    world.run()
+    assert work.path is Path.TRUNCATED
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert world.cache.stats().leases == 0
+
+
+def test_a_job_from_a_clock_that_runs_ahead_holds_its_prefix_for_a_minute_at_most():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version, request_id="r0")
+    world.run()
+    world.job(version=version, request_id="r1", lead_us=10**12)
+    world.run()
+    assert (world.outbox.jobs, world.cache.stats().leases) == ([JobOutcome.ALREADY_CACHED], 1)
+    world.idle_until(world.clock.monotonic_us() + 61_000_000)
+    assert world.cache.stats().leases == 0
