@@ -33,7 +33,8 @@ REQUEST_ID_TEXT = Text(128)
 RequestId = Annotated[
     str, REQUEST_ID_TEXT, "one impression; `GATEWAY.INCARNATION.SEQUENCE`, unique over gateways and restarts"
 ]
-UserId = Annotated[str, Text(256), "the user; its UTF-8 bytes are the message key"]
+USER_ID_TEXT = Text(256)
+UserId = Annotated[str, USER_ID_TEXT, "the user; its UTF-8 bytes are the message key"]
 WorkerId = Annotated[str, Text(128), "the worker: its `group.instance.id`"]
 ItemIds = Annotated[Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "item of each behaviour, oldest first"]
 Actions = Annotated[UInt16Array, Packed("<u2", MAX_BEHAVIOURS, "behaviours"), "action code of each behaviour"]
@@ -121,7 +122,9 @@ class Behaviours:
         )
 
     def check(self) -> None:
-        """Raises FieldError unless the lengths agree and time never falls."""
+        """Raises FieldError unless all three are arrays, their lengths agree and time never falls."""
+        for name in ("items", "actions", "timestamps_ms"):
+            _check_array(name, getattr(self, name))
         sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
         if len(sizes) != 1:
             raise FieldError(
@@ -294,6 +297,7 @@ class RankingResult:
             missing = [name for name in ("path", "scores", "model_revision") if getattr(self, name) is None]
             if missing:
                 raise FieldError(f": outcome is ranked, but {', '.join(missing)} is absent")
+            _check_array("scores", self.scores)
             if self.num_tasks < 1 or (self.scores is not None and self.scores.size % self.num_tasks):
                 raise FieldError(f".scores: not a multiple of {self.num_tasks} tasks")
         if self.outcome is Outcome.FAILED and self.reason is None:
@@ -302,7 +306,7 @@ class RankingResult:
 
 @dataclass(frozen=True, slots=True)
 class LatencyCoefficients:
-    """The latency model of a worker's device , fitted by calibration (`docs/trigger.md`). All µs based.
+    """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All µs based.
 
     T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
     T_hit(n, m) = c0 + c1 m + c2 m (n+m); T_append(n, k) = b0 + b1 k + b2 k (2n+k);
@@ -355,6 +359,12 @@ def _check_history(user_id: str, version: HistoryVersion | None, history: Histor
         raise FieldError(f".history.user_id: {history.user_id!r} is not the message's user {user_id!r}")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version says {version.length}")
+
+
+def _check_array(name: str, value: Any) -> None:
+    """A field packs a list as well, but the messages themselves ask arrays for their sizes and parts."""
+    if not isinstance(value, np.ndarray):
+        raise FieldError(f".{name}: expected a numpy array, got {type(value).__name__}")
 
 
 def _as_comparable(message: Any) -> list[Any]:
