@@ -80,11 +80,12 @@ class Ledger:
         return entry
 
     def withdraw(self, entry: Pending) -> None:
-        """Forgets a request that could not be handed to the producer."""
+        """Forgets a request that could not be handed to the producer, unless it has ended: the client was closed."""
         with self._lock:
-            self._table.discard(entry)
-            self._counts.submitted -= 1
-        self._metrics.in_flight.dec()
+            withdrawn = self._table.discard(entry)
+            self._counts.submitted -= withdrawn
+        if withdrawn:
+            self._metrics.in_flight.dec()
 
     def acknowledged(self, entry: Pending) -> None:
         """The broker has the request."""

@@ -101,9 +101,12 @@ class GatewayLink:
         self._thread.start()
 
     def disconnect(self, timeout_s: float) -> None:
-        """Stops the thread, delivers what was published within `timeout_s`, closes the clients."""
+        """Stops the thread, delivers what was published within `timeout_s`, closes the clients.
+
+        Not from the I/O thread itself.
+        """
         self._stop.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 # Closing a consumer under a thread that polls it would crash the process.
@@ -117,13 +120,14 @@ class GatewayLink:
 
     def send(self, entry: Pending, key: bytes, message: bytes, deadline_us: int) -> None:
         """Hands an encoded ranking request to the producer. Raises NotRunning, QueueFull, MessageRefused."""
-        if self._producer is None:
+        producer = self._producer  # Another thread may be closing it.
+        if producer is None:
             raise NotRunning("the gateway's link is closed")
         headers = RankingHeaders(
             entry.request_id, self._gateway_id, self._results_topic, self.results_partition, deadline_us
         )
         report = functools.partial(self._on_ranking_report, entry, deadline_us)
-        produce(self._producer, self._ranking_topic, key, message, headers.encode(), report)
+        produce(producer, self._ranking_topic, key, message, headers.encode(), report)
 
     def _check_topics(self) -> None:
         known = require_broker(self._kafka).topics

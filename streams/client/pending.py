@@ -140,10 +140,14 @@ class PendingTable:
         self._waiting += 1
         self._push(entry.deadline_us, Timer.TIME_OUT, entry)
 
-    def discard(self, entry: Pending) -> None:
-        """Forgets a request that was not sent after all."""
-        if self._entries.pop(entry.request_id, None) is not None and entry.phase is Phase.WAITING:
+    def discard(self, entry: Pending) -> bool:
+        """Forgets a request that was not sent after all. False if it has ended already."""
+        if self._entries.get(entry.request_id) is not entry:
+            return False
+        del self._entries[entry.request_id]
+        if entry.phase is Phase.WAITING:
             self._waiting -= 1
+        return True
 
     def retry(self, entry: Pending, send_again: Callable[[], None], at_us: int) -> bool:
         """Plans to send a request again. False where its caller would have gone by then."""

@@ -8,19 +8,25 @@ raise QueueFull when the producer's queue is full, and MessageRefused for what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from schemas import codec
+from schemas.codec import EncodeError
+from schemas.fields import FieldError
 from schemas.headers import Headers
-from schemas.messages import History, RetrievalEvent
+from schemas.messages import USER_ID_TEXT, History, RetrievalEvent
 from schemas.topics import Topic
 from streams.client.metrics import GatewayMetrics, gateway_metrics
 from streams.client.outcome import DeliveryReport, MessageRefused, NotRunning, QueueFull
 from streams.clients import ProducerKind, make_producer
 from streams.errors import RelayError
 from streams.settings import KafkaSettings
+
+# A purge only moves reports to the queue that flush() serves.
+_PURGE_TIMEOUT_S: Final = 0.5
 
 OnDelivery = Callable[[DeliveryReport], None]
 
@@ -64,7 +70,11 @@ class EventPublisher:
         self._publish(self._history, history.user_id, codec.encode(history), on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
-        """Deletes a user everywhere. Raises QueueFull."""
+        """Deletes a user everywhere. Raises EncodeError, QueueFull, MessageRefused."""
+        try:
+            USER_ID_TEXT.pack(user_id)
+        except FieldError as error:
+            raise EncodeError(f"tombstone.user_id: {error}") from error
         self._publish(self._history, user_id, None, on_delivery)
 
     def poll(self, timeout_s: float = 0.0) -> int:
@@ -72,8 +82,14 @@ class EventPublisher:
         return self._producer.poll(timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Waits until everything is delivered, at most so long. How many messages were not."""
-        left = self._running.flush(timeout_s) if self._running is not None else 0
+        """Waits until everything is delivered, at most so long. How many messages were not; their reports say so."""
+        if self._running is None:
+            return 0
+        left = self._running.flush(timeout_s)
+        if left:
+            # Without it their reports would never come, and whoever waits for one would wait for ever.
+            self._running.purge()
+            self._running.flush(_PURGE_TIMEOUT_S)
         self._running = None
         if left:
             _log.warning("published messages not acknowledged at close", messages=left)

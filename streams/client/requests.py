@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from typing import Final, Required, TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Required, TypedDict, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -73,7 +75,8 @@ class RequestIds:
 
 
 def retrieval_event(request_id: str, user_id: str, now_us: int, fields: RetrievalFields) -> RetrievalEvent:
-    """The event of an impression that begins now."""
+    """The event of an impression that begins now. Raises TypeError for a field that is missing or unknown."""
+    _RETRIEVAL_NAMES.check(fields)
     return RetrievalEvent(
         request_id=request_id,
         user_id=user_id,
@@ -90,7 +93,11 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
 def ranking_request(
     request_id: str, user_id: str, candidates: ArrayLike, now_us: int, fields: RankFields
 ) -> RankingRequest:
-    """A request that is sent now. Raises ValueError for a budget out of bounds."""
+    """A request that is sent now.
+
+    Raises ValueError for a budget out of bounds, TypeError for a field that is missing or unknown.
+    """
+    _RANK_NAMES.check(fields)
     if not 0 < fields["budget_ms"] <= MAX_BUDGET_MS:
         raise ValueError(f"budget_ms is {fields['budget_ms']}: allowed is more than 0, up to {MAX_BUDGET_MS}")
     query_time_ms = fields.get("query_time_ms")
@@ -106,3 +113,30 @@ def ranking_request(
         history_version=fields.get("history_version"),
         history=fields.get("history"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of a TypedDict. Its own sets do not see `Required` in annotations that are text."""
+
+    required: frozenset[str]
+    allowed: frozenset[str]
+
+    @classmethod
+    def of(cls, fields: type[Any]) -> _Names:
+        hints = get_type_hints(fields, include_extras=True)
+        required = frozenset(name for name, hint in hints.items() if get_origin(hint) is Required)
+        return cls(required, frozenset(hints))
+
+    def check(self, given: Mapping[str, object]) -> None:
+        """What Python checks of a signature: it takes any name for `**fields`, and a misspelt one would do nothing."""
+        unknown = given.keys() - self.allowed
+        if unknown:
+            raise TypeError(f"there is no argument {min(unknown)!r}; there are {', '.join(sorted(self.allowed))}")
+        missing = self.required - given.keys()
+        if missing:
+            raise TypeError(f"the argument {min(missing)!r} is missing")
+
+
+_RETRIEVAL_NAMES: Final = _Names.of(RetrievalFields)
+_RANK_NAMES: Final = _Names.of(RankFields)

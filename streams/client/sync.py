@@ -99,9 +99,11 @@ class RelayClient:
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for what is in flight and undelivered, at most `timeout_s` and about a second more.
 
-        None: the setting `close_timeout_s`. Who then still waits is told `timed_out` with reason `closed`.
-        Requests in their grace are forgotten, not counted lost: `drain` first to know.
+        None: the setting `close_timeout_s`. Who then still waits is told `timed_out` with reason `closed`, and
+        `on_delivery` of what is not acknowledged gets an error. Requests in their grace are forgotten, not
+        counted lost: `drain` first to know. Raises ClientError in a callback.
         """
+        self._refuse_in_callback("close")
         with self._lifecycle:
             if self._state is not _State.RUNNING:
                 self._state = _State.CLOSED
@@ -124,7 +126,11 @@ class RelayClient:
         self.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until every request has ended, those in their grace included. False if time ran out."""
+        """Waits until every request has ended, those in their grace included. False if time ran out.
+
+        Raises ClientError in a callback.
+        """
+        self._refuse_in_callback("drain")
         ends_s = time.monotonic() + timeout_s
         while self._ledger.in_flight:
             if time.monotonic() >= ends_s:
@@ -159,8 +165,8 @@ class RelayClient:
     ) -> RetrievalEvent:
         """Says that an impression begins now. The event holds the request id for its `rank`.
 
-        Does not wait; `on_delivery` is told what became of it. Raises EncodeError, NotRunning, QueueFull,
-        MessageRefused.
+        Does not wait; `on_delivery` is told what became of it. Raises EncodeError, TypeError, NotRunning,
+        QueueFull, MessageRefused.
         """
         request_id = fields.get("request_id") or self.new_request_id()
         event = retrieval_event(request_id, user_id, self._clock.wall_us(), fields)
@@ -178,17 +184,17 @@ class RelayClient:
         self._link.events.publish_history(history, on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
-        """Deletes a user everywhere. Raises NotRunning, QueueFull."""
+        """Deletes a user everywhere. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
         self._link.events.tombstone(user_id, on_delivery)
 
     def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
         """Ranks `candidates` (item ids, int64, shape [candidates]) and waits, `budget_ms` at most.
 
-        Raises EncodeError, ValueError, NotRunning, QueueFull, MessageRefused, all before anything is sent.
+        Raises EncodeError, ValueError, TypeError, NotRunning, QueueFull, MessageRefused, all before anything is
+        sent; ClientError in a callback.
         """
-        if self._link.is_io_thread():
-            raise ClientError("rank() in a callback would wait for its own thread: use submit_rank()")
+        self._refuse_in_callback("rank")
         called_us = self._clock.monotonic_us()
         entry = self._submit(self._request(user_id, candidates, fields), called_us)
         left_us = entry.deadline_us - self._clock.monotonic_us()
@@ -224,6 +230,11 @@ class RelayClient:
             self._ledger.withdraw(entry)
             raise
         return entry
+
+    def _refuse_in_callback(self, name: str) -> None:
+        if self._link.is_io_thread():
+            mend = "use submit_rank()" if name == "rank" else "call it from another thread"
+            raise ClientError(f"{name}() in a callback would wait for its own thread: {mend}")
 
     def _require_running(self) -> None:
         if self._state is not _State.RUNNING:

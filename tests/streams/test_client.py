@@ -283,6 +283,10 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
             gateway.rank("u", [], budget_ms=10)
         with pytest.raises(EncodeError, match="user_id"):
             gateway.rank("", [1], budget_ms=10)
+        with pytest.raises(EncodeError, match=r"suffix\.items: expected a numpy array, got list"):
+            gateway.rank("u", [1], budget_ms=10, suffix=Behaviours([1], [1], [1]))  # type: ignore[arg-type]
+        with pytest.raises(EncodeError, match="user_id"):
+            gateway.tombstone("")
         with pytest.raises(ValueError, match="budget_ms is 0"):
             gateway.rank("u", [1], budget_ms=0)
         assert (gateway.in_flight, gateway.statistics().submitted) == (0, 0)
@@ -290,6 +294,20 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
         with pytest.raises(QueueFull):
             gateway.rank("u", [1], budget_ms=10)
         assert first.result(10).status is RankStatus.TIMED_OUT
+
+
+def test_a_misspelt_or_missing_argument_is_named(kafka_settings: KafkaSettings) -> None:
+    """It used to be passed over: a request whose `history_version` was misspelt ran on another history."""
+    with client(kafka_settings) as gateway:
+        with pytest.raises(TypeError, match="no argument 'history_verison'"):
+            gateway.rank("u", [1], budget_ms=10, history_verison=None)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'budget_ms' is missing"):
+            gateway.rank("u", [1])  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'expected_suffix' is missing"):
+            gateway.publish_retrieval(  # type: ignore[call-arg]
+                "u", ranking_budget_ms=50, expected_ranking_in_ms=50, expected_candidates=1
+            )
+        assert gateway.statistics().submitted == 0
 
 
 def test_a_request_id_is_used_once(kafka_settings: KafkaSettings) -> None:
@@ -312,18 +330,27 @@ def test_outside_its_life_a_client_takes_nothing(kafka_settings: KafkaSettings) 
         gateway.tombstone("u")
 
 
-def test_rank_inside_a_callback_is_refused_instead_of_waiting_for_itself(kafka_settings: KafkaSettings) -> None:
+@pytest.mark.parametrize("call", ["rank", "close", "drain"])
+def test_what_waits_is_refused_inside_a_callback_instead_of_waiting_for_itself(
+    kafka_settings: KafkaSettings, call: str
+) -> None:
     problems: list[BaseException] = []
     with echo_worker(kafka_settings), client(kafka_settings) as gateway:
+        calls: dict[str, Callable[[], object]] = {
+            "rank": lambda: gateway.rank("u", [2], budget_ms=BUDGET_MS),
+            "close": gateway.close,
+            "drain": lambda: gateway.drain(1.0),
+        }
 
-        def rank_again(_done: object) -> None:
+        def wait_for_itself(_done: object) -> None:
             try:
-                gateway.rank("u", [2], budget_ms=BUDGET_MS)
+                calls[call]()
             except ClientError as error:
                 problems.append(error)
 
-        gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(rank_again)
+        gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(wait_for_itself)
         assert until(lambda: bool(problems))
+        assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is RankStatus.RANKED
 
 
 def test_close_tells_who_still_waits(kafka_settings: KafkaSettings) -> None:
@@ -449,10 +476,12 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     outcome = gateway.rank("u", [1], budget_ms=50)
     assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NOT_ACKNOWLEDGED)
     assert until(lambda: gateway.statistics().lost == 1)
-    gateway.tombstone("u")
+    reports: list[DeliveryReport] = []
+    gateway.tombstone("u", reports.append)
     patient = gateway.submit_rank("u", [1], budget_ms=60_000)
     assert until(lambda: gateway.statistics().retries >= 1), "its delivery failed, and its deadline is far"
     assert not patient.done()
     gateway.close()
     assert patient.result(0).reason is TimeOutReason.CLOSED
+    assert [report.delivered for report in reports] == [False], "whoever awaits it is told when the client closes"
     assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []

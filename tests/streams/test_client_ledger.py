@@ -255,6 +255,15 @@ def test_a_withdrawn_request_is_not_counted_and_makes_room() -> None:
     assert gateway.ledger.statistics().submitted == 1
 
 
+def test_a_request_that_close_ended_while_it_was_sent_is_withdrawn_without_being_counted_twice() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.close()
+    gateway.ledger.withdraw(entry)
+    assert gateway.sample("relaygr_gateway_in_flight_requests") == 0
+    assert gateway.ledger.statistics().submitted == gateway.ledger.statistics().timed_out == 1
+
+
 def test_a_callers_cancel_does_not_take_a_sent_request_back() -> None:
     gateway = Gateway()
     entry = gateway.open()
