@@ -1,0 +1,111 @@
+"""What the files of `compose/` say, and what our processes can export."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "compose"
+COMPOSE_FILE = COMPOSE / "compose.yaml"
+DOCKERFILE = COMPOSE / "Dockerfile"
+ALERTS = COMPOSE / "prometheus" / "alerts.yaml"
+PROMETHEUS = COMPOSE / "prometheus" / "prometheus.yaml"
+DASHBOARD = COMPOSE / "grafana" / "dashboards" / "relaygr.json"
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_METRIC = re.compile(r"\b(?:relaygr|kafka)_[a-z_]+")
+_LAYERS = ("streams", "workers", "relaygr")
+_ENDINGS = {
+    "Counter": ("_total",),
+    "CounterMetricFamily": ("_total",),
+    # The cache's collector makes its labelled counters by a function of its own.
+    "_family": ("_total",),
+    "Gauge": ("",),
+    "GaugeMetricFamily": ("",),
+    "Histogram": ("_bucket", "_sum", "_count"),
+}
+"""What makes a metric -> the endings that its name gets in a scrape."""
+
+
+def dot_env() -> dict[str, str]:
+    """The lines of `.env`."""
+    lines = (COMPOSE / ".env").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def compose_file() -> Any:
+    """compose.yaml with the variables of `.env` in it. Raises KeyError for one that `.env` lacks."""
+    given = dot_env()
+    return yaml.safe_load(_VARIABLE.sub(lambda match: given[match[1]], COMPOSE_FILE.read_text(encoding="utf-8")))
+
+
+def services() -> dict[str, Any]:
+    return dict(compose_file()["services"])
+
+
+def our_services() -> dict[str, Any]:
+    """Those that run our image."""
+    return {name: service for name, service in services().items() if "build" in service}
+
+
+def image_environment() -> dict[str, str]:
+    """The `RELAYGR_` variables that the Dockerfile sets."""
+    return dict(re.findall(r"^\s*(?:ENV )?(RELAYGR_\w+)=(\S+)", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """All that a process of this service sees."""
+    return {**image_environment(), **services()[name].get("environment", {})}
+
+
+def alert_expressions() -> dict[str, str]:
+    """Alert -> its PromQL."""
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def dashboard() -> Any:
+    return json.loads(DASHBOARD.read_text(encoding="utf-8"))
+
+
+def panels() -> list[Any]:
+    """The panels that show something, rows left out."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def panel_expressions() -> Iterator[tuple[str, str]]:
+    """Title and PromQL of every query on the dashboard."""
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+def metrics_in(expression: str) -> set[str]:
+    """Names of metrics of ours in PromQL, without what is inside quotes."""
+    return set(_METRIC.findall(re.sub(r'"[^"]*"', '""', expression)))
+
+
+def exported_metrics() -> set[str]:
+    """Every name that a scrape of our processes can hold, read off the sources.
+
+    A name that is put together at run time would be missed, and the tests with it fail: write it out.
+    """
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for layer in _LAYERS for path in (ROOT / layer).rglob("*.py"))
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {name for call in calls for name in _exported_by(call)}
+
+
+def _exported_by(call: ast.Call) -> set[str]:
+    maker = call.func.id if isinstance(call.func, ast.Name) else ""
+    first = call.args[0] if call.args else None
+    if maker not in _ENDINGS or not isinstance(first, ast.Constant) or not isinstance(first.value, str):
+        return set()
+    base = first.value.removesuffix("_total") if "_total" in _ENDINGS[maker] else first.value
+    return {base + ending for ending in _ENDINGS[maker]}

@@ -1,0 +1,154 @@
+"""compose.yaml is whole: its settings are settings, its order of start holds, its limits fit what workers state."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import ByteSize, TypeAdapter
+from typer.testing import CliRunner
+
+from relaygr.app import app
+from relaygr.settings import load, setting_fields
+from tests.compose.compose_world import (
+    COMPOSE,
+    COMPOSE_FILE,
+    DOCKERFILE,
+    ROOT,
+    compose_file,
+    dot_env,
+    environment_of,
+    image_environment,
+    our_services,
+    services,
+)
+from workers.process import QUEUES_BYTES
+
+WORKERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
+BESIDE_BYTES = 2**29
+"""What the interpreter, torch and the model of compose.yaml take beside a worker's own statement, rounded up."""
+
+
+def size_bytes(text: str) -> int:
+    """Compose's `2g` and our `2GiB` alike."""
+    return int(TypeAdapter(ByteSize).validate_python(re.sub(r"(?i)^(\d+)([kmg])$", r"\1\2iB", text)))
+
+
+def test_no_line_of_dot_env_is_unused_and_none_is_missing() -> None:
+    named = set(re.findall(r"\$\{(\w+)\}", COMPOSE_FILE.read_text(encoding="utf-8")))
+    assert named == set(dot_env()) - {"COMPOSE_PROJECT_NAME"}
+
+
+@pytest.mark.parametrize("name", our_services())
+def test_every_variable_of_a_service_is_a_setting_with_a_value_that_is_allowed(name: str) -> None:
+    """An unknown variable, or a value out of bounds, would stop the process at its start."""
+    load(None, {key: str(value) for key, value in environment_of(name).items()})
+
+
+def test_the_image_sets_nothing_but_settings() -> None:
+    assert image_environment()
+    assert set(image_environment()) <= {field.variable for field in setting_fields().values()}
+
+
+@pytest.mark.parametrize("section", ["worker", "trigger", "gateway", "lag"])
+def test_every_process_serves_its_probes_where_the_health_check_asks(section: str) -> None:
+    settings = getattr(load(None, image_environment()).settings, section)
+    assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
+    assert "http://127.0.0.1:8080/healthz" in DOCKERFILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name, service in our_services().items() if name != "model"])
+def test_every_command_is_a_command_of_relaygr(name: str) -> None:
+    result = CliRunner().invoke(app, [*our_services()[name]["command"], "--help"])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_model_is_made_by_options_that_there_are() -> None:
+    script = our_services()["model"]["command"][0]
+    listed = CliRunner().invoke(app, ["model", "init", "--help"], env={"COLUMNS": "200"}).output
+    options = re.findall(r"--[a-z-]+", script)
+    assert options
+    assert [option for option in options if option not in listed] == []
+
+
+def test_the_model_takes_what_the_gateway_sends() -> None:
+    script = our_services()["model"]["command"][0]
+    gateway = load(None, {key: str(value) for key, value in environment_of("gateway").items()}).settings.gateway
+    sizes = {name: int(value) for name, value in re.findall(r"--([a-z-]+) (\d+)", script)}
+    assert sizes["max-prefix"] >= gateway.history_max
+    assert sizes["max-suffix"] >= gateway.suffix
+    assert sizes["max-candidates"] >= gateway.candidates
+    assert sizes["vocabulary"] >= gateway.items
+
+
+def test_worker_ids_and_history_volumes_are_each_workers_own() -> None:
+    ids = [environment_of(name)["RELAYGR_WORKER__WORKER_ID"] for name in WORKERS]
+    volumes = [volume for name in WORKERS for volume in services()[name]["volumes"] if volume.endswith(":/history")]
+    assert len(set(ids)) == len(set(volumes)) == len(WORKERS)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_workers_container_may_hold_what_the_worker_says_it_holds(name: str) -> None:
+    worker = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker
+    on_host = worker.dram_bytes + worker.history_max_bytes + QUEUES_BYTES
+    if worker.device == "cpu":
+        on_host += worker.hbm_bytes
+    assert size_bytes(services()[name]["mem_limit"]) >= on_host + BESIDE_BYTES
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_is_given_time_to_drain(name: str) -> None:
+    drain_s = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker.drain_s
+    assert int(services()[name]["stop_grace_period"].removesuffix("s")) >= 2 * drain_s
+
+
+def test_processes_wait_for_topics_and_traffic_waits_for_those_that_answer_it() -> None:
+    done, healthy = "service_completed_successfully", "service_healthy"
+    needs = {name: service.get("depends_on", {}) for name, service in services().items()}
+    assert needs["topics"]["broker"]["condition"] == healthy
+    for name in ("trigger", "lag", *WORKERS):
+        assert needs[name]["topics"]["condition"] == done
+    for name in WORKERS:
+        assert needs[name]["model"]["condition"] == done
+    for name in ("trigger", *WORKERS):
+        assert needs["gateway"][name]["condition"] == healthy
+
+
+def test_what_is_waited_for_until_it_is_healthy_is_asked_whether_it_is_ready() -> None:
+    for name in ("trigger", *WORKERS):
+        assert "/readyz" in services()[name]["healthcheck"]["test"][-1]
+    assert "healthcheck" in services()["broker"]
+
+
+def test_every_one_of_ours_has_an_init_and_few_rights() -> None:
+    for name, service in our_services().items():
+        assert service["init"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+    assert re.search(r"^USER relaygr$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_images_are_pinned() -> None:
+    images = {key: value for key, value in dot_env().items() if key.endswith("IMAGE")}
+    assert images
+    assert [image for image in images.values() if not re.search(r":[^:]*\d", image)] == []
+
+
+def test_only_loopback_ports_are_published() -> None:
+    published = [port for service in services().values() for port in service.get("ports", [])]
+    assert published
+    assert [port for port in published if not port.startswith("127.0.0.1:")] == []
+
+
+def test_what_is_mounted_from_the_repository_is_there() -> None:
+    mounted = [v.split(":")[0] for service in services().values() for v in service.get("volumes", [])]
+    assert [path for path in mounted if path.startswith("./") and not (COMPOSE / path).exists()] == []
+    volumes = {name for name in mounted if "/" not in name}
+    assert volumes == set(compose_file()["volumes"])
+
+
+def test_the_build_sees_what_the_dockerfile_copies() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert {"pyproject.toml", "README.md", "LICENSE", "compose/entrypoint.sh"} <= allowed
+    assert {"schemas", "streams", "workers", "relaygr", "benchmarks"} <= allowed
+    assert all((ROOT / path).exists() for path in allowed)

@@ -1,0 +1,96 @@
+"""The dashboard and the alerts ask for metrics that our processes export."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from tests.compose.compose_world import (
+    ALERTS,
+    COMPOSE,
+    PROMETHEUS,
+    alert_expressions,
+    dashboard,
+    exported_metrics,
+    metrics_in,
+    our_services,
+    panel_expressions,
+    panels,
+)
+
+EXPORTED = exported_metrics()
+
+
+def test_the_scan_finds_metrics_of_every_kind() -> None:
+    assert {
+        "relaygr_worker_ranked_total",
+        "relaygr_worker_ranking_seconds_bucket",
+        "relaygr_cache_bytes",
+        "relaygr_cache_misses_total",
+        "relaygr_trigger_decisions_total",
+        "relaygr_gateway_lost_requests_total",
+        "relaygr_dead_letters_total",
+        "kafka_consumergroup_group_max_lag_seconds",
+        "relaygr_lag_owner_split_partitions",
+    } <= EXPORTED
+
+
+@pytest.mark.parametrize(("title", "expression"), list(panel_expressions()))
+def test_a_panel_shows_what_is_exported(title: str, expression: str) -> None:
+    assert metrics_in(expression) - EXPORTED == set(), title
+
+
+@pytest.mark.parametrize(("alert", "expression"), list(alert_expressions().items()))
+def test_an_alert_watches_what_is_exported(alert: str, expression: str) -> None:
+    used = metrics_in(expression)
+    assert used - EXPORTED == set(), alert
+    assert used or "up{" in expression
+
+
+def test_the_dashboard_covers_what_an_operator_asks_first() -> None:
+    asked = set().union(*(metrics_in(expression) for _, expression in panel_expressions()))
+    assert {
+        "relaygr_worker_ranked_total",
+        "relaygr_gateway_latency_seconds_bucket",
+        "relaygr_cache_hits_total",
+        "relaygr_cache_bytes",
+        "relaygr_trigger_decisions_total",
+        "kafka_consumergroup_group_max_lag_seconds",
+        "relaygr_worker_device_seconds_total",
+        "relaygr_lag_owner_split_partitions",
+        "relaygr_dead_letters_total",
+    } <= asked
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    everything = dashboard()["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    taken: set[tuple[int, int]] = set()
+    for panel in everything:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+def test_every_panel_names_the_provisioned_source_and_its_queries_apart() -> None:
+    source = yaml.safe_load((COMPOSE / "grafana/provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8"))
+    uid = source["datasources"][0]["uid"]
+    for panel in panels():
+        assert panel["datasource"]["uid"] == uid
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+
+
+def test_prometheus_scrapes_every_process_that_stays() -> None:
+    jobs = yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8"))["scrape_configs"]
+    names = {name for job in jobs for discovery in job["dns_sd_configs"] for name in discovery["names"]}
+    assert names == set(our_services()) - {"topics", "model"}
+
+
+def test_every_alert_says_how_grave_it_is_and_what_happened() -> None:
+    for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            assert rule["labels"]["severity"] in {"warning", "critical"}, rule["alert"]
+            assert rule["annotations"]["summary"], rule["alert"]
