@@ -46,7 +46,8 @@ def aiokafka_security(security: Security) -> dict[str, Any]:
 
 
 def _ssl_context(security: Security) -> ssl.SSLContext:
-    password = security.key_password.get_secret_value() if security.key_password is not None else None
+    # Without any, OpenSSL would ask the terminal for the password of a key that has one, and wait.
+    password = security.key_password.get_secret_value() if security.key_password is not None else ""
     try:
         context = ssl.create_default_context(cafile=str(security.ca_file) if security.ca_file is not None else None)
         if security.certificate_file is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from schemas.topics import DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_prefix
+
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")
 
 
 class Section(BaseModel):
@@ -57,6 +60,16 @@ class Security(Section):
             raise ValueError(f"sasl_* is set, but protocol is {self.protocol}: use SASL_PLAINTEXT or SASL_SSL")
         return self
 
+    @model_validator(mode="after")
+    def _files_are_used(self) -> Security:
+        files = ("ca_file", "certificate_file", "key_file", "key_password")
+        given = [name for name in files if getattr(self, name) is not None]
+        if given and self.protocol not in (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL):
+            raise ValueError(f"{given[0]} is set, but protocol is {self.protocol}: use SSL or SASL_SSL")
+        if self.key_file is not None and self.certificate_file is None:
+            raise ValueError("key_file is set without the certificate that it belongs to: set certificate_file")
+        return self
+
 
 class GroupProtocol(enum.StrEnum):
     """Kafka's `group.protocol`. CONSUMER needs a broker with short heartbeats: see docs/operations.md."""
@@ -76,18 +89,41 @@ class KafkaSettings(Section):
     )
     replication_factor: Annotated[int, Field(ge=1, le=32, description="of the topics that we create")] = 1
     group_protocol: GroupProtocol = GroupProtocol.CLASSIC
-    session_timeout_ms: Annotated[int, Field(ge=1000, description="classic protocol; the broker's least is 6000")] = (
-        6000
+    session_timeout_ms: Annotated[
+        int, Field(ge=1000, le=300_000, description="classic protocol; the broker's least is 6000")
+    ] = 6000
+    heartbeat_interval_ms: Annotated[int, Field(ge=50, description="classic protocol; below the session time-out")] = (
+        500
     )
-    heartbeat_interval_ms: Annotated[int, Field(ge=50)] = 500
-    fetch_wait_max_ms: Annotated[int, Field(ge=1, description="1 to 5 on the embedded cluster, else 20")] = 20
-    connect_timeout_s: Annotated[float, Field(gt=0, description="how long a start waits for the cluster")] = 4.0
+    fetch_wait_max_ms: Annotated[int, Field(ge=1, le=10_000, description="1 to 5 on the embedded cluster, else 20")] = (
+        20
+    )
+    connect_timeout_s: Annotated[float, Field(gt=0, le=600, description="how long a start waits for the cluster")] = 4.0
     security: Security = Security()
 
     @field_validator("topic_prefix", "group_prefix")
     @classmethod
     def _prefix_is_legal(cls, value: str) -> str:
         return check_prefix(value)
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _bootstrap_is_addresses(cls, value: str) -> str:
+        """librdkafka takes more than this, aiokafka does not: the trigger would find no broker where others do."""
+        addresses = [address.strip() for address in value.split(",")]
+        for address in addresses:
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(f"{address!r} is no address: HOST:PORT[,HOST:PORT...] is wanted, with no protocol")
+        return ",".join(addresses)
+
+    @model_validator(mode="after")
+    def _heartbeats_fit_the_session(self) -> Self:
+        if self.heartbeat_interval_ms >= self.session_timeout_ms:
+            raise ValueError(
+                f"heartbeat_interval_ms is {self.heartbeat_interval_ms}, session_timeout_ms {self.session_timeout_ms}: "
+                "a member needs several heartbeats in a session, so lower the first"
+            )
+        return self
 
     def topic(self, topic: Topic) -> str:
         """The topic's full name."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,25 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
         aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=broken))
     with pytest.raises(RelayError, match=r"absent\.pem"):
         aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=tmp_path / "absent.pem"))
+
+
+@pytest.mark.parametrize("name", ["ca_file", "certificate_file", "key_file", "key_password"])
+def test_tls_files_without_tls_are_refused_instead_of_going_in_the_clear(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is set, but protocol is PLAINTEXT: use SSL or SASL_SSL"):
+        Security.model_validate({name: "x"})
+
+
+def test_a_key_without_its_certificate_is_refused() -> None:
+    with pytest.raises(ValueError, match="set certificate_file"):
+        Security(protocol=SecurityProtocol.SSL, key_file=Path("client.key"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
+def test_a_locked_key_without_its_password_is_refused_instead_of_asking_the_terminal(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "client.key", tmp_path / "client.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-passout", "pass:secret"]
+    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    locked = Security(protocol=SecurityProtocol.SSL, certificate_file=certificate, key_file=key)
+    with pytest.raises(RelayError, match=r"client\.key.*key_password"):
+        aiokafka_security(locked)
+    aiokafka_security(locked.model_copy(update={"key_password": SecretStr("secret")}))

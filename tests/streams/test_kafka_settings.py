@@ -1,0 +1,39 @@
+"""What the settings of Kafka's clients refuse: librdkafka would refuse it later, or take it and do something else."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from streams.clients import aiokafka_options, make_assigned_consumer, make_group_consumer
+from streams.settings import KafkaSettings
+
+
+def test_both_clients_get_the_same_addresses() -> None:
+    """With a blank after the comma aiokafka looked for a host whose name began with it, librdkafka did not."""
+    kafka = KafkaSettings(bootstrap=" kafka-1:9092, [::1]:9093 ,kafka-3")
+    assert kafka.bootstrap == "kafka-1:9092,[::1]:9093,kafka-3"
+    assert aiokafka_options(kafka)["bootstrap_servers"] == ["kafka-1:9092", "[::1]:9093", "kafka-3"]
+
+
+@pytest.mark.parametrize(
+    "bootstrap", ["", " ", "a:9092,", "a b:9092", "PLAINTEXT://a:9092", "a:b:c", "a:port", "::1:9092"]
+)
+def test_what_is_no_address_is_refused(bootstrap: str) -> None:
+    with pytest.raises(ValidationError, match=r"is no address: HOST:PORT"):
+        KafkaSettings(bootstrap=bootstrap)
+
+
+def test_heartbeats_must_fit_into_the_session() -> None:
+    with pytest.raises(ValidationError, match=r"heartbeat_interval_ms is 6000, session_timeout_ms 6000"):
+        KafkaSettings(heartbeat_interval_ms=6000)
+
+
+def test_each_times_largest_value_is_one_that_the_client_takes() -> None:
+    """librdkafka cuts a number to 32 bits without a word: 10^10 ms would have been 16 days."""
+    largest = KafkaSettings(session_timeout_ms=300_000, heartbeat_interval_ms=299_999, fetch_wait_max_ms=10_000)
+    make_group_consumer(largest, "group", "client").close()
+    make_assigned_consumer(largest, "client").close()
+    for name in ("session_timeout_ms", "fetch_wait_max_ms", "connect_timeout_s"):
+        with pytest.raises(ValidationError, match="less than or equal"):
+            KafkaSettings.model_validate({name: 10**10})
