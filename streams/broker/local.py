@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streams.broker.choose import BrokerChoice
-from streams.settings import KafkaSettings
+from streams.settings import KafkaSettings, Security
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LocalBroker:
         return self.kind is not BrokerChoice.EXTERNAL
 
     def settings(self, kafka: KafkaSettings | None = None) -> KafkaSettings:
-        """`kafka`'s settings for this broker."""
+        """`kafka`'s settings for this broker. One of ours speaks plaintext, whatever the user's own cluster does."""
         kafka = kafka or KafkaSettings()
         return kafka.model_copy(
             update={
@@ -41,5 +41,6 @@ class LocalBroker:
                 "fetch_wait_max_ms": self.fetch_wait_max_ms,
                 "session_timeout_ms": self.session_timeout_ms,
                 "replication_factor": 1 if self.ours else kafka.replication_factor,
+                "security": Security() if self.ours else kafka.security,
             }
         )

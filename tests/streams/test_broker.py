@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from streams.broker.kafka import kafka_broker
 from streams.broker.ports import free_ports
 from streams.clients import require_broker
 from streams.errors import RelayError
-from streams.settings import KafkaSettings
+from streams.settings import KafkaSettings, Security, SecurityProtocol
 
 HOLD = """
 import sys
@@ -59,6 +60,13 @@ def test_its_settings_fit_the_broker(embedded_broker: LocalBroker) -> None:
     kafka = embedded_broker.settings(KafkaSettings(partitions=12, replication_factor=3))
     assert (kafka.bootstrap, kafka.partitions, kafka.replication_factor) == (embedded_broker.bootstrap, 12, 1)
     assert kafka.fetch_wait_max_ms <= 5
+
+
+def test_a_broker_of_ours_takes_plaintext_whatever_the_users_own_cluster_takes(embedded_broker: LocalBroker) -> None:
+    theirs = KafkaSettings(security=Security(protocol=SecurityProtocol.SSL))
+    assert embedded_broker.settings(theirs).security == Security()
+    external = replace(embedded_broker, kind=BrokerChoice.EXTERNAL)
+    assert external.settings(theirs).security == theirs.security
 
 
 def test_topics_come_and_go(broker: LocalBroker) -> None:
