@@ -1,0 +1,280 @@
+"""The poll thread's side of a worker: each message ends as work, an answer, or a dead letter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from schemas import codec
+from schemas.headers import RankingHeaders
+from schemas.messages import (
+    MAX_BUDGET_MS,
+    Behaviours,
+    FailureReason,
+    Outcome,
+    PreInferJob,
+    RankingRequest,
+    RankingResult,
+)
+from streams.clock import ManualClock
+from streams.consumer import Received, Token
+from streams.partitioner import partition_for
+from tests.workers.kafka_fakes import FakeDeadLetters, FakeProducer, received
+from workers.answers import Answers
+from workers.handler import WorkerHandler
+from workers.metrics import WorkerMetrics
+from workers.status import QueueWaits
+from workers.work import JobWork, RankingWork
+
+PARTITIONS = 12
+SKEW_US = 5_000
+REPLY_MARGIN_MS = 2.0
+PREINFER, RANKING = "relaygr.preinfer", "relaygr.ranking"
+
+
+@dataclass
+class Sink:
+    rankings: list[RankingWork] = field(default_factory=list)
+    jobs: list[JobWork] = field(default_factory=list)
+
+    def take_ranking(self, work: RankingWork) -> None:
+        self.rankings.append(work)
+
+    def take_job(self, work: JobWork) -> None:
+        self.jobs.append(work)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock(monotonic_us=5_000_000)
+        self.sink = Sink()
+        self.producer = FakeProducer()
+        self.letters = FakeDeadLetters()
+        self.finished: list[Token] = []
+        self.owned: list[frozenset[int]] = []
+        self.registry = CollectorRegistry()
+        metrics = WorkerMetrics(self.registry)
+        self.answers = Answers(
+            self.producer, "worker-00", "model-1", SKEW_US // 1000, self.finished.append, metrics, QueueWaits(),
+            self.clock,
+        )  # fmt: skip
+        self.handler = WorkerHandler(
+            PREINFER, RANKING, PARTITIONS, "relaygr", self.sink, self.answers, self.letters, metrics, self.clock,
+            SKEW_US // 1000, REPLY_MARGIN_MS, on_ownership=self.owned.append, on_tick=lambda now_us: None,
+        )  # fmt: skip
+
+    def headers(self, **changes) -> RankingHeaders:
+        values = {
+            "request_id": "g.0.1",
+            "gateway_id": "g",
+            "reply_topic": "relaygr.results",
+            "reply_partition": 3,
+            "deadline_us": self.clock.wall_us() + 50_000,
+        }
+        return RankingHeaders(**(values | changes))
+
+    def request(self, headers: RankingHeaders, user_id: str = "u") -> RankingRequest:
+        return RankingRequest(
+            headers.request_id, user_id, self.clock.wall_us(), headers.deadline_us, 0, np.arange(3),
+            Behaviours.empty(),
+        )  # fmt: skip
+
+    def job(self, user_id: str = "u", lead_us: int = 100_000) -> PreInferJob:
+        wall_us = self.clock.wall_us()
+        return PreInferJob("g.0.1", user_id, wall_us, wall_us + lead_us, 50, 3, 0, wall_us)
+
+    def send(self, topic: str, value: bytes | None, user_id="u", headers=(), partition=None, key=...) -> Received:
+        place = partition_for(user_id.encode(), PARTITIONS) if partition is None else partition
+        message = received(
+            topic, value, user_id.encode() if key is ... else key, headers, place, 7, self.clock.monotonic_us()
+        )
+        self.handler.on_message(message)
+        return message
+
+    def rank(self, headers: RankingHeaders | None = None, user_id="u", **fields) -> Received:
+        headers = headers or self.headers()
+        value = codec.encode(self.request(headers, user_id))
+        return self.send(RANKING, value, user_id, headers.encode(), **fields)
+
+    @property
+    def results(self) -> list[RankingResult]:
+        return [codec.decode(RankingResult, produced.value) for produced in self.producer.sent]
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: World):
+    message = world.rank(world.headers(deadline_us=world.clock.wall_us() + 40_000))
+    (work,) = world.sink.rankings
+    assert work.deadline_us == world.clock.monotonic_us() + 40_000
+    assert work.received is message
+    assert not world.producer.sent and not world.finished and not world.letters.written
+
+
+def test_a_deadline_years_away_is_taken_for_the_longest_budget(world: World):
+    world.rank(world.headers(deadline_us=2**63 - 1))
+    (work,) = world.sink.rankings
+    assert work.deadline_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
+
+
+def test_a_job_years_away_is_taken_for_one_of_the_longest_budget(world: World):
+    world.send(PREINFER, codec.encode(world.job(lead_us=2**55)))
+    (work,) = world.sink.jobs
+    assert work.expires_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
+
+
+@pytest.mark.parametrize(("late_us", "is_work"), [(SKEW_US, True), (SKEW_US + 1, False)])
+def test_a_request_counts_as_expired_only_past_the_skew(world: World, late_us: int, is_work: bool):
+    world.rank(world.headers(deadline_us=world.clock.wall_us() - late_us))
+    assert bool(world.sink.rankings) is is_work
+    assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
+
+
+def test_an_expired_request_is_answered_without_its_body_being_read(world: World):
+    headers = world.headers(deadline_us=world.clock.wall_us() - 1_000_000)
+    world.send(RANKING, b"not a message", headers=headers.encode())
+    (result,) = world.results
+    assert (result.outcome, result.request_id) == (Outcome.EXPIRED, headers.request_id)
+    assert not world.letters.written
+    assert not world.finished
+    world.producer.report()
+    assert len(world.finished) == 1
+
+
+def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: World):
+    world.rank(world.headers(deadline_us=1))
+    (produced,) = world.producer.sent
+    assert (produced.topic, produced.partition, produced.key) == ("relaygr.results", 3, b"g.0.1")
+    assert dict(produced.headers) == {"request_id": b"g.0.1", "gateway_id": b"g"}
+
+
+def test_without_reply_headers_there_is_nobody_to_answer(world: World):
+    message = world.send(RANKING, codec.encode(world.request(world.headers())))
+    ((raw, reason, detail),) = world.letters.written
+    assert raw == message.message
+    assert reason == "invalid_field" and "nobody to answer" in detail
+    assert not world.finished and not world.producer.sent
+    world.letters.report()
+    assert world.finished == [message.token]
+
+
+@pytest.mark.parametrize("topic", ["other.results", "relaygrx.results", "results", "relaygr"])
+def test_answers_go_to_topics_of_our_prefix_only(world: World, topic: str):
+    world.rank(world.headers(reply_topic=topic))
+    assert len(world.letters.written) == 1
+    assert not world.producer.sent and not world.sink.rankings
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\x01", b"\x63abc", b"\xff" * 20])
+def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: World, value: bytes | None):
+    message = world.send(RANKING, value, headers=world.headers().encode())
+    assert len(world.letters.written) == 1
+    assert not world.producer.sent, "first the letter is safe"
+    world.letters.report()
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.UNDECODABLE)
+    assert result.detail
+    assert not world.finished
+    world.producer.report()
+    assert world.finished == [message.token]
+
+
+@pytest.mark.parametrize("change", [{"request_id": "g.0.2"}, {"deadline_us": 2**60}])
+def test_headers_that_disagree_with_the_body_are_undecodable(world: World, change: dict[str, object]):
+    value = codec.encode(world.request(world.headers()))
+    world.send(RANKING, value, headers=world.headers(**change).encode())
+    world.letters.report()
+    assert [result.reason for result in world.results] == [FailureReason.UNDECODABLE]
+
+
+def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(world: World):
+    message = world.send(PREINFER, b"garbage")
+    for _ in range(3):
+        world.letters.report(False)
+        world.handler.on_tick(world.clock.monotonic_us())
+        world.clock.advance_us(1_000_000)
+        world.handler.on_tick(world.clock.monotonic_us())
+    assert 3 <= len(world.letters.written) <= 5
+    assert not world.finished
+    world.letters.report(True)
+    assert world.finished == [message.token]
+
+
+@pytest.mark.parametrize("fields", [{"partition": 0}, {"key": b"someone-else"}, {"key": None}])
+def test_a_misrouted_request_is_told_where_it_belongs(world: World, fields: dict[str, object]):
+    user = next(user for user in map(str, range(100)) if partition_for(user.encode(), PARTITIONS) != 0)
+    message = world.rank(user_id=user, **fields)
+    (result,) = world.results
+    assert result.reason is FailureReason.WRONG_PARTITIONER
+    assert str(partition_for(user.encode(), PARTITIONS)) in result.detail and "murmur2" in result.detail
+    world.producer.report()
+    assert world.finished == [message.token]
+    assert not world.sink.rankings
+
+
+def test_a_misrouted_job_is_dropped_and_counted(world: World):
+    message = world.send(PREINFER, codec.encode(world.job()), key=b"someone-else")
+    assert world.finished == [message.token]
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="misrouted") == 1
+    assert not world.sink.jobs
+
+
+def test_a_job_becomes_work_and_an_expired_one_does_not(world: World):
+    job = world.job()
+    world.send(PREINFER, codec.encode(job))
+    (work,) = world.sink.jobs
+    assert work.expires_us - work.expected_ranking_us == 50_000
+    world.clock.advance_us(150_000 + SKEW_US + 1)
+    message = world.send(PREINFER, codec.encode(job))
+    assert world.finished == [message.token]
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="expired") == 1
+    assert len(world.sink.jobs) == 1
+
+
+def test_an_undecodable_job_is_a_dead_letter_and_counted(world: World):
+    message = world.send(PREINFER, b"\x02")
+    ((_, reason, _),) = world.letters.written
+    assert reason
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="undecodable") == 1
+    world.letters.report()
+    assert world.finished == [message.token]
+
+
+def test_a_new_assignment_is_told_and_a_revocation_changes_nothing(world: World):
+    world.handler.on_assigned(frozenset({1, 2}), 1)
+    world.handler.on_revoked(frozenset({1, 2}))
+    world.handler.on_lost(frozenset({1}))
+    assert world.owned == [frozenset({1, 2})]
+
+
+@given(
+    topic=st.sampled_from([RANKING, PREINFER]),
+    value=st.none() | st.binary(max_size=200),
+    key=st.none() | st.binary(max_size=20),
+    headers=st.lists(
+        st.tuples(
+            st.sampled_from(["request_id", "gateway_id", "reply_topic", "reply_partition", "deadline_us", "x"]),
+            st.sampled_from([b"relaygr.results", b"3", b"9" * 19, b"\xff", b"", b"-1"]) | st.binary(max_size=30),
+        ),
+        max_size=7,
+    ),
+)
+def test_no_message_raises_and_each_ends_once(topic, value, key, headers):
+    world = World()
+    message = received(topic, value, key, headers)
+    world.handler.on_message(message)
+    world.letters.report()
+    world.producer.report()
+    ends = len(world.finished) + len(world.sink.rankings) + len(world.sink.jobs)
+    assert ends == 1
