@@ -1,0 +1,205 @@
+"""Answers: one result a request, produced until it is delivered or nobody waits any more; then the offset is free."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from confluent_kafka import KafkaError
+from prometheus_client import CollectorRegistry
+
+from schemas import codec
+from schemas.headers import RankingHeaders
+from schemas.messages import (
+    MAX_BUDGET_MS,
+    Behaviours,
+    FailureReason,
+    Outcome,
+    Path,
+    PrefixSource,
+    RankingRequest,
+    RankingResult,
+)
+from streams.clock import ManualClock
+from streams.consumer import Token
+from tests.workers.kafka_fakes import FakeProducer, received, refused
+from workers.answers import RESEND_INTERVAL_US, Answers
+from workers.metrics import WorkerMetrics
+from workers.model.interface import RankOutputs
+from workers.status import QueueWaits
+from workers.work import JobOutcome, PrefixSpan, RankingWork
+
+SKEW_US = 5_000
+BUDGET_US = 50_000
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock(monotonic_us=1_000_000)
+        self.producer = FakeProducer()
+        self.finished: list[Token] = []
+        self.waits = QueueWaits()
+        self.registry = CollectorRegistry()
+        self.answers = Answers(
+            self.producer, "worker-00", "model-1", SKEW_US // 1000, self.finished.append,
+            WorkerMetrics(self.registry), self.waits, self.clock,
+        )  # fmt: skip
+
+    def work(self, tokens: int = 10, budget_us: int = BUDGET_US) -> RankingWork:
+        deadline_us = self.clock.wall_us() + budget_us
+        request = RankingRequest("r", "u", 123, deadline_us, 0, np.arange(4), Behaviours.empty())
+        reply = RankingHeaders("r", "g", "relaygr.results", 2, deadline_us)
+        message = received("relaygr.ranking", b"", b"u", received_us=self.clock.monotonic_us())
+        work = RankingWork(request, reply, message, self.clock.wall_us(), self.clock.monotonic_us() + budget_us)
+        work.span = PrefixSpan(None, np.empty(0, "<i8"), Behaviours.empty(), tokens, None, False, True)  # type: ignore[arg-type]
+        return work
+
+    def rank(self, scores=None, **fields) -> RankingWork:
+        work = self.work(**fields)
+        self.answers.ranked(work, RankOutputs(np.ones((4, 2), np.float32) if scores is None else scores))
+        return work
+
+    def tick(self, after_us: int = 0) -> None:
+        self.clock.advance_us(after_us)
+        self.answers.tick(self.clock.monotonic_us())
+
+    @property
+    def result(self) -> RankingResult:
+        return codec.decode(RankingResult, self.producer.sent[-1].value)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: World):
+    work = world.work()
+    work.path, work.prefix_source, work.tokens_cached = Path.DRAM, PrefixSource.DRAM, 8
+    world.clock.advance_us(700)
+    work.looked_up_us = world.clock.monotonic_us()
+    world.clock.advance_us(2_000)
+    work.ready_us = work.started_us = world.clock.monotonic_us()
+    work.reload_us, work.rank_us = 1_500, 300
+    world.clock.advance_us(300)
+    world.answers.ranked(work, RankOutputs(np.arange(8, dtype=np.float32).reshape(4, 2)))
+    result = world.result
+    assert result.outcome is Outcome.RANKED
+    assert (result.path, result.prefix_source) == (Path.DRAM, PrefixSource.DRAM)
+    assert result.num_tasks == 2 and list(result.scores) == list(range(8))
+    assert (result.prefix_tokens, result.tokens_cached) == (10, 8)
+    assert (result.history_loading, result.request_sent_at_us, result.model_revision) == (True, 123, "model-1")
+    timings = result.timings
+    assert (timings.queue_us, timings.wait_us, timings.reload_us, timings.rank_us) == (2_700, 2_000, 1_500, 300)
+    assert timings.total_us == 3_000
+    assert world.waits.p99_us() == 2_700
+    assert world.count("relaygr_worker_ranked_total", path="dram") == 1
+
+
+def test_without_a_prefix_no_source_is_named(world: World):
+    world.rank(tokens=0)
+    assert world.result.prefix_source is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_no_numbers_become_a_failure(world: World, value: float):
+    scores = np.ones((4, 2), np.float32)
+    scores[2, 1] = value
+    world.rank(scores)
+    assert (world.result.outcome, world.result.reason) == (Outcome.FAILED, FailureReason.DEVICE_ERROR)
+    assert world.count("relaygr_worker_unranked_total", outcome="device_error") == 1
+
+
+def test_the_offset_is_finished_when_the_answer_is_delivered_and_not_before(world: World):
+    work = world.rank()
+    world.tick()
+    assert not world.finished
+    world.producer.report()
+    assert world.finished == [work.received.token]
+
+
+def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: World):
+    work = world.rank()
+    for _ in range(2):
+        world.producer.report(KafkaError._MSG_TIMED_OUT)
+        world.tick()
+        assert not world.producer.pending, "not at once"
+        world.tick(RESEND_INTERVAL_US)
+        assert len(world.producer.pending) == 1
+    world.producer.report()
+    assert world.finished == [work.received.token]
+    assert len({produced.value for produced in world.producer.sent}) == 1
+    assert world.count("relaygr_worker_results_resent_total") == 2
+    assert world.count("relaygr_worker_results_undelivered_total") == 0
+
+
+def test_a_full_queue_is_a_failed_delivery(world: World):
+    world.producer.raises = BufferError("queue full")
+    work = world.rank()
+    assert not world.finished
+    world.tick(RESEND_INTERVAL_US)
+    world.producer.report()
+    assert world.finished == [work.received.token]
+
+
+def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_free(world: World):
+    work = world.rank()
+    world.clock.advance_us(BUDGET_US + SKEW_US)
+    world.producer.report(KafkaError._MSG_TIMED_OUT)
+    world.tick()
+    assert not world.finished, "the last moment is still in time"
+    world.tick(1)
+    assert world.finished == [work.received.token]
+    assert world.count("relaygr_worker_results_undelivered_total") == 1
+    world.tick(RESEND_INTERVAL_US)
+    assert len(world.producer.sent) == 1
+
+
+def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: World):
+    work = world.rank(budget_us=2**50)
+    world.producer.report(KafkaError._MSG_TIMED_OUT)
+    world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + 1)
+    assert world.finished == [work.received.token]
+    assert world.count("relaygr_worker_results_undelivered_total") == 1
+
+
+def test_a_reply_topic_that_kafka_refuses_is_given_up_at_once(world: World):
+    world.producer.raises = refused(KafkaError._UNKNOWN_PARTITION)
+    work = world.rank()
+    assert world.finished == [work.received.token]
+    assert world.count("relaygr_worker_results_undelivered_total") == 1
+
+
+def test_many_undelivered_answers_are_each_tried_once_a_tick(world: World):
+    for _ in range(100):
+        world.rank()
+    world.producer.report(KafkaError._ALL_BROKERS_DOWN)
+    world.tick(RESEND_INTERVAL_US)
+    assert len(world.producer.pending) == 100
+    world.producer.report()
+    assert len(world.finished) == 100
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [("a\nb\x00c", "a b c"), ("", None), ("ü" * 600, "ü" * 250), ("\ud800", " ")],
+)
+def test_details_are_made_to_fit_their_field(world: World, detail: str, said: str | None):
+    world.answers.failed(world.work(), FailureReason.OVERLOADED, detail)
+    assert world.result.detail == said
+    assert world.result.reason is FailureReason.OVERLOADED
+
+
+def test_expired_work_is_said_and_counted(world: World):
+    world.answers.expired(world.work())
+    assert (world.result.outcome, world.result.reason) == (Outcome.EXPIRED, None)
+    assert world.count("relaygr_worker_unranked_total", outcome="expired") == 1
+
+
+def test_a_job_is_counted_by_its_outcome_and_its_offset_finished(world: World):
+    message = received("relaygr.preinfer", b"", b"u")
+    world.answers.job_done(message, JobOutcome.NO_ROOM)
+    assert world.finished == [message.token]
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="no_room") == 1
