@@ -14,9 +14,10 @@ HEADROOM = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes at most, by kind. `hbm` and `scratch` lie on the device, `dram` and `queues` on the host.
+    """Bytes at most, by kind. `weights`, `hbm` and `scratch` lie on the device, the others on the host.
 
-    `history` is a memory-mapped file: the page cache may hold as much of it, and gives it back.
+    `process` is what interpreter and libraries took before anything else was. `history` is a memory-mapped
+    file: the page cache may hold as much of it, and gives it back.
     """
 
     weights_bytes: int
@@ -25,6 +26,7 @@ class MemoryPlan:
     dram_bytes: int
     queues_bytes: int
     history_bytes: int
+    process_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -33,6 +35,11 @@ class MemoryPlan:
     def by_kind(self) -> dict[str, int]:
         """Kind -> bytes, in the order above."""
         return {field.name.removesuffix("_bytes"): getattr(self, field.name) for field in fields(self)}
+
+
+def process_bytes(loaded_on_host: int) -> int:
+    """Resident memory of this process now, less the `loaded_on_host` bytes in it that are counted elsewhere."""
+    return max(0, psutil.Process().memory_info().rss - loaded_on_host)
 
 
 def require_host_memory(plan: MemoryPlan, device_is_host: bool) -> None:

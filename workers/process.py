@@ -46,7 +46,7 @@ from workers.handler import WorkerHandler
 from workers.history.follower import HistoryFollower
 from workers.history.record import StoredHistory
 from workers.history.store import HistoryStore
-from workers.memory import MemoryPlan, require_host_memory
+from workers.memory import MemoryPlan, process_bytes, require_host_memory
 from workers.metrics import WorkerMetrics
 from workers.model.engine import Engine, load_engine
 from workers.settings import WorkerSettings
@@ -263,6 +263,7 @@ class WorkerProcess:
             dram_bytes=int(self._settings.dram_bytes),
             queues_bytes=QUEUES_BYTES,
             history_bytes=int(self._settings.history_max_bytes),
+            process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
         )
 
     def _take_memory(self, engine: Engine) -> tuple[BuiltCache, NDArray[np.int32]]:
