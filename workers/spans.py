@@ -31,7 +31,8 @@ class SpanResolver:
     def __init__(self, histories: Histories, engine: Engine, anchor_behaviours: int) -> None:
         self._histories = histories
         self._engine = engine
-        self._anchor_behaviours = anchor_behaviours
+        # A whole step goes at once: a large one would leave little of a history just above the limit.
+        self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
     def resolve(
         self, user_id: str, wanted: HistoryVersion | None, inline: History | None, partition: int

@@ -709,3 +709,11 @@ def test_a_job_from_a_clock_that_runs_ahead_holds_its_prefix_for_a_minute_at_mos
     assert (world.outbox.jobs, world.cache.stats().leases) == ([JobOutcome.ALREADY_CACHED], 1)
     world.idle_until(world.clock.monotonic_us() + 61_000_000)
     assert world.cache.stats().leases == 0
+
+
+def test_a_history_just_above_the_models_longest_keeps_most_of_it():
+    world = World()
+    work = world.rank(version=world.store.put("u", LIMITS.max_prefix_behaviours + 1))
+    world.run()
+    assert work.path is Path.FULL
+    assert work.span.tokens == LIMITS.max_prefix_behaviours * 3 // 4 + 1
