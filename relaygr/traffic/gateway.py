@@ -73,6 +73,7 @@ class Gateway:
             self._stop.wait(self._settings.settle_s)
             self._play(impressions(self._settings, self._population))
             self._client.drain(self._longest_end_s())
+        self._lose_what_is_open()
 
     def replay(self, numbers: frozenset[int], budget_ms: int, at_once: int) -> None:
         """Ranks chosen impressions of the stream again, a few at once and with time enough: the reference."""
@@ -89,6 +90,7 @@ class Gateway:
                 future = self._rank(impression, self._client.new_request_id(), now_us, budget_ms)
                 future.add_done_callback(lambda _: slots.release())
             self._client.drain(budget_ms / 1000 + self._longest_end_s())
+        self._lose_what_is_open()
 
     # -- the stream --------------------------------------------------------------------------------
 
@@ -215,17 +217,25 @@ class Gateway:
     def _lost(self, lost: LostRequest) -> None:
         entry = self._open.pop(lost.request_id, None)
         if entry is not None:
-            self._emit(
-                Record(
-                    number=entry.impression.number,
-                    request_id=entry.request_id,
-                    user_id=entry.history.user_id,
-                    status=LOST,
-                    latency_us=None,
-                    send_lag_us=entry.sent_us - entry.scheduled_us,
-                    late=True,
-                )
+            self._write_lost(entry)
+
+    def _lose_what_is_open(self) -> None:
+        """The client forgets what ends neither in time nor in its grace; here nothing goes unrecorded."""
+        while self._open:
+            self._write_lost(self._open.popitem()[1])
+
+    def _write_lost(self, entry: _Open) -> None:
+        self._emit(
+            Record(
+                number=entry.impression.number,
+                request_id=entry.request_id,
+                user_id=entry.history.user_id,
+                status=LOST,
+                latency_us=None,
+                send_lag_us=entry.sent_us - entry.scheduled_us,
+                late=True,
             )
+        )
 
     def _write(self, outcome: RankOutcome) -> None:
         entry = self._open.pop(outcome.request_id, None)
