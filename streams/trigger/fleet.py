@@ -12,13 +12,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
 
 from schemas.codec import DecodeError, decode
 from schemas.messages import MAX_PARTITIONS, WorkerState, WorkerStatus
@@ -31,6 +31,8 @@ from streams.trigger.policy import OwnerView
 log = structlog.get_logger()
 
 MAX_WORKERS = 4096
+# How late a stop is heard.
+_POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,29 +162,23 @@ class FleetReader:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        consumer = make_assigned_consumer(self._kafka, self._client_id)
+        # Said by the client itself, since a fleet that talks all the time leaves no pause in which to ask.
+        options = {"enable.partition.eof": True}
+        consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
         try:
             consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
             while not self._stopping.is_set():
-                message = consumer.poll(0.2)
+                message = consumer.poll(_POLL_S)
                 if message is not None:
                     self._read(message)
-                elif not self._caught_up.is_set():
-                    self._look_whether_caught_up(consumer)
         finally:
             consumer.close()
-
-    def _look_whether_caught_up(self, consumer: Consumer) -> None:
-        with contextlib.suppress(Exception):
-            place = TopicPartition(self._kafka.topic(Topic.WORKERS), 0)
-            _, end = consumer.get_watermark_offsets(place, timeout=1.0)
-            position = consumer.position([place])[0].offset
-            if end == 0 or position >= end:
-                self._caught_up.set()
 
     def _read(self, message: Message) -> None:
         error: KafkaError | None = message.error()
         if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                self._caught_up.set()
             return
         self._heard_us = self._clock.monotonic_us()
         key, value = message.key(), message.value()

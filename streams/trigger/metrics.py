@@ -8,7 +8,6 @@ from streams.latency_buckets import LATENCY_BUCKETS_S
 from streams.trigger.policy import DecisionReason
 
 
-# 1 ms steps below 20 ms: a mean over a coarse bucket hides what the event path costs.
 class TriggerMetrics:
     """One process's trigger. Every event is counted under exactly one reason."""
 

@@ -1,0 +1,97 @@
+"""The thread that feeds the fleet's view from the workers topic."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from schemas.codec import encode
+from schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from schemas.topics import Topic
+from streams.clients import ProducerKind, make_producer
+from streams.clock import SystemClock
+from streams.settings import KafkaSettings
+from streams.trigger.fleet import Fleet, FleetReader
+
+WITHIN_S = 10.0
+
+
+def status(worker_id: str) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id, WorkerState.READY, SystemClock().wall_us(), 1, (0, 1), "abc", 1024, 1, 1, 8192, 2**30, 2**30, 0, 0,
+        1000, 2000, LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001),
+    )  # fmt: skip
+
+
+@contextmanager
+def reading(kafka: KafkaSettings, on_bad: Callable[[], None] | None = None) -> Iterator[tuple[FleetReader, Fleet]]:
+    fleet = Fleet(status_stale_ms=60_000)
+    reader = FleetReader(kafka, fleet, SystemClock(), "test-fleet", on_bad)
+    reader.start()
+    try:
+        yield reader, fleet
+    finally:
+        reader.stop()
+
+
+def write(kafka: KafkaSettings, *records: tuple[bytes | None, bytes | None]) -> None:
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test-writer")
+    for key, value in records:
+        producer.produce(kafka.topic(Topic.WORKERS), value, key)
+    assert producer.flush(10) == 0
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + WITHIN_S
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_an_empty_topic_is_read_to_its_end_at_once(kafka_settings: KafkaSettings) -> None:
+    with reading(kafka_settings) as (reader, _):
+        assert until(lambda: reader.caught_up)
+        assert reader.heard_us == 0
+
+
+def test_a_fleet_that_never_stops_talking_is_caught_up_with(kafka_settings: KafkaSettings) -> None:
+    """With ten workers a status comes every 50 ms. The end was looked up only after 200 ms of silence: never."""
+    stop, talks = threading.Event(), threading.Event()
+    producer = make_producer(kafka_settings, ProducerKind.DURABLE, "test-writer")
+
+    def talk() -> None:
+        while not stop.wait(0.05):
+            producer.produce(kafka_settings.topic(Topic.WORKERS), encode(status("worker-00")), b"worker-00")
+            if producer.flush(10) == 0:
+                talks.set()
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    assert talks.wait(WITHIN_S)
+    try:
+        with reading(kafka_settings) as (reader, fleet):
+            assert until(lambda: reader.caught_up)
+            assert until(lambda: fleet.owner_of(0, SystemClock().wall_us()) is not None)
+    finally:
+        stop.set()
+        talker.join()
+
+
+def test_garbage_is_counted_and_what_follows_is_read(kafka_settings: KafkaSettings) -> None:
+    bad: list[None] = []
+    write(
+        kafka_settings,
+        (b"\xff\xfe", b"garbage"),
+        (b"", b"\x01\x80"),
+        (b"worker-01", encode(status("worker-00"))),
+        (b"nobody", None),
+        (b"worker-00", encode(status("worker-00"))),
+    )
+    with reading(kafka_settings, lambda: bad.append(None)) as (reader, fleet):
+        assert until(lambda: reader.caught_up)
+        assert fleet.owner_of(0, SystemClock().wall_us()) is not None
+    assert len(bad) == 3
