@@ -22,7 +22,8 @@ Contract:
   rights, or an exception of the handler. A handler that meets a bad message must deal with it (dead letter)
   and finish it; an exception that it lets out is a bug, and going on would lose that message or block its
   partition for ever.
-* A broker that is away ends nothing: `status().broker_reachable` says so until it is back.
+* A broker that is away ends nothing: `status().broker_reachable` says so until it is back. After more than a
+  session of it the membership is lost, and the loop joins again, if need be with a new consumer.
 
 Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
 through a queue that it looks at between polls.
@@ -102,6 +103,7 @@ class ConsumerLoop:
         self._state = LoopState.NEW
         self._error: BaseException | None = None
         self._assigned = False
+        self._may_rejoin = False
         self._partitions: frozenset[int] = frozenset()
         self._owner_split: frozenset[int] = frozenset()
         self._epoch = 0
@@ -124,10 +126,7 @@ class ConsumerLoop:
 
     def start(self) -> None:
         """Subscribes, and starts the poll thread. Raises what the factory raises."""
-        self._consumer = self._factory(self._on_client_error)
-        self._consumer.subscribe(
-            list(self._topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
-        )
+        self._subscribe()
         self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
         self._state = LoopState.RUNNING
         metrics.BROKER_REACHABLE.labels(self._name).set(1)
@@ -178,6 +177,12 @@ class ConsumerLoop:
         )
 
     # The poll thread.
+
+    def _subscribe(self) -> None:
+        self._consumer = self._factory(self._on_client_error)
+        self._consumer.subscribe(
+            list(self._topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
 
     @property
     def _client(self) -> Consumer:
@@ -321,6 +326,7 @@ class ConsumerLoop:
         self._tracker.assign(self._positions(consumer, partitions))
         self._epoch += 1
         self._assigned = True
+        self._may_rejoin = False
         self._stalled = False
         self._message_at_us = self._clock.monotonic_us()
         self._paused.clear()  # A new assignment starts unpaused.
@@ -352,6 +358,8 @@ class ConsumerLoop:
         self._tracker.revoke(gone)
         self._paused.difference_update(gone)
         self._assigned = False
+        # Not after a stop of this process: another may have taken its place meanwhile.
+        self._may_rejoin = not self._broker_reachable
         self._note_ownership()
         self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
         self._handler.on_lost(frozenset(tp.partition for tp in gone))
@@ -435,12 +443,28 @@ class ConsumerLoop:
 
     def _on_fatal(self, error: KafkaError) -> None:
         if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
+            if self._may_rejoin:
+                self._rejoin()
+                return
             self._fail(
                 LoopState.FENCED,
                 RelayError("Another process took over this group.instance.id. This one must exit, and stay down"),
             )
         else:
             self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+
+    def _rejoin(self) -> None:
+        """Fenced by itself: the broker was away for longer than a session, and a commit of before came after that.
+
+        It goes out without the member id, which was given up with the membership, and the broker takes it for
+        another holder's. The client is of no more use; a new one joins as any that lost its membership does. Once,
+        until there is an assignment: a second fencing is another process's.
+        """
+        self._may_rejoin = False
+        self._log.warning("fenced by its own late commit: joins again with a new consumer")
+        metrics.REJOINS.labels(self._name).inc()
+        self._client.close()
+        self._subscribe()
 
     def _fail(self, state: LoopState, error: BaseException) -> None:
         self._state = state

@@ -12,6 +12,9 @@ SKIPPED = Counter(
 )
 ERRORS = Counter("relaygr_consumer_errors_total", "Errors that the consumer reported", ["loop", "error"])
 COMMITS = Counter("relaygr_consumer_commits_total", "Hand-overs of the watermark", ["loop", "kind"])
+REJOINS = Counter(
+    "relaygr_consumer_rejoins_total", "Times that a broker's outage made the member join again as a new one", ["loop"]
+)
 IN_FLIGHT = Gauge("relaygr_consumer_in_flight_messages", "Messages read and not finished", ["loop"])
 PAUSED = Gauge("relaygr_consumer_paused_partitions", "Partitions paused now", ["loop"])
 OWNED = Gauge("relaygr_consumer_owned_partitions", "Partitions owned now, counted once over all topics", ["loop"])

@@ -1,0 +1,109 @@
+"""A consumer that fences itself: its commit of before the outage comes after its membership expired.
+
+Seen on a real Kafka that was killed and started again after more than a session: librdkafka gives the member id up,
+the queued commit goes out without it, and the broker answers FENCED_INSTANCE_ID, which is fatal for the client.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from streams.consumer import ConsumerLoop, LoopState
+
+TOPIC = "t.ranking"
+
+
+class Scripted:
+    """A consumer whose polls do what the script says, one step each; then nothing."""
+
+    def __init__(self, script: list[Callable[[Scripted], None]]) -> None:
+        self.script = script
+        self.closed = False
+
+    def subscribe(self, topics: Any, on_assign: Any, on_revoke: Any, on_lost: Any) -> None:
+        self.on_assign, self.on_lost = on_assign, on_lost
+
+    def poll(self, timeout: float) -> None:
+        if self.script:
+            self.script.pop(0)(self)
+        else:
+            threading.Event().wait(timeout)
+
+    def committed(self, partitions: list[KafkaPartition], timeout: float) -> list[KafkaPartition]:
+        return [KafkaPartition(tp.topic, tp.partition, 5) for tp in partitions]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+PLACES = [KafkaPartition(TOPIC, 0)]
+
+
+class Life:
+    """A loop over scripted consumers, made one after the other. Steps are the names of methods."""
+
+    def __init__(self, *scripts: list[str]) -> None:
+        self.consumers: list[Scripted] = []
+        self.reached = threading.Event()
+        left = [[getattr(self, step) for step in script] for script in scripts]
+
+        def make(on_error: Callable[[KafkaError], None]) -> Scripted:
+            self.on_error = on_error
+            self.consumers.append(Scripted(left.pop(0)))
+            return self.consumers[-1]
+
+        handler = type("Silent", (), {"__getattr__": lambda self, name: lambda *_: None})()
+        self.loop = ConsumerLoop(make, [TOPIC], handler)  # type: ignore[arg-type]
+        self.loop.start()
+
+    def away(self, _: Scripted) -> None:
+        self.on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN))
+
+    def assigned(self, consumer: Scripted) -> None:
+        consumer.on_assign(consumer, PLACES)
+
+    def lost(self, consumer: Scripted) -> None:
+        consumer.on_lost(consumer, PLACES)
+
+    def fenced(self, _: Scripted) -> None:
+        raise KafkaException(KafkaError(KafkaError.FENCED_INSTANCE_ID))
+
+    def end(self, _: Scripted) -> None:
+        self.reached.set()
+
+
+def test_a_member_that_its_own_late_commit_fenced_joins_again_with_a_new_consumer() -> None:
+    life = Life(["assigned", "away", "lost", "fenced"], ["assigned", "end"])
+    assert life.reached.wait(10)
+    assert len(life.consumers) == 2
+    assert life.consumers[0].closed
+    status = life.loop.status()
+    assert (status.state, status.assigned, status.assignment_epoch) == (LoopState.RUNNING, True, 2)
+    life.loop.stop(0)
+    assert life.loop.join(10)
+    assert life.loop.status().state is LoopState.STOPPED
+
+
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        pytest.param([["assigned", "fenced"]], id="while it owns partitions"),
+        pytest.param([["assigned", "lost", "fenced"]], id="after a stop of its own, with the broker there"),
+        pytest.param([["assigned", "away", "lost", "fenced"], ["fenced"]], id="twice without an assignment"),
+        pytest.param([["assigned", "away", "lost", "assigned", "fenced"]], id="after it was back"),
+    ],
+)
+def test_a_member_whose_place_another_took_ends(scripts: list[list[str]]) -> None:
+    life = Life(*scripts)
+    assert life.loop.join(10)
+    assert life.loop.status().state is LoopState.FENCED
+    assert len(life.consumers) == len(scripts)
