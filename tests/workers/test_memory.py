@@ -1,29 +1,46 @@
-"""What a worker says it will hold."""
+"""What a worker holds at most, said before it is taken."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from streams.errors import RelayError
-from workers.memory import MemoryPlan, process_bytes, require_host_memory
+from workers.memory import MemoryPlan, require_host_memory
 
-MIB = 1 << 20
-
-
-def plan(dram_bytes: int) -> MemoryPlan:
-    return MemoryPlan(MIB, MIB, MIB, dram_bytes, MIB, MIB, 300 * MIB)
+GIB = 2**30
+KINDS = ("weights", "hbm", "scratch", "dram", "queues", "history", "process")
 
 
-def test_what_interpreter_and_libraries_take_is_part_of_the_statement():
-    assert plan(0).by_kind()["process"] == 300 * MIB
-    assert plan(0).total_bytes == 305 * MIB
-    resident = psutil.Process().memory_info().rss
-    assert process_bytes(0) > resident // 2
-    assert process_bytes(1 << 50) == 0
+@pytest.fixture(autouse=True)
+def ten_gib_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
 
 
-def test_a_plan_that_the_host_cannot_hold_is_refused_with_what_to_lower():
-    require_host_memory(plan(0), device_is_host=True)
-    with pytest.raises(RelayError, match=r"worker\.dram_bytes"):
-        require_host_memory(plan(1 << 50), device_is_host=True)
+def plan(**gib: float) -> MemoryPlan:
+    kinds = dict.fromkeys(KINDS, 0.0) | gib
+    return MemoryPlan(**{f"{kind}_bytes": int(size * GIB) for kind, size in kinds.items()})
+
+
+def test_the_total_is_the_sum_of_the_kinds() -> None:
+    memory = plan(**{kind: place + 1 for place, kind in enumerate(KINDS)})
+    assert memory.total_bytes == 28 * GIB
+    assert memory.by_kind() == {kind: (place + 1) * GIB for place, kind in enumerate(KINDS)}
+
+
+def test_a_tenth_of_what_is_free_is_left_alone() -> None:
+    require_host_memory(plan(dram=9), device_is_host=True)
+    with pytest.raises(RelayError, match=r"9\.10 GiB .* 9\.00 GiB"):
+        require_host_memory(plan(dram=9.1), device_is_host=True)
+
+
+def test_on_the_cpu_hbm_is_host_memory_too() -> None:
+    with pytest.raises(RelayError, match=r"worker\.hbm_bytes"):
+        require_host_memory(plan(hbm=8, dram=2), device_is_host=True)
+    require_host_memory(plan(hbm=80, dram=2), device_is_host=False)
+
+
+def test_the_history_file_is_the_page_caches_and_the_process_is_there_already() -> None:
+    require_host_memory(plan(history=1000, process=1000), device_is_host=True)
