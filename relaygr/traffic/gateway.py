@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
 from relaygr.traffic.population import Population, history_at
-from relaygr.traffic.records import LOST, Record, pack_scores
+from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
 from relaygr.traffic.schedule import Impression, candidates_of, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from schemas.messages import History, HistoryVersion
@@ -49,28 +50,38 @@ class Gateway:
     """Plays one stream. `record` is called from the client's thread, once a request."""
 
     def __init__(
-        self, client_of: Callable[..., RelayClient], settings: TrafficSettings, population: Population, record: OnRecord
+        self,
+        client_of: Callable[..., RelayClient],
+        settings: TrafficSettings,
+        population: Population,
+        record: OnRecord,
+        lost_after_s: float = 3.0,
     ) -> None:
-        """`client_of(on_late=..., on_lost=...)` makes the client that this gateway starts and closes."""
+        """`client_of(on_late=..., on_lost=...)` makes the client that this gateway starts and closes.
+
+        `lost_after_s`: how long after its deadline that client gives an unanswered request up.
+        """
         self._client = client_of(on_late=self._late, on_lost=self._lost)
         self._settings = settings
         self._population = population
         self._record = record
         self._open: dict[str, _Open] = {}
-        self._stop = threading.Event()
+        # No event: a signal handler may not take the lock that the main thread waits with.
+        self._stopping = False
+        self._lost_after_s = lost_after_s
         self._versions: dict[int, History] = {}
         self.recorded = 0
 
     def stop(self) -> None:
         """Begins no more impressions; those that have begun are played to their end."""
-        self._stop.set()
+        self._stopping = True
 
     def play(self) -> None:
         """Histories, warm-up, then the stream; returns when every request has ended."""
         with self._client:
             self._publish_first_histories()
             self._warm_up()
-            self._stop.wait(self._settings.settle_s)
+            self._settle()
             self._play(impressions(self._settings, self._population))
             self._client.drain(self._longest_end_s())
         self._lose_what_is_open()
@@ -83,12 +94,15 @@ class Gateway:
             self._warm_up()
             for impression in self._chosen(numbers):
                 slots.acquire()
-                if self._stop.is_set():
+                if self._stopping:
                     break
                 self._publish_version(impression)
                 now_us = time.monotonic_ns() // 1000
                 future = self._rank(impression, self._client.new_request_id(), now_us, budget_ms)
-                future.add_done_callback(lambda _: slots.release())
+                if future is None:
+                    slots.release()
+                else:
+                    future.add_done_callback(lambda _: slots.release())
             self._client.drain(budget_ms / 1000 + self._longest_end_s())
         self._lose_what_is_open()
 
@@ -100,8 +114,8 @@ class Gateway:
         calls: list[tuple[int, int, Callable[[int], None]]] = []
         sequence = itertools.count()
         upcoming = next(stream, None)
-        while (upcoming is not None and not self._stop.is_set()) or calls:
-            while upcoming is not None and not self._stop.is_set():
+        while (upcoming is not None and not self._stopping) or calls:
+            while upcoming is not None and not self._stopping:
                 begins_us = started_us + upcoming.retrieval_us - HISTORY_LEAD_US
                 if calls and begins_us > calls[0][0]:
                     break
@@ -124,15 +138,17 @@ class Gateway:
 
     def _begin(self, impression: Impression, request_id: str) -> None:
         settings = self._settings
-        self._client.publish_retrieval(
-            self._population.user_id(impression.user),
-            ranking_budget_ms=settings.budget_ms,
-            expected_ranking_in_ms=round(settings.lead_median_ms),
-            expected_candidates=settings.candidates,
-            expected_suffix=settings.suffix,
-            history_version=self._version(impression),
-            request_id=request_id,
-        )
+        # With a queue full of what the broker does not take, its ranking request goes without the relay.
+        with suppress(QueueFull):
+            self._client.publish_retrieval(
+                self._population.user_id(impression.user),
+                ranking_budget_ms=settings.budget_ms,
+                expected_ranking_in_ms=round(settings.lead_median_ms),
+                expected_candidates=settings.candidates,
+                expected_suffix=settings.suffix,
+                history_version=self._version(impression),
+                request_id=request_id,
+            )
 
     def _rank_on_schedule(self, impression: Impression, request_id: str, at_us: int) -> None:
         late_us = time.monotonic_ns() // 1000 - at_us
@@ -140,18 +156,23 @@ class Gateway:
 
     def _rank(
         self, impression: Impression, request_id: str, scheduled_us: int, budget_ms: float
-    ) -> Future[RankOutcome]:
+    ) -> Future[RankOutcome] | None:
+        """None if the client took no more: that is the request's end, and recorded."""
         history = self._history(impression)
         entry = _Open(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
         self._open[request_id] = entry
-        future = self._client.submit_rank(
-            history.user_id,
-            candidates_of(impression, self._settings, self._population),
-            budget_ms=budget_ms,
-            suffix=suffix_of(impression, self._settings, self._population),
-            history_version=self._version(impression),
-            request_id=request_id,
-        )
+        try:
+            future = self._client.submit_rank(
+                history.user_id,
+                candidates_of(impression, self._settings, self._population),
+                budget_ms=budget_ms,
+                suffix=suffix_of(impression, self._settings, self._population),
+                history_version=self._version(impression),
+                request_id=request_id,
+            )
+        except QueueFull:
+            self._unanswered(request_id, NOT_SENT)
+            return None
         future.add_done_callback(lambda done: self._ended(done.result()))
         return future
 
@@ -168,7 +189,7 @@ class Gateway:
 
     def _publish_first_histories(self) -> None:
         for index in range(self._population.size):
-            if self._stop.is_set():
+            if self._stopping:
                 return
             self._publish(history_at(self._population, index, self._population.first_length(index)))
 
@@ -177,7 +198,7 @@ class Gateway:
             self._publish(self._history(impression))
 
     def _publish(self, history: History) -> None:
-        while not self._stop.is_set():
+        while not self._stopping:
             try:
                 return self._client.publish_history(history)
             except QueueFull:
@@ -215,7 +236,10 @@ class Gateway:
         self._write(outcome)
 
     def _lost(self, lost: LostRequest) -> None:
-        entry = self._open.pop(lost.request_id, None)
+        self._unanswered(lost.request_id, LOST)
+
+    def _unanswered(self, request_id: str, status: str) -> None:
+        entry = self._open.pop(request_id, None)
         if entry is not None:
             self._write_lost(entry)
 
@@ -230,7 +254,7 @@ class Gateway:
                 number=entry.impression.number,
                 request_id=entry.request_id,
                 user_id=entry.history.user_id,
-                status=LOST,
+                status=status,
                 latency_us=None,
                 send_lag_us=entry.sent_us - entry.scheduled_us,
                 late=True,
@@ -275,7 +299,12 @@ class Gateway:
         self._record(record)
 
     def _longest_end_s(self) -> float:
-        return self._settings.budget_ms / 1000 + 3.0
+        return self._settings.budget_ms / 1000 + self._lost_after_s + 1.0
+
+    def _settle(self) -> None:
+        ends_s = time.monotonic() + self._settings.settle_s
+        while not self._stopping and time.monotonic() < ends_s:
+            time.sleep(0.05)
 
 
 def _sleep_until(at_us: int) -> None:

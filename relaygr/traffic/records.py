@@ -17,6 +17,8 @@ from streams.errors import RelayError
 
 LOST = "lost"
 """The status of a request that no worker ever answered."""
+NOT_SENT = "not_sent"
+"""The status of a request that the client did not take, its queue being full because the broker is away."""
 
 
 @dataclass(frozen=True, slots=True)
