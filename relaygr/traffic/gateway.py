@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import structlog
 
 from relaygr.traffic.population import Population, history_at
-from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
+from relaygr.traffic.records import NOT_SENT, Record, pack_scores
 from relaygr.traffic.schedule import Impression, candidates_of, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from schemas.messages import History, HistoryVersion
@@ -236,19 +236,16 @@ class Gateway:
         self._write(outcome)
 
     def _lost(self, lost: LostRequest) -> None:
-        self._unanswered(lost.request_id, LOST)
-
-    def _unanswered(self, request_id: str, status: str) -> None:
-        entry = self._open.pop(request_id, None)
+        entry = self._open.pop(lost.request_id, None)
         if entry is not None:
-            self._write_lost(entry)
+            self._write_unanswered(entry, status)
 
     def _lose_what_is_open(self) -> None:
         """The client forgets what ends neither in time nor in its grace; here nothing goes unrecorded."""
         while self._open:
-            self._write_lost(self._open.popitem()[1])
+            self._write_unanswered(self._open.popitem()[1], LOST)
 
-    def _write_lost(self, entry: _Open) -> None:
+    def _write_unanswered(self, entry: _Open, status: str) -> None:
         self._emit(
             Record(
                 number=entry.impression.number,
