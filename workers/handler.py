@@ -43,7 +43,7 @@ class WorkerHandler:
         preinfer_topic: str,
         ranking_topic: str,
         partition_count: int,
-        topic_prefix: str,
+        results_topic: str,
         sink: WorkSink,
         answers: Answers,
         dead_letters: DeadLetterWriter,
@@ -57,7 +57,7 @@ class WorkerHandler:
         self._preinfer_topic = preinfer_topic
         self._ranking_topic = ranking_topic
         self._partition_count = partition_count
-        self._topic_prefix = topic_prefix
+        self._results_topic = results_topic
         self._sink = sink
         self._answers = answers
         self._dead_letters = dead_letters
@@ -99,10 +99,8 @@ class WorkerHandler:
     def _ranking(self, received: Received) -> None:
         try:
             reply = RankingHeaders.decode(received.headers)
-            if not reply.reply_topic.startswith(f"{self._topic_prefix}."):
-                raise DecodeError(
-                    DecodeReason.INVALID_FIELD, f"header reply_topic does not begin with {self._topic_prefix}."
-                )
+            if reply.reply_topic != self._results_topic:
+                raise DecodeError(DecodeReason.INVALID_FIELD, f"header reply_topic is not {self._results_topic}")
         except DecodeError as error:
             return self._dead_letter(received, error.reason.value, f"nobody to answer: {error}")
         now_wall_us = self._clock.wall_us()

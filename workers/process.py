@@ -31,6 +31,7 @@ from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
 from streams.latency import Corrector
+from streams.partitioner import partition_for
 from streams.probes import Check, ProbeServer, Readiness
 from streams.settings import KafkaSettings
 from streams.trigger.settings import AdmissionSettings
@@ -96,6 +97,7 @@ class WorkerProcess:
         self._clock = SystemClock()
         self._metrics = WorkerMetrics()
         self._end = threading.Event()
+        self._signalled = False
         self._exit_code = 0
         self._state = WorkerState.STARTING
         self._status_at_us = 0
@@ -161,7 +163,7 @@ class WorkerProcess:
             kafka.topic(Topic.PREINFER),
             kafka.topic(Topic.RANKING),
             kafka.partitions,
-            kafka.topic_prefix,
+            kafka.topic(Topic.RESULTS),
             self._device,
             self._answers,
             self._dead_letters,
@@ -203,7 +205,7 @@ class WorkerProcess:
     def run(self) -> int:
         """Starts every thread, waits for the end, and stops them in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._end.set())
+            signal.signal(number, self._on_signal)
         for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
             self._producer.list_topics(self._kafka.topic(topic), timeout=self._kafka.connect_timeout_s)
         self._probes.start()
@@ -212,7 +214,7 @@ class WorkerProcess:
         self._loop.start()
         self._state = WorkerState.READY
         self._say_hello()
-        while not self._end.wait(0.5):
+        while not (self._end.wait(0.2) or self._signalled):
             if self._device.is_stuck():
                 log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
                 os._exit(EXIT_STUCK)
@@ -243,6 +245,10 @@ class WorkerProcess:
         elif state is LoopState.FAILED:
             log.error("the consumer loop failed", error=str(self._loop.error))
             self._stop_with(EXIT_FAILED)
+
+    def _on_signal(self, *_: object) -> None:
+        # No event: a signal handler may not take the lock that the main thread waits with.
+        self._signalled = True
 
     def _stop_with(self, exit_code: int) -> None:
         self._exit_code = exit_code
@@ -285,8 +291,14 @@ class WorkerProcess:
 
     def _take_over(self, partitions: frozenset[int]) -> None:
         self._follower.follow(partitions)
+        threading.Thread(target=self._demote_others, args=(partitions,), name="demote", daemon=True).start()
         self._status_at_us = 0
         log.info("owns partitions", worker_id=self._settings.worker_id, partitions=sorted(partitions))
+
+    def _demote_others(self, partitions: frozenset[int]) -> None:
+        """Off the poll thread: it looks at every user in the cache."""
+        count = self._kafka.partitions
+        self._cache.demote(lambda user_id: partition_for(user_id.encode(), count) not in partitions)
 
     def _tick(self, now_us: int) -> None:
         if now_us >= self._status_at_us:

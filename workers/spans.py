@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from schemas.digest import digest_chain
+from schemas.digest import DigestChain, digest_chain
 from schemas.messages import Behaviours, History, HistoryVersion
 from workers.cache import PrefixKey
 from workers.history.record import StoredHistory
@@ -61,12 +61,13 @@ class SpanResolver:
         )
 
     def shortened(self, span: PrefixSpan, prefix_tokens: int) -> PrefixSpan:
-        """The newest behaviours that fit into `prefix_tokens`. Never cached: it keeps the key of the whole."""
+        """The newest behaviours that fit into `prefix_tokens`. Never cached: its key names nothing."""
         layout = self._engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
         behaviours = span.behaviours[len(span.behaviours) - kept :]
+        nothing = PrefixKey(span.key.user_id, b"", DigestChain(span.key.chain.seed, (), 0))
         return PrefixSpan(
-            span.key, span.features, behaviours, layout.tokens(kept), span.version, span.stale, span.loading
+            nothing, span.features, behaviours, layout.tokens(kept), span.version, span.stale, span.loading
         )
 
     def expected_tokens(self, wanted: HistoryVersion | None) -> int:

@@ -23,7 +23,6 @@ class JobOutcome(enum.StrEnum):
     COMPUTED = "computed"
     ALREADY_CACHED = "already_cached"
     RELOADED = "reloaded"
-    JOINED = "joined"
     OVERTAKEN = "overtaken"
     EXPIRED = "expired"
     SHED = "shed"

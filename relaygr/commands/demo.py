@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,7 @@ def demo(
     Ends with 1 if a request is lost, if cached scores differ from full ones, or if the run did not show
     what it should.
     """
+    signal.signal(signal.SIGTERM, _end)
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"gateway.interactions={interactions}")
@@ -56,3 +58,8 @@ def demo(
     result = run_demo(Console(highlight=False), settings, options)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _end(number: int, _: object) -> None:
+    """Ends as Ctrl-C does: everything that was started is stopped, and its folder removed."""
+    raise SystemExit(128 + number)

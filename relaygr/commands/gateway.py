@@ -50,6 +50,7 @@ def gateway(
         settings.gateway,
         population,
         writer.write if writer is not None else _ignore,
+        settings.client.lost_after_ms / 1000,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: player.stop())

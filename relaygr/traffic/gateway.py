@@ -251,7 +251,7 @@ class Gateway:
                 number=entry.impression.number,
                 request_id=entry.request_id,
                 user_id=entry.history.user_id,
-                status=status,
+                status=LOST,
                 latency_us=None,
                 send_lag_us=entry.sent_us - entry.scheduled_us,
                 late=True,

@@ -49,7 +49,12 @@ class Ledger:
         self._on_lost = on_lost
         self._retry_backoff_us = settings.retry_backoff_ms * 1000
         self._lock = threading.Lock()
-        self._table = PendingTable(settings.max_in_flight, settings.result_grace_ms * 1000, settings.remembered_answers)
+        self._table = PendingTable(
+            settings.max_in_flight,
+            settings.result_grace_ms * 1000,
+            settings.remembered_answers,
+            settings.lost_after_ms * 1000,
+        )
         self._offsets = ClockOffsets(settings.max_workers_tracked)
         self._counts = ClientCounts()
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import Final, cast
+from typing import Final
 
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from schemas import codec
 from schemas.codec import DecodeError, DecodeReason
-from schemas.headers import RankingHeaders, RawHeaders, ResultHeaders
+from schemas.headers import RankingHeaders, ResultHeaders
 from schemas.messages import RankingResult
 from schemas.topics import Topic
 from streams.client.ledger import Ledger
@@ -32,6 +32,7 @@ from streams.client.publisher import EventPublisher, produce, warm_up
 from streams.clients import ProducerKind, make_assigned_consumer, make_producer, require_broker
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
+from streams.message_headers import headers_of
 from streams.partitioner import partition_for
 from streams.settings import KafkaSettings
 
@@ -212,7 +213,7 @@ class GatewayLink:
         self._set_reachable(True)
         request_id = None
         try:
-            headers = ResultHeaders.decode(cast(RawHeaders, message.headers()))
+            headers = ResultHeaders.decode(headers_of(message))
             if headers.gateway_id != self._gateway_id:
                 self._ledger.foreign(_OTHER_GATEWAY)
                 return

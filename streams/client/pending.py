@@ -4,9 +4,15 @@
                 |
                 +---deadline---> GRACE --answer--> ended, remembered                (LATE)
                                    |
-                                   +----grace over----> ended, remembered as lost
+                                   +--grace over--> OVERDUE --answer--> ended, remembered   (LATE)
+                                                      |
+                                                      +--lost_after--> ended, remembered as lost
 
-An answer to an ended request is a DUPLICATE, to a lost one AFTER_GRACE, to any other id UNKNOWN. Ended
+The grace is how long an unanswered request counts towards the bound of requests in flight. Lost is what no
+worker ever answered: after a worker's death its successor answers what expired meanwhile, seconds later. What
+is overdue is bounded too; beyond the bound the oldest is given up as lost.
+
+An answer to an ended request is a DUPLICATE, to a lost one AFTER_LOSS, to any other id UNKNOWN. Ended
 ids are remembered up to a number, the oldest forgotten first.
 
 Every time is in microseconds on the gateway's monotonic clock. `due` must be called at `next_due_us` or
@@ -36,6 +42,7 @@ class Phase(enum.StrEnum):
 
     WAITING = "waiting"
     GRACE = "grace"
+    OVERDUE = "overdue"
 
 
 class Match(enum.StrEnum):
@@ -44,7 +51,7 @@ class Match(enum.StrEnum):
     ON_TIME = "on_time"
     LATE = "late"
     DUPLICATE = "duplicate"
-    AFTER_GRACE = "after_grace"
+    AFTER_LOSS = "after_loss"
     UNKNOWN = "unknown"
 
 
@@ -52,6 +59,7 @@ class Timer(enum.StrEnum):
     """What a timer does when it is due."""
 
     TIME_OUT = "time_out"
+    GRACE_OVER = "grace_over"
     LOSE = "lose"
     RETRY = "retry"
 
@@ -95,9 +103,12 @@ class Due:
 class PendingTable:
     """Requests in flight by id, their timers, and the ids of those that ended lately."""
 
-    def __init__(self, max_in_flight: int, grace_us: int, remembered: int) -> None:
+    def __init__(self, max_in_flight: int, grace_us: int, remembered: int, lost_after_us: int = 0) -> None:
+        """A request is lost so long after its deadline, but not before its grace is over."""
         self._max_in_flight = max_in_flight
         self._grace_us = grace_us
+        self._lost_after_us = max(lost_after_us, grace_us)
+        self._overdue: dict[str, Pending] = {}
         self._max_remembered = remembered
         self._entries: dict[str, Pending] = {}
         self._timers: list[tuple[int, int, Timer, Pending]] = []
@@ -129,9 +140,10 @@ class PendingTable:
 
     def add(self, entry: Pending) -> None:
         """Takes a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
-        if len(self._entries) >= self._max_in_flight:
+        in_flight = len(self._entries) - len(self._overdue)
+        if in_flight >= self._max_in_flight:
             raise QueueFull(
-                f"{len(self._entries)} ranking requests are in flight: max_in_flight is {self._max_in_flight}. "
+                f"{in_flight} ranking requests are in flight: max_in_flight is {self._max_in_flight}. "
                 "Send slower, or raise it"
             )
         if entry.request_id in self._entries or entry.request_id in self._answered:
@@ -145,6 +157,7 @@ class PendingTable:
         if self._entries.get(entry.request_id) is not entry:
             return False
         del self._entries[entry.request_id]
+        self._overdue.pop(entry.request_id, None)
         if entry.phase is Phase.WAITING:
             self._waiting -= 1
         return True
@@ -166,9 +179,10 @@ class PendingTable:
             answered = self._answered.get(request_id)
             if answered is None:
                 return Answer(Match.UNKNOWN)
-            return Answer(Match.DUPLICATE if answered else Match.AFTER_GRACE)
+            return Answer(Match.DUPLICATE if answered else Match.AFTER_LOSS)
         self._remember(request_id, answered=True)
-        if entry.phase is Phase.GRACE:
+        if entry.phase is not Phase.WAITING:
+            self._overdue.pop(request_id, None)
             return Answer(Match.LATE, entry)
         self._waiting -= 1
         if now_us >= entry.deadline_us:
@@ -176,14 +190,29 @@ class PendingTable:
         return Answer(Match.ON_TIME, entry)
 
     def time_out(self, entry: Pending) -> bool:
-        """Ends the wait for a request, whose answer is still matched for the grace. False if it is over already."""
+        """Ends the wait for a request, whose answer is still matched. False if it is over already."""
         if self._entries.get(entry.request_id) is not entry or entry.phase is not Phase.WAITING:
             return False
         entry.phase = Phase.GRACE
         entry.send_again = None
         self._waiting -= 1
-        self._push(entry.deadline_us + self._grace_us, Timer.LOSE, entry)
+        self._push(entry.deadline_us + self._grace_us, Timer.GRACE_OVER, entry)
         return True
+
+    def _become_overdue(self, entry: Pending) -> list[Due]:
+        """The request leaves the bound; the oldest overdue one is lost where they are too many."""
+        entry.phase = Phase.OVERDUE
+        self._overdue[entry.request_id] = entry
+        self._push(entry.deadline_us + self._lost_after_us, Timer.LOSE, entry)
+        if len(self._overdue) <= self._max_remembered:
+            return []
+        return [self._lose(next(iter(self._overdue.values())))]
+
+    def _lose(self, entry: Pending) -> Due:
+        del self._entries[entry.request_id]
+        self._overdue.pop(entry.request_id, None)
+        self._remember(entry.request_id, answered=False)
+        return Due(Timer.LOSE, entry)
 
     def due(self, now_us: int) -> list[Due]:
         """The timers that are due, in order, with their effect on the table done."""
@@ -195,10 +224,10 @@ class PendingTable:
             if timer is Timer.TIME_OUT:
                 if self.time_out(entry):
                     fired.append(Due(timer, entry))
+            elif timer is Timer.GRACE_OVER:
+                fired.extend(self._become_overdue(entry))
             elif timer is Timer.LOSE:
-                del self._entries[entry.request_id]
-                self._remember(entry.request_id, answered=False)
-                fired.append(Due(timer, entry))
+                fired.append(self._lose(entry))
             elif entry.phase is Phase.WAITING:
                 fired.append(Due(timer, entry))
         return fired
@@ -207,6 +236,7 @@ class PendingTable:
         """Forgets everything; the requests whose caller still waits."""
         waiting = [entry for entry in self._entries.values() if entry.phase is Phase.WAITING]
         self._entries.clear()
+        self._overdue.clear()
         self._timers.clear()
         self._waiting = 0
         return waiting

@@ -19,8 +19,20 @@ class ClientSettings(Section):
         int, Field(ge=1, le=1_000_000, description="requests whose end is open, those in their grace included")
     ] = 10_000
     result_grace_ms: Annotated[
-        int, Field(ge=0, le=600_000, description="how long after its deadline a request's answer is still matched")
+        int,
+        Field(
+            ge=0, le=600_000, description="how long after its deadline an unanswered request still counts as in flight"
+        ),
     ] = 1000
+    lost_after_ms: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=600_000,
+            description="how long after its deadline a request that nobody answered counts as lost; longer than a "
+            "dead worker's partitions take to move",
+        ),
+    ] = 30_000
     retry_backoff_ms: Annotated[
         int, Field(ge=1, description="before a request whose delivery failed is sent again")
     ] = 20

@@ -135,7 +135,7 @@ def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(
     gateway = RelayClient(
         kafka_settings,
         "gw-0",
-        ClientSettings(result_grace_ms=100),
+        ClientSettings(result_grace_ms=100, lost_after_ms=100),
         on_lost=lost.append,
         registry=CollectorRegistry(),
     )
@@ -411,7 +411,7 @@ async def test_in_asyncio_callbacks_run_in_the_loop(kafka_settings: KafkaSetting
     def on_delivery(_report: DeliveryReport) -> None:
         threads.append(threading.get_ident())
 
-    settings = ClientSettings(result_grace_ms=50)
+    settings = ClientSettings(result_grace_ms=50, lost_after_ms=50)
     async with AsyncRelayClient(
         kafka_settings, "gw-aio", settings, on_lost=on_lost, registry=CollectorRegistry()
     ) as gateway:
@@ -467,7 +467,7 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     with local_broker(BrokerChoice.EMBEDDED) as broker:
         kafka = broker.settings(KafkaSettings(partitions=4))
         broker.create_topics(kafka)
-        settings = ClientSettings(result_grace_ms=100, close_timeout_s=0.5)
+        settings = ClientSettings(result_grace_ms=100, lost_after_ms=100, close_timeout_s=0.5)
         gateway = RelayClient(kafka, "gw-0", settings, registry=registry)
         gateway.start()
         with echo_worker(kafka):

@@ -147,7 +147,7 @@ def test_an_answer_that_overtakes_its_own_timer_is_late_and_the_caller_is_told_f
 
 
 def test_a_request_that_nobody_answers_within_the_grace_is_lost_once() -> None:
-    gateway = Gateway(result_grace_ms=200)
+    gateway = Gateway(result_grace_ms=200, lost_after_ms=200)
     gateway.ledger.acknowledged(gateway.open())
     gateway.wait_ms(50)
     gateway.wait_ms(199)

@@ -71,7 +71,7 @@ def test_an_answer_to_a_lost_request_is_told_from_a_duplicate() -> None:
     pending.add(request())
     pending.due(50_000 + GRACE_US)
     pending.due(50_000 + 2 * GRACE_US)
-    assert pending.answer("gw.1.1", 3 * GRACE_US).match is Match.AFTER_GRACE
+    assert pending.answer("gw.1.1", 3 * GRACE_US).match is Match.AFTER_LOSS
 
 
 def test_an_answer_to_somebody_elses_request_is_unknown() -> None:
@@ -93,6 +93,37 @@ def test_requests_in_their_grace_count_towards_the_bound() -> None:
     pending.due(50_000)
     with pytest.raises(QueueFull):
         pending.add(request("b"))
+
+
+def test_after_its_grace_a_request_is_overdue_not_yet_lost_and_makes_room() -> None:
+    pending, entry = PendingTable(1, GRACE_US, 10, lost_after_us=5 * GRACE_US), request("a")
+    pending.add(entry)
+    pending.due(50_000)
+    assert pending.due(50_000 + GRACE_US) == []
+    pending.add(request("b", deadline_us=10**9))
+    answer = pending.answer("a", 50_000 + 4 * GRACE_US)
+    assert (answer.match, answer.entry) == (Match.LATE, entry), "a dead worker's successor answered it"
+    assert pending.due(50_000 + 6 * GRACE_US) == []
+
+
+def test_what_nobody_ever_answers_is_lost_in_the_end() -> None:
+    pending = PendingTable(1, GRACE_US, 10, lost_after_us=5 * GRACE_US)
+    pending.add(request("a"))
+    pending.due(50_000)
+    pending.due(50_000 + GRACE_US)
+    assert pending.due(50_000 + 5 * GRACE_US - 1) == []
+    assert [due.timer for due in pending.due(50_000 + 5 * GRACE_US)] == [Timer.LOSE]
+    assert len(pending) == 0
+
+
+def test_too_many_overdue_requests_are_given_up_oldest_first() -> None:
+    pending = PendingTable(10, GRACE_US, 2, lost_after_us=100 * GRACE_US)
+    for name in ("a", "b", "c"):
+        pending.add(request(name))
+    pending.due(50_000)
+    given_up = pending.due(50_000 + GRACE_US)
+    assert [(due.timer, due.entry.request_id) for due in given_up] == [(Timer.LOSE, "a")]
+    assert len(pending) == 2
 
 
 @pytest.mark.parametrize("answered", [False, True])

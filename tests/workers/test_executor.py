@@ -26,7 +26,7 @@ from streams.consumer import Received, Token
 from streams.latency import Corrector, LatencyModel
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
-from workers.cache import PrefixCache
+from workers.cache import Hit, PrefixCache, PrefixKey
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 from workers.executor import Executor
 from workers.history.record import StoredHistory
@@ -73,6 +73,16 @@ class FakeEngine:
     batches: list[int] = field(default_factory=list)
     fail_next: Exception | None = None
     fail_candidates: int | None = None
+    fail_sync: Exception | None = None
+
+    @property
+    def device(self):
+        return self
+
+    def synchronize(self) -> None:
+        if self.fail_sync is not None:
+            error, self.fail_sync = self.fail_sync, None
+            raise error
 
     def prefix_inputs(self, features, behaviours):
         return Inputs(len(behaviours))
@@ -717,3 +727,55 @@ def test_a_history_just_above_the_models_longest_keeps_most_of_it():
     world.run()
     assert work.path is Path.FULL
     assert work.span.tokens == LIMITS.max_prefix_behaviours * 3 // 4 + 1
+
+
+def test_a_user_deleted_before_the_computation_began_leaves_nothing_behind():
+    world = World()
+    version = world.store.put("u", 100)
+    world.rank(version=version)
+    world.executor.user_deleted("u")
+    world.run()
+    assert world.outbox.answers == 1
+    assert world.cache.stats().hbm.free == 128
+
+
+def test_a_job_of_a_deleted_user_is_not_computed():
+    world = World()
+    world.job(version=world.store.put("u", 100))
+    world.executor.user_deleted("u")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+    assert world.engine.chunks == []
+
+
+def test_whatever_breaks_a_prefix_ends_it_alone():
+    world = World()
+    world.executor._prefixes._copy_page = None  # A copy that cannot be made.
+    world.rank(version=world.store.put("u", 100))
+    world.run()
+    first = world.cache.acquire(PrefixKeys.of(world, "u"), world.clock.monotonic_us())
+    assert isinstance(first, Hit)
+    world.rank(version=world.store.put("u", 130, number=2), request_id="r2")
+    world.rank("v", world.store.put("v", 50), request_id="r3")
+    world.run()
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["r2"]
+    assert [work.request.request_id for work in world.outbox.ranked_works] == ["r", "r3"]
+
+
+class PrefixKeys:
+    """Keys as the worker makes them."""
+
+    @staticmethod
+    def of(world: World, user_id: str) -> PrefixKey:
+        stored = world.store.histories[user_id]
+        return PrefixKey(user_id, world.engine.namespace, stored.chain, stored.history.behaviours)
+
+
+def test_a_request_that_expired_says_so_of_its_unused_prefix():
+    world = World()
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    world.run()
+    world.rank(version=version, budget_us=-10_000)
+    world.run()
+    assert sum(dict(world.cache.stats().wasted).values()) == 1

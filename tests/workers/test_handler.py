@@ -34,7 +34,7 @@ from workers.work import JobWork, RankingWork
 PARTITIONS = 12
 SKEW_US = 5_000
 REPLY_MARGIN_MS = 2.0
-PREINFER, RANKING = "relaygr.preinfer", "relaygr.ranking"
+PREINFER, RANKING, RESULTS = "relaygr.preinfer", "relaygr.ranking", "relaygr.results"
 
 
 @dataclass
@@ -64,7 +64,7 @@ class World:
             self.clock,
         )  # fmt: skip
         self.handler = WorkerHandler(
-            PREINFER, RANKING, PARTITIONS, "relaygr", self.sink, self.answers, self.letters, metrics, self.clock,
+            PREINFER, RANKING, PARTITIONS, RESULTS, self.sink, self.answers, self.letters, metrics, self.clock,
             SKEW_US // 1000, REPLY_MARGIN_MS, on_ownership=self.owned.append, on_tick=lambda now_us: None,
         )  # fmt: skip
 
@@ -169,8 +169,10 @@ def test_without_reply_headers_there_is_nobody_to_answer(world: World):
     assert world.finished == [message.token]
 
 
-@pytest.mark.parametrize("topic", ["other.results", "relaygrx.results", "results", "relaygr"])
-def test_answers_go_to_topics_of_our_prefix_only(world: World, topic: str):
+@pytest.mark.parametrize(
+    "topic", ["other.results", "relaygrx.results", "results", "relaygr", "relaygr.history", RANKING]
+)
+def test_answers_go_to_the_results_topic_only(world: World, topic: str):
     world.rank(world.headers(reply_topic=topic))
     assert len(world.letters.written) == 1
     assert not world.producer.sent and not world.sink.rankings

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from streams.clock import Clock
@@ -23,6 +24,8 @@ from workers.model.interface import Engine
 from workers.settings import WorkerSettings
 from workers.spans import Histories, SpanResolver
 from workers.work import JobWork, RankingWork
+
+log = structlog.get_logger()
 
 LEASE_CHECK_INTERVAL_US = 100_000
 
@@ -113,8 +116,13 @@ class Executor:
             return shared.timers.next_in_us(now_us)
         if isinstance(work, RankingWork):
             self._requests.rank_batch(now_us)
-        else:
+            return 0
+        try:
             self._prefixes.run_chunk(work, now_us)
+        except Exception as error:
+            # One prefix may not take the process, and so everybody else's requests, with it.
+            log.exception("a prefix failed", tokens=work.total_tokens)
+            self._prefixes.fail(work, error)
         return 0
 
     def submit_ranking(self, work: RankingWork) -> None:
@@ -132,8 +140,9 @@ class Executor:
                 parked.on_change()
 
     def user_deleted(self, user_id: str) -> None:
-        """A tombstone: what is cached of this user goes."""
+        """A tombstone: what is cached of this user goes, and what is about to be is not kept."""
         self._shared.cache.invalidate_user(user_id)
+        self._prefixes.forget_user(user_id)
 
     def _expire_leases(self) -> None:
         now_us = self._shared.now_us()

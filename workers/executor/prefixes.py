@@ -84,6 +84,17 @@ class PrefixFlow:
         if self._scratch_user is work:
             self._scratch_user = None
 
+    def forget_user(self, user_id: str) -> None:
+        """The user was deleted: a prefix that has not begun is computed for its requests alone."""
+        coming = self._coming.get(user_id)
+        if coming is None or coming.started:
+            return
+        if coming.waiters:
+            self._leave_cache(coming)
+            self._shared.scheduler.push(coming)
+        else:
+            self.abandon(coming, JobOutcome.NO_HISTORY)
+
     def enqueue(self, prefix: PrefixWork) -> None:
         self._predict(prefix)
         if not prefix.on_scratch and prefix.span.key.user_id not in self._coming:
@@ -117,9 +128,11 @@ class PrefixFlow:
         predicted_us = self._shared.corrector.calibrated.append_us(prefix.done_tokens, end - prefix.done_tokens)
         try:
             self._shared.engine.pre_infer(PrefixChunk(prefix.inputs, prefix.done_tokens, end, prefix.pages))
+            # What is published or given back must be written, and what is charged must have been spent.
+            self._shared.engine.device.synchronize()
         except Exception as error:
             log.warning("pre-infer failed", tokens=prefix.total_tokens, error=repr(error))
-            return self._fail_prefix(prefix, error)
+            return self.fail(prefix, error)
         ended_us = self._shared.now_us()
         duration_us = ended_us - now_us
         self._shared.corrector.observe(Stage.PRE, predicted_us, duration_us)
@@ -264,7 +277,7 @@ class PrefixFlow:
         for job in prefix.jobs:
             self._shared.outbox.job_done(job.received, outcome)
 
-    def _fail_prefix(self, prefix: PrefixWork, error: Exception) -> None:
+    def fail(self, prefix: PrefixWork, error: Exception) -> None:
         self._discard(prefix)
         for job in prefix.jobs:
             self._shared.outbox.job_done(job.received, JobOutcome.FAILED)

@@ -17,7 +17,7 @@ import structlog
 
 from schemas.messages import FailureReason, Path, PrefixSource
 from streams.latency import Stage
-from workers.cache import Handle, Hit, Pending, PendingKind
+from workers.cache import Handle, Hit, Pending, PendingKind, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
@@ -136,7 +136,10 @@ class RankingFlow:
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
         on_scratch = not self._uses_cache(work)
         if plan.route is Route.TRUNCATE:
-            span, on_scratch = self._shared.spans.shortened(span, plan.prefix_tokens), True
+            shorter = self._shared.spans.shortened(span, plan.prefix_tokens)
+            if shorter.tokens >= span.tokens:
+                return self._reject(work)
+            span, on_scratch = shorter, True
         work.path = Path.TRUNCATED if plan.route is Route.TRUNCATE else Path.FULL
         work.span = span
         work.predicted_us = self._shared.latency.hit_us(span.tokens, work.scored_tokens)
@@ -181,7 +184,8 @@ class RankingFlow:
                 self._guarded(work, self._compute_instead)
 
         pending.add_done_callback(lambda _: self._shared.post(arrived))
-        self._shared.timers.at(max(started_us, work.answer_by_us - int(full_us)), overdue)
+        spare_us = self._remaining_us(work, started_us) - int(full_us)
+        self._shared.timers.at(started_us + max(0, spare_us), overdue)
 
     def _compute_instead(self, work: RankingWork) -> None:
         assert work.span is not None
@@ -230,7 +234,7 @@ class RankingFlow:
                 self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
             else:
                 self._shared.outbox.ranked(work, output)
-                self._finish_ranking(work, spill=True)
+                self._finish_ranking(work, ranked=True)
 
     def _take_batch(self, now_us: int) -> list[RankingWork]:
         """Ready requests in laxity order, as long as none of them misses its deadline for company."""
@@ -285,20 +289,20 @@ class RankingFlow:
 
     def fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
         self._shared.outbox.failed(work, reason, detail)
-        self._finish_ranking(work, spill=False)
+        self._finish_ranking(work, ranked=False)
 
     def _expire(self, work: RankingWork) -> None:
         self._shared.outbox.expired(work)
-        self._finish_ranking(work, spill=False)
+        self._finish_ranking(work, ranked=False)
 
-    def _finish_ranking(self, work: RankingWork, spill: bool) -> None:
+    def _finish_ranking(self, work: RankingWork, ranked: bool) -> None:
         work.done = True
         self.outstanding -= 1
         self.answered.add(work.request.request_id)
-        self._shared.cache.end_lease(work.request.request_id)
+        self._shared.cache.end_lease(work.request.request_id, None if ranked else WasteReason.REQUEST_EXPIRED)
         self._prefixes.free_scratch(work)
         if work.handle is not None:
-            if spill and self._shared.settings.dram_bytes:
+            if ranked and self._shared.settings.dram_bytes:
                 self._shared.cache.spill(work.handle)
             self._shared.cache.release(work.handle)
             work.handle = None
