@@ -9,7 +9,7 @@ Each is counted in `relaygr_dead_letters_total{topic, reason}` when it is writte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -28,6 +28,7 @@ from schemas.headers import (
 from schemas.topics import CATALOGUE, Topic
 from streams.clients import ProducerKind, make_producer
 from streams.clock import Clock, SystemClock
+from streams.message_headers import headers_of
 from streams.settings import KafkaSettings
 
 OnDone = Callable[[bool], None]
@@ -109,7 +110,7 @@ def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: i
     """The original headers, as far as they fit the bounds, and ours after them."""
     kept: Headers = []
     kept_bytes = 0
-    for name, raw in cast(list[tuple[str, str | bytes | None]], message.headers() or []):
+    for name, raw in headers_of(message) or ():
         value = raw.encode() if isinstance(raw, str) else raw or b""
         kept_bytes += len(name) + len(value)
         if len(kept) >= KEPT_HEADERS or kept_bytes > KEPT_HEADERS_BYTES:

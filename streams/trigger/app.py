@@ -47,6 +47,7 @@ from streams.trigger.metrics import TriggerMetrics
 from streams.trigger.policy import DecisionReason
 from streams.trigger.quiet import limit_repeats
 from streams.trigger.settings import AdmissionSettings, TriggerSettings
+from streams.trigger.unreadable import pass_over_unreadable
 
 log = structlog.get_logger()
 
@@ -76,6 +77,7 @@ class TriggerApp:
     ) -> None:
         """No network until `start`. Needs the running event loop."""
         limit_repeats()
+        pass_over_unreadable()
         self._kafka = kafka
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry)
