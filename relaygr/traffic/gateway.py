@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import structlog
 
 from relaygr.traffic.population import Population, history_at
-from relaygr.traffic.records import NOT_SENT, Record, pack_scores
+from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
 from relaygr.traffic.schedule import Impression, candidates_of, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from schemas.messages import History, HistoryVersion
@@ -236,7 +236,10 @@ class Gateway:
         self._write(outcome)
 
     def _lost(self, lost: LostRequest) -> None:
-        entry = self._open.pop(lost.request_id, None)
+        self._unanswered(lost.request_id, LOST)
+
+    def _unanswered(self, request_id: str, status: str) -> None:
+        entry = self._open.pop(request_id, None)
         if entry is not None:
             self._write_unanswered(entry, status)
 
@@ -251,7 +254,7 @@ class Gateway:
                 number=entry.impression.number,
                 request_id=entry.request_id,
                 user_id=entry.history.user_id,
-                status=LOST,
+                status=status,
                 latency_us=None,
                 send_lag_us=entry.sent_us - entry.scheduled_us,
                 late=True,
