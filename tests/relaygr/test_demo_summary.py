@@ -1,0 +1,81 @@
+"""What a run of the demo showed, and whether that is enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relaygr.demo.summary import LEAST_COMPARED, compare_scores, gates, summarise
+from relaygr.traffic.records import LOST, Record, pack_scores
+
+SCORES = np.array([0.5, -1.0, 0.25], np.float32)
+
+
+def record(number: int = 0, **fields: object) -> Record:
+    whole = Record(
+        number, f"g.0.{number}", "u", "ranked", 10_000, 0, False, path="hbm", prefix_source="computed",
+        history_number=3, history_length=3, model_revision="m", scores=pack_scores(SCORES),
+    )  # fmt: skip
+    return replace(whole, **fields)  # type: ignore[arg-type]
+
+
+def test_shares_are_of_all_that_was_offered() -> None:
+    run = summarise(
+        [
+            record(0), record(1, late=True), record(2, path="truncated"), record(3, prefix_source="dram"),
+            record(4, status=LOST, latency_us=None, late=True, path=None, prefix_source=None),
+            record(5, status="failed", reason="overloaded", path=None, prefix_source=None),
+        ],
+        2.5,
+    )  # fmt: skip
+    assert (run.offered, run.ranked, run.late, run.lost, run.from_dram) == (6, 4, 4, 1, 1)
+    assert run.endings == {"hbm": 3, "truncated": 1, LOST: 1, "failed: overloaded": 1}
+    assert run.share(run.ranked) == pytest.approx(4 / 6)
+
+
+def test_a_run_without_any_request_has_no_shares() -> None:
+    run = summarise([], 0.0)
+    assert run.share(run.ranked) == 0
+    assert np.isnan(run.p99_ms)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"path": "truncated"}, {"history_stale": True}, {"history_number": 4}, {"model_revision": "other"},
+        {"scores": None},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_cannot_be_compared_is_left_out(fields: dict[str, object], side: int) -> None:
+    pair = [record(1), record(1)]
+    pair[side] = record(1, **fields)
+    found = compare_scores([pair[0]], [pair[1]])
+    assert (found.compared, found.skipped, found.different) == (0, 1, 0)
+
+
+def test_errors_are_relative_to_the_largest_score_of_the_request() -> None:
+    near, far = SCORES + np.float32(1.5e-5), SCORES + np.float32(1e-3)
+    ours = [record(0), record(1, scores=pack_scores(near)), record(2, scores=pack_scores(far)), record(9)]
+    ours.append(record(3, scores=pack_scores(SCORES[:2])))
+    found = compare_scores(ours, [record(number) for number in range(4)])
+    assert (found.compared, found.different) == (4, 2)
+    assert found.worst_error == pytest.approx(1e-3, rel=0.01)
+
+
+def verdicts(records: list[Record], compared: int = LEAST_COMPARED) -> list[bool]:
+    ours = [record(number) for number in range(compared)]
+    return [gate.passed for gate in gates(summarise(records, 1), summarise([], 0), compare_scores(ours, ours))]
+
+
+def test_a_run_that_shows_everything_passes_and_each_shortcoming_fails_its_own_gate() -> None:
+    good = [record(number, prefix_source="dram" if number == 0 else "computed") for number in range(100)]
+    assert all(verdicts(good))
+    lost = record(100, status=LOST, latency_us=None, path=None)
+    assert verdicts([*good, lost]).count(False) == 1
+    assert verdicts([*good, *(replace(lost, status="expired") for _ in range(12))]).count(False) == 1
+    assert verdicts([replace(one, path="full") for one in good]).count(False) == 1
+    assert verdicts([replace(one, prefix_source="computed") for one in good]).count(False) == 1
+    assert verdicts(good, LEAST_COMPARED - 1).count(False) == 1
