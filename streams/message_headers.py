@@ -7,12 +7,17 @@ segmentation fault. So such a message is left without headers here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
 from schemas.headers import RawHeaders
+
+# Called through C: once a method call in Python code has run often, the interpreter (3.11) no longer looks whether
+# a result came with an error, and would hand out the list with the hole at the first call too.
+_READ: Final = operator.methodcaller("headers")
 
 _log = structlog.get_logger()
 
@@ -26,7 +31,7 @@ class WithHeaders(Protocol):
 def headers_of(message: WithHeaders) -> RawHeaders:
     """The message's headers as pairs; none at all where a header's name is not UTF-8. Raises nothing."""
     try:
-        headers = message.headers()
+        headers = _READ(message)
     except (SystemError, UnicodeDecodeError):
         message.set_headers([])  # type: ignore[attr-defined]
         _log.warning("a message's headers can not be read: a name is not UTF-8")

@@ -36,13 +36,12 @@ import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from schemas.headers import RawHeaders
 from streams.client_errors import ErrorCallback, cause_of
 from streams.clock import Clock, SystemClock
 from streams.consumer import metrics
@@ -51,6 +50,9 @@ from streams.consumer.ownership import split_partitions
 from streams.consumer.settings import ConsumerSettings
 from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
 from streams.errors import RelayError
+from streams.message_headers import headers_of
+
+T = TypeVar("T")
 
 ConsumerFactory = Callable[[ErrorCallback], Consumer]
 
@@ -192,10 +194,7 @@ class ConsumerLoop:
     def _run(self) -> None:
         try:
             while self._state in _ALIVE:
-                try:
-                    self._step()
-                except KafkaException as error:
-                    self._on_error(error.args[0])
+                self._step()
         except BaseException as error:
             self._fail(LoopState.FAILED, error)
             self._log.exception("consumer loop failed")
@@ -212,12 +211,12 @@ class ConsumerLoop:
             self._on_end(self._state)
 
     def _step(self) -> None:
-        message = self._client.poll(self._settings.poll_timeout_ms / 1000)
+        message = self._ask(self._client.poll, self._settings.poll_timeout_ms / 1000)
         if message is not None:
             self._receive(message)
             # poll() is the one call that wakes at the first message; consume() waits out its time-out, but
             # takes what is there with one release of the interpreter lock.
-            for message in self._client.consume(self._settings.batch_messages - 1, 0):
+            for message in self._ask(self._client.consume, self._settings.batch_messages - 1, 0) or ():
                 self._receive(message)
         self._take_finished()
         while self._commands:
@@ -226,6 +225,14 @@ class ConsumerLoop:
         if now_us >= self._tick_at_us and self._state in _ALIVE:
             self._tick_at_us = now_us + self._settings.tick_interval_ms * 1000
             self._tick(now_us)
+
+    def _ask(self, call: Callable[..., T], *arguments: float) -> T | None:
+        """What the client answers; None after an error of its own. A handler's KafkaException is none of those."""
+        try:
+            return call(*arguments)
+        except KafkaException as error:
+            self._on_error(error.args[0])
+            return None
 
     def _receive(self, message: Message) -> None:
         error = message.error()
@@ -253,7 +260,7 @@ class ConsumerLoop:
                 offset=offset,
                 key=_as_bytes(message.key()),
                 value=_as_bytes(message.value()),
-                headers=_as_pairs(message.headers()),
+                headers=headers_of(message),
                 timestamp_ms=message.timestamp()[1],
                 received_us=now_us,
                 assignment_epoch=self._epoch,
@@ -329,7 +336,7 @@ class ConsumerLoop:
         self._may_rejoin = False
         self._stalled = False
         self._message_at_us = self._clock.monotonic_us()
-        self._paused.clear()  # A new assignment starts unpaused.
+        self._paused.difference_update(_from_kafka(partitions))  # What is newly assigned starts unpaused.
         self._note_ownership()
         if self._owner_split:
             self._log.error(
@@ -537,10 +544,6 @@ class ConsumerLoop:
 
 def _as_bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
-
-
-def _as_pairs(headers: Mapping[str, bytes | str | None] | RawHeaders) -> RawHeaders:
-    return headers.items() if isinstance(headers, Mapping) else headers
 
 
 def _to_kafka(offsets: Mapping[TopicPartition, int]) -> list[KafkaPartition]:

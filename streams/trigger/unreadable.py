@@ -44,6 +44,9 @@ class _Batches:
 class _ReadableRecords(fetcher.PartitionRecords):  # type: ignore[misc]
     """aiokafka's records of one fetch, without what it can not read."""
 
+    _records: Any
+    next_fetch_offset: int
+
     def _unpack_records(self) -> Iterator[Any]:
         self._records = batches = _Batches(self._records)
         while True:

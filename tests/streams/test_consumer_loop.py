@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from schemas.topics import Topic
 from streams.broker import LocalBroker
@@ -18,6 +18,7 @@ from streams.clients import ProducerKind, make_group_consumer, make_producer
 from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
 from streams.errors import RelayError
 from streams.settings import KafkaSettings
+from tests.bad_header import write_bad_header
 
 # Joins on the embedded cluster take 3 s each.
 PATIENCE_S = 30.0
@@ -64,6 +65,8 @@ class Member:
         self.values.append(message.value)
         if message.value == b"bug":
             raise RuntimeError("the handler has a bug")
+        if message.value == b"kafka bug":
+            raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
         self.tokens.append(message.token)
         if self.finishes:
             self.loop.finish(message.token)
@@ -312,16 +315,29 @@ def test_a_partition_whose_oldest_message_is_stuck_pauses_and_the_others_go_on(s
     assert max(Counter(a.work).values()) == 1
 
 
-def test_a_handler_that_raises_ends_the_loop_with_its_error_and_without_committing_that_message(stage: Stage) -> None:
+@pytest.mark.parametrize(("value", "error"), [(b"bug", RuntimeError), (b"kafka bug", KafkaException)])
+def test_a_handler_that_raises_ends_the_loop_with_its_error_and_without_committing_that_message(
+    stage: Stage, value: bytes, error: type[Exception]
+) -> None:
+    """A handler's KafkaException was taken for the consumer's: the loop went on, and its offset was never done."""
     a = stage.join("a")
     sent = stage.send(1)
     until(lambda: len(a.work) == sent, "delivered")
-    stage.producer.produce(stage.topics[0], b"bug", partition=0)
+    stage.producer.produce(stage.topics[0], value, partition=0)
     stage.producer.flush(10)
     assert a.loop.join(PATIENCE_S)
     assert a.ended == [LoopState.FAILED]
-    assert isinstance(a.loop.error, RuntimeError)
+    assert isinstance(a.loop.error, error)
     assert stage.committed() == sent
+
+
+def test_headers_that_can_not_be_read_are_none_and_the_loop_goes_on(stage: Stage) -> None:
+    a = stage.join("a")
+    write_bad_header(stage.kafka, stage.topics[1], 0, b"odd")
+    sent = stage.send(1)
+    until(lambda: len(a.work) == sent + 1, "delivered")
+    assert b"odd" in a.values
+    assert a.loop.status().state is LoopState.RUNNING
 
 
 def test_a_topic_that_stays_unknown_ends_the_loop_with_the_command_that_makes_it(

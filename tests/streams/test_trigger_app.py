@@ -23,6 +23,7 @@ from streams.partitioner import partition_for
 from streams.settings import KafkaSettings
 from streams.trigger.app import TriggerApp
 from streams.trigger.settings import TriggerSettings
+from tests.bad_header import send_bad_header
 
 WITHIN_S = 15.0
 
@@ -172,6 +173,18 @@ async def test_garbage_goes_to_dead_letters_and_the_loop_goes_on(kafka_settings:
     reasons = sorted(dict(letter.headers() or [])[DEAD_LETTER_REASON] for letter in letters)
     assert reasons == [b"misrouted", b"misrouted", b"undecodable"]
     assert b"garbage" in [letter.value() for letter in letters]
+
+
+@pytest.mark.asyncio
+async def test_a_record_that_aiokafka_can_not_read_is_passed_over(kafka_settings: KafkaSettings) -> None:
+    """It used to end the trigger, and the next one at the same record."""
+    async with running(kafka_settings) as bench:
+        topic = kafka_settings.topic(Topic.RETRIEVAL)
+        await send_bad_header(kafka_settings, topic, 0, b"unread")
+        bench.write(Topic.RETRIEVAL, b"u", b"read", partition=0)
+        assert await bench.decided(1) == {"undecodable": 1}
+        (letter,) = await bench.read(Topic.DEAD_LETTERS, 1)
+        assert letter.value() == b"read"
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,38 @@
+"""Headers as outsiders write them. Without `headers_of` the second read of these ended the process."""
+
+from __future__ import annotations
+
+from confluent_kafka import TopicPartition
+
+from schemas.headers import DEAD_LETTER_REASON
+from schemas.topics import Topic
+from streams.clients import ProducerKind, make_assigned_consumer, make_producer
+from streams.dead_letters import DeadLetterWriter
+from streams.message_headers import headers_of
+from streams.settings import KafkaSettings
+from tests.bad_header import write_bad_header
+from tests.echo_worker import read_topic
+
+
+def test_a_header_name_that_is_not_utf8_leaves_a_message_without_headers(kafka_settings: KafkaSettings) -> None:
+    topic = kafka_settings.topic(Topic.RANKING)
+    producer = make_producer(kafka_settings, ProducerKind.LATENCY, "writer")
+    producer.produce(topic, b"good", b"u", partition=0, headers=[("a", b"1")])
+    assert producer.flush(10) == 0
+    write_bad_header(kafka_settings, topic, 0, b"x")
+    consumer = make_assigned_consumer(kafka_settings, "reader")
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    good, message = consumer.poll(10), consumer.poll(10)
+    assert good is not None and message is not None
+    # A call that has run often takes another way through the interpreter.
+    for _ in range(1000):
+        assert list(headers_of(good) or ()) == [("a", b"1")]
+    assert (headers_of(message), message.value()) == (None, b"x")
+    assert list(headers_of(message) or ()) == []
+    writer = DeadLetterWriter(kafka_settings, "writer")
+    writer.write(message, "undecodable", "its headers can not be read")
+    assert writer.flush(10) == 0
+    (letter,) = read_topic(kafka_settings, Topic.DEAD_LETTERS, 1)
+    assert letter.value() == b"x"
+    assert dict(letter.headers() or [])[DEAD_LETTER_REASON] == b"undecodable"
+    consumer.close()
