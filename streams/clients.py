@@ -24,7 +24,7 @@ from schemas.topics import CATALOGUE
 from streams.client_errors import PERMANENT, ClientErrors, ErrorCallback
 from streams.errors import RelayError
 from streams.security import aiokafka_security, librdkafka_security
-from streams.settings import GroupProtocol, KafkaSettings
+from streams.settings import GroupProtocol, KafkaSettings, SecurityProtocol
 
 Options = Mapping[str, Any]
 
@@ -197,6 +197,9 @@ def require_broker(kafka: KafkaSettings) -> ClusterMetadata:
 def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float) -> str:
     cause = cause or f"no answer within {elapsed_s:.1f} s"
     advice = "Check `bootstrap` (--bootstrap, RELAYGR_BOOTSTRAP), and that the broker is running"
+    if kafka.security.protocol is not SecurityProtocol.PLAINTEXT:
+        # A broker that speaks plaintext may just cut the connection off.
+        advice += f", and `security`: its protocol is {kafka.security.protocol}"
     if error.code() == KafkaError._BAD_MSG:
         cause = "what answers there does not speak Kafka's protocol, or speaks it inside TLS"
         advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"

@@ -123,6 +123,14 @@ def test_tls_to_a_plaintext_broker_is_told_with_its_cause(broker_port: int) -> N
     assert elapsed_s < 5
 
 
+def test_a_connection_that_is_cut_under_tls_says_that_security_may_be_wrong() -> None:
+    """Whether a plaintext broker's refusal shows as an SSL error or as a reset is a matter of luck."""
+    kafka = KafkaSettings(
+        bootstrap="127.0.0.1:9", connect_timeout_s=0.3, security=Security(protocol=SecurityProtocol.SSL)
+    )
+    assert "`security`: its protocol is SSL" in refusal(kafka)[0]
+
+
 def test_sasl_to_a_broker_without_it_says_that_security_is_wrong(broker_port: int) -> None:
     kafka = KafkaSettings(
         bootstrap=f"127.0.0.1:{broker_port}",
