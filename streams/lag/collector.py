@@ -92,16 +92,23 @@ class LagCollector:
             self._admin = make_admin(self._kafka, _CLIENT_ID)
         try:
             return self._poll(self._admin)
-        except KafkaException as error:
-            raise RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {error.args[0].str()}") from error
+        except (KafkaException, TimeoutError) as error:
+            raise self._no_answer(error) from error
 
     def record_timestamps(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
         """For each partition the offset asked for, and the timestamp (ms) of the first record from there on.
 
-        Reads one record each, within `record_timeout_s` for all; what does not come in time is left out.
+        Reads one record each, within `record_timeout_s` for all; what does not come in time is left out. Raises
+        RelayError as `poll` does.
         """
         if not offsets or self._settings.record_timeout_s == 0:
             return {}
+        try:
+            return self._read_records(offsets)
+        except KafkaException as error:
+            raise self._no_answer(error) from error
+
+    def _read_records(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
         if self._records is None:
             # One record is wanted, not a megabyte of them.
             options = {"queued.min.messages": 1, "max.partition.fetch.bytes": 1024}
@@ -122,6 +129,10 @@ class LagCollector:
                 consumer.incremental_unassign([KafkaPartition(*tp)])
         consumer.unassign()
         return found
+
+    def _no_answer(self, error: KafkaException | TimeoutError) -> RelayError:
+        cause = error.args[0].str() if isinstance(error, KafkaException) else "a request has no end"
+        return RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {cause}")
 
     def close(self) -> None:
         """Closes what was opened."""

@@ -77,6 +77,9 @@ class LagMonitor:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(self._settings.request_timeout_s)
+            if self._thread.is_alive():
+                # Closing a consumer under a thread that polls it would crash the process; both go with it.
+                return
         self._collector.close()
 
     def _run(self, on_poll: Callable[[MonitorState], None] | None) -> None:

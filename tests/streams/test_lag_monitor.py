@@ -1,0 +1,58 @@
+"""The thread that measures: what it outlives, and how it is left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from streams.lag import LagMonitor, LagSettings
+from streams.lag.collector import LagCollector
+from streams.lag.model import Snapshot
+from streams.settings import KafkaSettings
+
+FAST = LagSettings(interval_s=0.1, request_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("error", [KafkaException(KafkaError(KafkaError._TIMED_OUT)), TimeoutError()])
+def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A time-out of the client's own futures used to end the thread: its figures grew old without a word."""
+    polls, again = [0], threading.Event()
+
+    def fail(*_: object) -> Snapshot:
+        polls[0] += 1
+        if polls[0] > 1:
+            again.set()
+        raise error
+
+    monkeypatch.setattr("streams.lag.collector.require_broker", lambda *_: None)
+    monkeypatch.setattr(LagCollector, "_poll", fail)
+    monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1"), FAST)
+    monitor.start()
+    assert again.wait(5)
+    monitor.stop()
+    assert "Kafka at 127.0.0.1:1 does not answer" in (monitor.state.error or "")
+
+
+def test_a_poll_that_hangs_is_left_alone_when_the_monitor_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[None] = []
+    polls, release = threading.Event(), threading.Event()
+
+    def hang(_: object) -> Snapshot:
+        polls.set()
+        release.wait(10)
+        return Snapshot("cluster", 0, 0, ())
+
+    monkeypatch.setattr(LagCollector, "poll", hang)
+    monkeypatch.setattr(LagCollector, "close", lambda _: closed.append(None))
+    monitor = LagMonitor(KafkaSettings(), FAST)
+    monitor.start()
+    assert polls.wait(5)
+    monitor.stop()
+    assert closed == [], "a consumer closed under the thread that polls it crashes the process"
+    release.set()
+    monitor.stop()
+    assert closed == [None]
