@@ -76,7 +76,11 @@ def test_cached_inference_is_full_inference(
     expected = full_inference(world.checkpoint, features, prefix + recent, items)
     assert scores.dtype == np.float32
     assert scores.shape == (candidates, 2)
-    assert worst(scores, expected.scores) <= TOLERANCE
+    # The oracle is float64. A norm over two nearly equal values magnifies float32's own rounding, with the
+    # cache or without: there full inference in float32 itself is off by more than the tolerance.
+    in_float32 = full_inference(world.checkpoint, features, prefix + recent, items, dtype=torch.float32)
+    own_error = worst(in_float32.scores.numpy(), expected.scores)
+    assert worst(scores, expected.scores) <= max(TOLERANCE, 2 * own_error)
 
 
 @settings(max_examples=25, deadline=None)
