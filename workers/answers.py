@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import structlog
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from schemas.codec import EncodeError, encode
 from schemas.headers import RankingHeaders, ResultHeaders
@@ -33,6 +33,18 @@ log = structlog.get_logger()
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
 """However far away a deadline is said to be: the offset waits for the answer."""
+NOWHERE_PATIENCE_US = 5_000_000
+"""How long a reply topic or partition may be unknown: a broker that just started does not know its topics yet."""
+_NOWHERE: Final = frozenset(
+    (
+        KafkaError._UNKNOWN_TOPIC,
+        KafkaError._UNKNOWN_PARTITION,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.TOPIC_EXCEPTION,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.MSG_SIZE_TOO_LARGE,
+    )
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +53,7 @@ class _Outgoing:
     value: bytes
     token: Token
     give_up_us: int
+    first_try_us: int
     next_try_us: int = 0
 
 
@@ -204,15 +217,16 @@ class Answers:
         )
 
     def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int) -> None:
-        furthest_us = self._clock.monotonic_us() + LONGEST_RESENDING_US
-        self._produce(_Outgoing(reply, value, token, min(deadline_us, furthest_us) + self._skew_us))
+        now_us = self._clock.monotonic_us()
+        give_up_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
+        self._produce(_Outgoing(reply, value, token, give_up_us, now_us))
 
     def _produce(self, outgoing: _Outgoing) -> None:
         def reported(error: Any, _: Any) -> None:
             if error is None:
                 self._finish(outgoing.token)
             else:
-                self._retry_later(outgoing)
+                self._retry_later(outgoing, error)
 
         reply = outgoing.reply
         try:
@@ -226,15 +240,17 @@ class Answers:
             )
         except BufferError:
             self._retry_later(outgoing)
-        except KafkaException as error:
-            log.warning("an answer cannot be sent", reply_topic=reply.reply_topic, error=str(error))
-            self._give_up(outgoing)
+        except KafkaException as exception:
+            self._retry_later(outgoing, exception.args[0])
 
-    def _retry_later(self, outgoing: _Outgoing) -> None:
+    def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
+        if error is not None and error.code() in _NOWHERE:
+            outgoing.give_up_us = min(outgoing.give_up_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
         outgoing.next_try_us = self._clock.monotonic_us() + RESEND_INTERVAL_US
         self._failed.append(outgoing)
 
     def _give_up(self, outgoing: _Outgoing) -> None:
+        log.debug("an answer was not delivered", reply_topic=outgoing.reply.reply_topic)
         self._metrics.result_undelivered()
         self._finish(outgoing.token)
 

@@ -363,22 +363,26 @@ def test_a_request_that_is_past_its_deadline_is_answered_expired_without_compute
     assert reading(stack.worker).total("relaygr_worker_device_seconds_total") == before
 
 
-@pytest.mark.parametrize("where", ["topic", "partition"])
-def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack, where):
+def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
     """Even with a deadline years away: the offset must not wait for it."""
     before = reading(stack.worker).total("relaygr_worker_results_undelivered_total")
-    changes = (
-        {"reply_partition": 3_999}
-        if where == "partition"
-        else {"reply_topic": f"{stack.relay.kafka.topic(Topic.RESULTS)}-gone"}
-    )
-    stack.raw.rank(new_user(), budget_ms=10 * 365 * 86_400_000, **changes)
+    stack.raw.rank(new_user(), budget_ms=10 * 365 * 86_400_000, reply_partition=3_999)
 
     def counted() -> bool:
         return reading(stack.worker).total("relaygr_worker_results_undelivered_total") == before + 1
 
     wait_until("counted as undelivered", counted, 30)
     stack.relay.await_all_committed(Topic.RANKING)
+
+
+def test_a_request_that_wants_its_answer_on_another_topic_is_a_dead_letter(stack):
+    headers = stack.raw.headers(reply_topic=stack.relay.kafka.topic(Topic.HISTORY))
+    user = new_user()
+    value = codec.encode(stack.raw.request(headers, user))
+    where = partition_for(user.encode(), PARTITIONS)
+    stack.raw.send(Topic.RANKING, value, user.encode(), headers.encode(), where)
+    letter = stack.letters.of(value, stack.relay.kafka.topic(Topic.RANKING))
+    assert "reply_topic" in letter["dead_letter_detail"]
 
 
 def test_everything_that_was_sent_is_committed_at_the_end(stack):

@@ -22,7 +22,7 @@ from schemas.messages import (
 from streams.clock import ManualClock
 from streams.consumer import Token
 from tests.workers.kafka_fakes import FakeProducer, received, refused
-from workers.answers import RESEND_INTERVAL_US, Answers
+from workers.answers import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, Answers
 from workers.metrics import WorkerMetrics
 from workers.model.interface import RankOutputs
 from workers.status import QueueWaits
@@ -165,9 +165,25 @@ def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: World):
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 
 
-def test_a_reply_topic_that_kafka_refuses_is_given_up_at_once(world: World):
-    world.producer.raises = refused(KafkaError._UNKNOWN_PARTITION)
-    work = world.rank()
+@pytest.mark.parametrize("code", [KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION])
+@pytest.mark.parametrize("at_once", [True, False], ids=["produce raises", "the report says so"])
+def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
+    world: World, code: int, at_once: bool
+) -> None:
+    """A broker that was just started does not know its topics for a moment."""
+
+    def fails() -> None:
+        if at_once:
+            world.producer.raises = refused(code)
+
+    fails()
+    work = world.rank(budget_us=2**50)
+    world.producer.report(code)
+    fails()
+    world.tick(RESEND_INTERVAL_US)
+    world.producer.report(code)
+    assert not world.finished
+    world.tick(NOWHERE_PATIENCE_US)
     assert world.finished == [work.received.token]
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 
