@@ -38,6 +38,8 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096
+SMALL_MESSAGE_BYTES = 16 * 1024
+"""All of it empty lists would unfold to about a megabyte."""
 MAX_CONTAINERS = 64
 """Maps and lists in one message. Today's messages have 5 at most; an empty one takes one byte, but 64 in memory."""
 
@@ -154,7 +156,8 @@ def decode(message: type[M], data: bytes | None) -> M:
             DecodeReason.UNSUPPORTED_VERSION,
             f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
         )
-    containers = _Containers()
+    # A short message cannot unfold to much: only its names are checked. Counting is for the long ones.
+    containers = _Containers() if len(data) > SMALL_MESSAGE_BYTES else None
     try:
         body = msgpack.unpackb(
             memoryview(data)[1:],
@@ -165,8 +168,8 @@ def decode(message: type[M], data: bytes | None) -> M:
             max_array_len=MAX_LIST_ENTRIES,
             max_map_len=MAX_MAP_ENTRIES,
             max_ext_len=0,
-            object_pairs_hook=containers.map,
-            list_hook=containers.list,
+            object_pairs_hook=_unique if containers is None else containers.map,
+            list_hook=None if containers is None else containers.list,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         text = str(error)[:200] or type(error).__name__
@@ -175,6 +178,13 @@ def decode(message: type[M], data: bytes | None) -> M:
         return _unpack(message, body)
     except FieldError as error:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"{message.__name__}{error}") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a map names a field twice")
+    return body
 
 
 class _Containers:
@@ -187,10 +197,7 @@ class _Containers:
 
     def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         self._one_more()
-        body = dict(pairs)
-        if len(body) != len(pairs):
-            raise ValueError("a map names a field twice")
-        return body
+        return _unique(pairs)
 
     def list(self, entries: list[Any]) -> list[Any]:
         self._one_more()

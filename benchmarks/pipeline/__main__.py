@@ -11,6 +11,9 @@ Figures, appended to a CSV with the machine's description:
 * retrieval event to the start of its pre-infer job;
 * CPU seconds of each process a second of wall time: where the time goes.
 
+Each run begins with a warm-up at the same rate, which is not counted: a fresh broker compiles its code,
+and fresh processes fill their connections and caches.
+
 A rate is carried if at least 99.9 % of the requests were answered and the last second's latencies are
 no longer than those of the middle of the run: the queues do not grow.
 """
@@ -18,6 +21,7 @@ no longer than those of the middle of the run: the queues do not grow.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import platform
 import tempfile
@@ -48,6 +52,7 @@ BUDGET_MS = 1_000
 CANDIDATES = 128
 HISTORY = 512
 CARRIED_SHARE = 0.999
+_STARTS = "relaygr_worker_preinfer_start_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ class RateFigures:
 
 def main(
     rates: Annotated[str, typer.Option(help="Impressions a second, comma-separated.")] = "200,500,1000,1200",
-    seconds: Annotated[float, typer.Option(min=2, help="Length of each run.")] = 15.0,
+    seconds: Annotated[float, typer.Option(min=2, help="What of each run is counted.")] = 15.0,
+    warm_up: Annotated[float, typer.Option(min=1, help="What goes before it, seconds.")] = 15.0,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = Path("benchmarks/pipeline/results.csv"),
 ) -> None:
@@ -94,22 +100,24 @@ def main(
         for number, rate in enumerate(float(text) for text in rates.split(",")):
             folder = Path(name) / f"rate-{number}"
             folder.mkdir()
-            figures.append(measure(console, started, folder, rate, seconds))
+            figures.append(measure(console, started, folder, rate, seconds, warm_up))
     _print(console, figures)
     _append(out, figures)
     console.print(f"appended to {out}")
 
 
-def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> RateFigures:
+def measure(
+    console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, warm_up_s: float
+) -> RateFigures:
     """One run at one rate, with fresh processes and topics."""
-    settings = _settings(broker, folder, rate_per_s, seconds)
+    settings = _settings(broker, folder, rate_per_s, warm_up_s + seconds)
     records = folder / "records.jsonl"
     with Stack(console, folder, broker, settings, relay=True, workers=1) as stack:
-        usage = CpuUsage(stack)
-        stack.play(f"{rate_per_s:.0f}/s", records, watch=usage.sample)
-        cpu = usage.per_second()
+        window = Window(stack, records, settled_after=int(rate_per_s * warm_up_s))
+        stack.play(f"{rate_per_s:.0f}/s", records, watch=window.sample)
+        cpu = window.cpu_per_second()
         (worker,) = stack.worker_readings()
-    ended = sorted(read_records(records), key=lambda record: record.number)
+    ended = sorted(read_records(records), key=lambda record: record.number)[int(rate_per_s * warm_up_s) :]
     latencies = np.array([record.latency_us for record in ended if record.status == Outcome.RANKED]) / 1000
     lags = np.array([record.send_lag_us for record in ended]) / 1000
     middle = latencies[int(0.4 * latencies.size) : int(0.6 * latencies.size)]
@@ -126,9 +134,9 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
         p99_ms=_percentile(latencies, 99),
         p999_ms=_percentile(latencies, 99.9),
         growth_ms=float(np.median(last) - np.median(middle)) if latencies.size else float("nan"),
-        preinfer_jobs=int(worker.total("relaygr_worker_preinfer_start_seconds_count")),
-        preinfer_start_p50_ms=_histogram_percentile(worker, "relaygr_worker_preinfer_start_seconds", 0.50),
-        preinfer_start_p99_ms=_histogram_percentile(worker, "relaygr_worker_preinfer_start_seconds", 0.99),
+        preinfer_jobs=int(worker.total(f"{_STARTS}_count") - window.before.total(f"{_STARTS}_count")),
+        preinfer_start_p50_ms=_histogram_percentile(window.before, worker, 0.50),
+        preinfer_start_p99_ms=_histogram_percentile(window.before, worker, 0.99),
         generator_lag_p99_ms=_percentile(lags, 99),
         cpu_gateway=cpu.get("gateway", 0.0),
         cpu_trigger=cpu.get("trigger", 0.0),
@@ -137,17 +145,29 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
     )
 
 
-class CpuUsage:
-    """CPU seconds of each process of a stack, and of the broker, a second of wall time."""
+class Window:
+    """What is counted of a run: from the end of its warm-up. CPU of each process of the stack and of the broker."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, records: Path, settled_after: int) -> None:
+        """The window opens once `settled_after` requests have been recorded."""
         self._stack = stack
+        self._records = records
+        self._settled_after = settled_after
+        self._opened = False
+        self.before = Reading()
+        """The worker's metrics when it opened."""
         self._first: dict[int, tuple[float, float]] = {}
         self._last: dict[int, tuple[float, float]] = {}
         self._roles: dict[int, str] = {}
 
     def sample(self) -> None:
-        """Notes what every process has used so far."""
+        """Opens the window when it is time; then notes what every process has used so far."""
+        if not self._opened:
+            with self._records.open("rb") if self._records.exists() else io.BytesIO() as lines:
+                self._opened = sum(1 for _ in lines) >= self._settled_after
+            if not self._opened:
+                return
+            (self.before,) = self._stack.worker_readings()
         roles = {child.process.pid: child.name for child in self._stack.processes()}
         for process in psutil.Process().children(recursive=True):
             try:
@@ -160,7 +180,7 @@ class CpuUsage:
             self._first.setdefault(process.pid, now)
             self._last[process.pid] = now
 
-    def per_second(self) -> dict[str, float]:
+    def cpu_per_second(self) -> dict[str, float]:
         """By role; the process that was there longest stands for the wall time."""
         wall_s = max((self._last[pid][0] - self._first[pid][0] for pid in self._last), default=0.0)
         used: dict[str, float] = {}
@@ -229,9 +249,11 @@ def _percentile(values: np.ndarray, share: float) -> float:
     return float(np.percentile(values, share)) if values.size else float("nan")
 
 
-def _histogram_percentile(reading: Reading, name: str, share: float) -> float:
-    """Interpolated in its bucket, in ms; NaN of nothing."""
-    buckets = sorted((float(bound), count) for bound, count in reading.by_label(f"{name}_bucket", "le").items())
+def _histogram_percentile(before: Reading, after: Reading, share: float) -> float:
+    """Of the pre-infer starts between two readings, interpolated in its bucket, in ms; NaN of nothing."""
+    earlier = before.by_label(f"{_STARTS}_bucket", "le")
+    later = after.by_label(f"{_STARTS}_bucket", "le")
+    buckets = sorted((float(bound), count - earlier.get(bound, 0.0)) for bound, count in later.items())
     if not buckets or not buckets[-1][1]:
         return float("nan")
     wanted, below, lower = share * buckets[-1][1], 0.0, 0.0

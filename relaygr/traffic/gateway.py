@@ -22,7 +22,7 @@ import structlog
 
 from relaygr.traffic.population import Population, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
-from relaygr.traffic.schedule import Impression, candidates_of, impressions, suffix_of
+from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from schemas.messages import History, HistoryVersion
 from streams.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
@@ -46,6 +46,14 @@ class _Open:
     history: History
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A history, and the version that names it."""
+
+    history: History
+    version: HistoryVersion
+
+
 class Gateway:
     """Plays one stream. `record` is called from the client's thread, once a request."""
 
@@ -65,11 +73,12 @@ class Gateway:
         self._settings = settings
         self._population = population
         self._record = record
+        self._candidates = Candidates(settings, population)
         self._open: dict[str, _Open] = {}
         # No event: a signal handler may not take the lock that the main thread waits with.
         self._stopping = False
         self._lost_after_s = lost_after_s
-        self._versions: dict[int, History] = {}
+        self._versions: dict[int, _Named] = {}
         self.recorded = 0
 
     def stop(self) -> None:
@@ -164,7 +173,7 @@ class Gateway:
         try:
             future = self._client.submit_rank(
                 history.user_id,
-                candidates_of(impression, self._settings, self._population),
+                self._candidates.of(impression),
                 budget_ms=budget_ms,
                 suffix=suffix_of(impression, self._settings, self._population),
                 history_version=self._version(impression),
@@ -205,15 +214,18 @@ class Gateway:
                 time.sleep(_BACK_PRESSURE_S)
 
     def _history(self, impression: Impression) -> History:
-        """The version of the impression. The last of each user is kept: three messages name it."""
-        known = self._versions.get(impression.user)
-        if known is None or known.number != impression.history_length:
-            known = history_at(self._population, impression.user, impression.history_length)
-            self._versions[impression.user] = known
-        return known
+        return self._named(impression).history
 
     def _version(self, impression: Impression) -> HistoryVersion:
-        return self._history(impression).version()
+        return self._named(impression).version
+
+    def _named(self, impression: Impression) -> _Named:
+        """The version of the impression. The last of each user is kept: three messages name it."""
+        known = self._versions.get(impression.user)
+        if known is None or known.history.number != impression.history_length:
+            history = history_at(self._population, impression.user, impression.history_length)
+            known = self._versions[impression.user] = _Named(history, history.version())
+        return known
 
     def _warm_up(self) -> None:
         """A few requests of made-up users, unrecorded: connections, caches and compilers are warm after them."""

@@ -55,12 +55,24 @@ def _next_length(before: int | None, settings: TrafficSettings, population: Popu
     return min(before + settings.growth, most)
 
 
-def candidates_of(impression: Impression, settings: TrafficSettings, population: Population) -> NDArray[np.int64]:
-    """The item ids to rank, distinct where there are enough items."""
-    random = np.random.default_rng((settings.seed, 3, impression.number))
-    items = population.items
-    few = items.size < settings.candidates
-    return random.choice(items, settings.candidates, replace=few).astype(np.int64)
+class Candidates:
+    """The item ids to rank: a stretch of one random order of all items, at another place for each impression.
+
+    Distinct where there are enough items, and cheap: the generator shares the machine with what it measures.
+    """
+
+    _STRIDE = 7919
+
+    def __init__(self, settings: TrafficSettings, population: Population) -> None:
+        items = np.random.default_rng((settings.seed, 3)).permutation(population.items).astype(np.int64)
+        self._places = items.size
+        self._count = settings.candidates
+        self._items = np.resize(items, items.size + settings.candidates)
+
+    def of(self, impression: Impression) -> NDArray[np.int64]:
+        """A pure function of the seed and the impression's number."""
+        start = impression.number * self._STRIDE % self._places
+        return self._items[start : start + self._count]
 
 
 def suffix_of(impression: Impression, settings: TrafficSettings, population: Population) -> Behaviours:

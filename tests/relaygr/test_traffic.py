@@ -13,7 +13,7 @@ import pytest
 from relaygr.traffic.gateway import Gateway
 from relaygr.traffic.population import MadePopulation, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, Record, RecordWriter, pack_scores, read_records
-from relaygr.traffic.schedule import candidates_of, impressions, suffix_of
+from relaygr.traffic.schedule import Candidates, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 from streams.client import LostRequest, QueueFull, RankOutcome, RankStatus
 from streams.errors import RelayError
@@ -62,9 +62,9 @@ def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() ->
 def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
     population = MadePopulation(SETTINGS)
     impression = next(impressions(SETTINGS, population))
-    candidates = candidates_of(impression, SETTINGS, population)
+    candidates = Candidates(SETTINGS, population).of(impression)
     assert np.unique(candidates).size == SETTINGS.candidates
-    assert np.array_equal(candidates, candidates_of(impression, SETTINGS, population))
+    assert np.array_equal(candidates, Candidates(SETTINGS, population).of(impression))
     whole = population.sequence(impression.user)
     assert suffix_of(impression, SETTINGS, population).items[0] == whole.items[impression.history_length]
 
