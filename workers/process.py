@@ -30,6 +30,7 @@ from streams.clock import SystemClock
 from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
+from streams.interpreter import settle
 from streams.latency import Corrector
 from streams.partitioner import partition_for
 from streams.probes import Check, ProbeServer, Readiness
@@ -208,6 +209,7 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
             self._producer.list_topics(self._kafka.topic(topic), timeout=self._kafka.connect_timeout_s)
+        settle()
         self._probes.start()
         self._device.start()
         self._follower.start()

@@ -11,8 +11,8 @@ Figures, appended to a CSV with the machine's description:
 * retrieval event to the start of its pre-infer job;
 * CPU seconds of each process a second of wall time: where the time goes.
 
-Each run begins with a warm-up at the same rate, which is not counted: a fresh broker compiles its code,
-and fresh processes fill their connections and caches.
+Before each run its processes are warmed up at half its rate: a fresh broker compiles its code, and fresh
+processes fill their connections and caches.
 
 A rate is carried if at least 99.9 % of the requests were answered and the last second's latencies are
 no longer than those of the middle of the run: the queues do not grow.
@@ -21,7 +21,6 @@ no longer than those of the middle of the run: the queues do not grow.
 from __future__ import annotations
 
 import csv
-import io
 import os
 import platform
 import tempfile
@@ -110,14 +109,16 @@ def measure(
     console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, warm_up_s: float
 ) -> RateFigures:
     """One run at one rate, with fresh processes and topics."""
-    settings = _settings(broker, folder, rate_per_s, warm_up_s + seconds)
+    settings = _settings(broker, folder, rate_per_s, seconds)
     records = folder / "records.jsonl"
+    half = [f"gateway.rate_per_s={rate_per_s / 2}", f"gateway.duration_s={warm_up_s}"]
     with Stack(console, folder, broker, settings, relay=True, workers=1) as stack:
-        window = Window(stack, records, settled_after=int(rate_per_s * warm_up_s))
+        stack.play(f"warm-up at {rate_per_s / 2:.0f}/s", folder / "warm-up.jsonl", overrides=half)
+        window = Window(stack, records)
         stack.play(f"{rate_per_s:.0f}/s", records, watch=window.sample)
         cpu = window.cpu_per_second()
         (worker,) = stack.worker_readings()
-    ended = sorted(read_records(records), key=lambda record: record.number)[int(rate_per_s * warm_up_s) :]
+    ended = sorted(read_records(records), key=lambda record: record.number)
     latencies = np.array([record.latency_us for record in ended if record.status == Outcome.RANKED]) / 1000
     lags = np.array([record.send_lag_us for record in ended]) / 1000
     middle = latencies[int(0.4 * latencies.size) : int(0.6 * latencies.size)]
@@ -146,46 +147,51 @@ def measure(
 
 
 class Window:
-    """What is counted of a run: from the end of its warm-up. CPU of each process of the stack and of the broker."""
+    """What is counted of a run: CPU of each process of the stack and of the broker, and the worker's own counts."""
 
-    def __init__(self, stack: Stack, records: Path, settled_after: int) -> None:
-        """The window opens once `settled_after` requests have been recorded."""
+    def __init__(self, stack: Stack, records: Path) -> None:
+        """The window opens with the first record."""
         self._stack = stack
         self._records = records
-        self._settled_after = settled_after
-        self._opened = False
+        self._processes: dict[psutil.Process, str] = {}
+        self._first: dict[psutil.Process, tuple[float, float]] = {}
+        self._last: dict[psutil.Process, tuple[float, float]] = {}
+        self._next_s = 0.0
         self.before = Reading()
         """The worker's metrics when it opened."""
-        self._first: dict[int, tuple[float, float]] = {}
-        self._last: dict[int, tuple[float, float]] = {}
-        self._roles: dict[int, str] = {}
 
     def sample(self) -> None:
-        """Opens the window when it is time; then notes what every process has used so far."""
-        if not self._opened:
-            with self._records.open("rb") if self._records.exists() else io.BytesIO() as lines:
-                self._opened = sum(1 for _ in lines) >= self._settled_after
-            if not self._opened:
+        """Once a second, since looking costs too: what every process has used so far."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + 1.0
+        if not self._processes:
+            if not (self._records.exists() and self._records.stat().st_size):
                 return
-            (self.before,) = self._stack.worker_readings()
-        roles = {child.process.pid: child.name for child in self._stack.processes()}
-        for process in psutil.Process().children(recursive=True):
+            self._open()
+        for process in self._processes:
             try:
                 times = process.cpu_times()
             except psutil.Error:
                 continue
-            role = roles.get(process.pid, "broker")
-            self._roles[process.pid] = "gateway" if role == "records" else role.split("-")[0]
             now = (time.monotonic(), times.user + times.system)
-            self._first.setdefault(process.pid, now)
-            self._last[process.pid] = now
+            self._first.setdefault(process, now)
+            self._last[process] = now
+
+    def _open(self) -> None:
+        (self.before,) = self._stack.worker_readings()
+        roles = {child.process.pid: child.name.split("-")[0] for child in self._stack.processes()}
+        for process in psutil.Process().children(recursive=True):
+            role = roles.get(process.pid, "broker")
+            self._processes[process] = "gateway" if role == "records" else role
 
     def cpu_per_second(self) -> dict[str, float]:
-        """By role; the process that was there longest stands for the wall time."""
-        wall_s = max((self._last[pid][0] - self._first[pid][0] for pid in self._last), default=0.0)
+        """CPU seconds a second of wall time, by role; the process seen longest stands for the wall time."""
+        wall_s = max((self._last[process][0] - self._first[process][0] for process in self._last), default=0.0)
         used: dict[str, float] = {}
-        for pid, role in self._roles.items():
-            used[role] = used.get(role, 0.0) + self._last[pid][1] - self._first[pid][1]
+        for process, last in self._last.items():
+            role = self._processes[process]
+            used[role] = used.get(role, 0.0) + last[1] - self._first[process][1]
         return {role: seconds / wall_s for role, seconds in used.items()} if wall_s else {}
 
 

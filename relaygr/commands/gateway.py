@@ -18,6 +18,7 @@ from relaygr.traffic.records import Record, RecordWriter, read_records
 from relaygr.traffic.settings import TrafficSettings
 from streams.client import RelayClient
 from streams.errors import RelayError
+from streams.interpreter import settle
 from streams.probes import Check, ProbeServer, Readiness
 
 log = structlog.get_logger()
@@ -59,6 +60,7 @@ def gateway(
         settings.gateway.http_port,
         lambda: Readiness((Check("playing", True, f"{player.recorded} requests recorded"),)),
     )
+    settle()
     probes.start()
     log.info(
         "gateway started",

@@ -13,6 +13,7 @@ from relaygr.settings import Settings
 from schemas.topics import Topic
 from streams.admin import require_topics
 from streams.clients import require_broker
+from streams.interpreter import settle
 from streams.probes import ProbeServer
 from streams.trigger.app import TriggerApp
 
@@ -52,6 +53,7 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    settle()
     app = TriggerApp(settings, settings.trigger, settings.admission)
     with ProbeServer(settings.trigger.http_host, settings.trigger.http_port, app.readiness):
         await app.run(stop)

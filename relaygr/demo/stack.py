@@ -72,11 +72,14 @@ class Stack:
     ) -> None:
         self._cleanup.close()
 
-    def play(self, title: str, records: Path, watch: Callable[[], None] | None = None) -> RunSummary:
-        """Drives the schedule once. `watch` is called now and then while it runs."""
+    def play(
+        self, title: str, records: Path, watch: Callable[[], None] | None = None, overrides: Sequence[str] = ()
+    ) -> RunSummary:
+        """Drives the schedule once. `watch` is called now and then while it runs; `overrides` go to the gateway."""
         before = self._device_seconds()
         tail = RecordTail(records)
-        gateway = self._start_gateway(records, ["--set", f"gateway.relay={str(self._relay).lower()}"])
+        relay = f"gateway.relay={str(self._relay).lower()}"
+        gateway = self._start_gateway(records, [], [relay, *overrides])
         board = Board(
             self._console,
             title,
@@ -110,8 +113,8 @@ class Stack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
-    def _start_gateway(self, records: Path, arguments: Sequence[str]) -> Child:
-        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway")
+    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> Child:
+        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
 
     def _has_ended(self, child: Child) -> bool:
         self._processes.require_running()
