@@ -73,9 +73,14 @@ class WorkerMetrics:
             "relaygr_worker_bytes_at_most", "What the worker holds at most, by kind", ["kind"], registry=registry
         )
 
+        # A label's child is looked up once, not for each request.
+        self._by_path = {path: (self._ranked.labels(path.value), self._seconds.labels(path.value)) for path in Path}
+        self._by_outcome = {outcome: self._jobs.labels(outcome.value) for outcome in JobOutcome}
+
     def ranked(self, path: Path, total_us: int, queue_us: int, unknown_items: int) -> None:
-        self._ranked.labels(path.value).inc()
-        self._seconds.labels(path.value).observe(total_us / 1e6)
+        ranked, seconds = self._by_path[path]
+        ranked.inc()
+        seconds.observe(total_us / 1e6)
         self._queue_seconds.observe(queue_us / 1e6)
         if unknown_items:
             self._unknown_items.inc(unknown_items)
@@ -87,7 +92,7 @@ class WorkerMetrics:
         self._unranked.labels(reason.value).inc()
 
     def job_done(self, outcome: JobOutcome) -> None:
-        self._jobs.labels(outcome.value).inc()
+        self._by_outcome[outcome].inc()
 
     def job_started(self, after_us: int) -> None:
         self._job_start_seconds.observe(max(0, after_us) / 1e6)

@@ -112,7 +112,7 @@ def measure(
     settings = _settings(broker, folder, rate_per_s, seconds)
     records = folder / "records.jsonl"
     half = [f"gateway.rate_per_s={rate_per_s / 2}", f"gateway.duration_s={warm_up_s}"]
-    with Stack(console, folder, broker, settings, relay=True, workers=1) as stack:
+    with Stack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack:
         stack.play(f"warm-up at {rate_per_s / 2:.0f}/s", folder / "warm-up.jsonl", overrides=half)
         window = Window(stack, records)
         stack.play(f"{rate_per_s:.0f}/s", records, watch=window.sample)

@@ -29,7 +29,14 @@ class Stack:
     """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
 
     def __init__(
-        self, console: Console, folder: Path, broker: LocalBroker, settings: Settings, relay: bool, workers: int
+        self,
+        console: Console,
+        folder: Path,
+        broker: LocalBroker,
+        settings: Settings,
+        relay: bool,
+        workers: int,
+        observed: bool = True,
     ) -> None:
         self._console = console
         self._folder = folder / settings.topic_prefix
@@ -38,10 +45,12 @@ class Stack:
         self._relay = relay
         self._worker_count = workers
         self._cleanup = ExitStack()
+        self._observed = observed
+        self._lag: LagWatch | None = None
 
     def __enter__(self) -> Stack:
         self._folder.mkdir(parents=True)
-        settings, name = self._settings, self._settings.topic_prefix
+        settings = self._settings
         self._broker.create_topics(settings)
         if not self._broker.ours:
             self._cleanup.callback(self._broker.delete_topics, settings)
@@ -58,10 +67,8 @@ class Stack:
                 self._processes.await_ready(started, START_TIMEOUT_S)
             self._fleet = Fleet(_STALE_MS)
             self._clock = SystemClock()
-            reader = FleetReader(settings, self._fleet, self._clock, f"{name}-demo")
-            reader.start()
-            self._cleanup.callback(reader.stop)
-            self._lag = self._cleanup.enter_context(LagWatch(settings))
+            if self._observed:
+                self._observe()
         except BaseException:
             self._cleanup.close()
             raise
@@ -88,7 +95,7 @@ class Stack:
             self._workers,
             self._trigger,
             self._owners,
-            self._lag.lines,
+            self._lag.lines if self._lag is not None else tuple,
         )
 
         def has_ended() -> bool:
@@ -105,6 +112,13 @@ class Stack:
             gateway = self._start_gateway(records, ["--reference-of", str(of)])
             while not self._has_ended(gateway):
                 time.sleep(0.1)
+
+    def _observe(self) -> None:
+        """Follows who owns what, and lag: for people to see, at some cost to the broker."""
+        reader = FleetReader(self._settings, self._fleet, self._clock, f"{self._settings.topic_prefix}-demo")
+        reader.start()
+        self._cleanup.callback(reader.stop)
+        self._lag = self._cleanup.enter_context(LagWatch(self._settings))
 
     def _start_worker(self, number: int) -> Child:
         name = f"worker-{number:02d}"
