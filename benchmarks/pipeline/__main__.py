@@ -50,6 +50,8 @@ from workers.model.engine import load_engine
 BUDGET_MS = 1_000
 CANDIDATES = 128
 HISTORY = 512
+PARTITIONS = 8
+"""The least for one worker."""
 CARRIED_SHARE = 0.999
 _STARTS = "relaygr_worker_preinfer_start_seconds"
 
@@ -226,7 +228,7 @@ def _settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: flo
             "session_timeout_ms": base.session_timeout_ms,
             "topic_prefix": f"pipeline-{rate_per_s:.0f}",
             "group_prefix": f"pipeline-{rate_per_s:.0f}",
-            "partitions": 12,
+            "partitions": PARTITIONS,
             "log": {"level": "warning"},
             "worker": {
                 "model": model,
