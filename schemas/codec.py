@@ -39,7 +39,7 @@ MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096
 SMALL_MESSAGE_BYTES = 16 * 1024
-"""All of it empty lists would unfold to about a megabyte."""
+"""All of it empty maps would unfold to about a megabyte."""
 MAX_CONTAINERS = 64
 """Maps and lists in one message. Today's messages have 5 at most; an empty one takes one byte, but 64 in memory."""
 
@@ -156,8 +156,9 @@ def decode(message: type[M], data: bytes | None) -> M:
             DecodeReason.UNSUPPORTED_VERSION,
             f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
         )
-    # A short message cannot unfold to much: only its names are checked. Counting is for the long ones.
-    containers = _Containers() if len(data) > SMALL_MESSAGE_BYTES else None
+    containers = _Containers()
+    # The maps of a short message cannot unfold to much: only their names are checked.
+    is_short = len(data) <= SMALL_MESSAGE_BYTES
     try:
         body = msgpack.unpackb(
             memoryview(data)[1:],
@@ -168,8 +169,8 @@ def decode(message: type[M], data: bytes | None) -> M:
             max_array_len=MAX_LIST_ENTRIES,
             max_map_len=MAX_MAP_ENTRIES,
             max_ext_len=0,
-            object_pairs_hook=_unique if containers is None else containers.map,
-            list_hook=None if containers is None else containers.list,
+            object_pairs_hook=_unique if is_short else containers.map,
+            list_hook=containers.list,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         text = str(error)[:200] or type(error).__name__

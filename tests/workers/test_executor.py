@@ -779,3 +779,14 @@ def test_a_request_that_expired_says_so_of_its_unused_prefix():
     world.rank(version=version, budget_us=-10_000)
     world.run()
     assert sum(dict(world.cache.stats().wasted).values()) == 1
+
+
+def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
+    world = World()
+    world.rank(version=world.store.put("u", 100))
+    world.run()
+    grown = world.store.put("u", 130, number=2)
+    world.job(version=grown, request_id="r2")
+    work = world.rank(version=grown, request_id="r2")
+    world.run()
+    assert (work.path, work.tokens_cached) == (Path.HBM, 100)

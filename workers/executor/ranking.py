@@ -152,11 +152,15 @@ class RankingFlow:
         self._prefixes.enqueue(prefix)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
-        """Waits for the prefix that is being computed; one that has not begun is taken over, and counts as full."""
+        """Waits for the prefix that is being computed, or takes over what has not begun.
+
+        What is taken over is full inference, or an append where the beginning is cached.
+        """
         if work.path is not Path.DRAM:
-            work.path = Path.PENDING if coming.started else Path.FULL
+            ready = coming.base is not None and not coming.started
+            work.path = Path.HBM if ready else Path.PENDING if coming.started else Path.FULL
+            work.prefix_source = coming.base.source if coming.base is not None else PrefixSource.COMPUTED
             work.tokens_cached = coming.done_tokens
-            work.prefix_source = PrefixSource.COMPUTED
         coming.waiters.append(work)
         self._shared.metrics.joined(overtaken=not coming.started)
         self._shared.scheduler.push(coming)
