@@ -33,6 +33,8 @@ PARTITIONER: Final = "murmur2_random"
 ASSIGNOR: Final = "range"
 """The one assignor that gives both topics' partitions of a user to one worker in every state."""
 LARGEST_MESSAGE_BYTES: Final = max(spec.max_message_bytes for spec in CATALOGUE.values())
+LARGEST_QUEUE_BYTES: Final = 16 * 1024 * 1024
+"""What one client holds at most in its own queue, sent or received: three messages of the largest size."""
 
 
 class ProducerKind(enum.StrEnum):
@@ -70,7 +72,7 @@ _PRODUCER: Final[dict[str, Any]] = {
     "message.max.bytes": LARGEST_MESSAGE_BYTES,
     # Bounds what waits while the broker is away.
     "queue.buffering.max.messages": 10_000,
-    "queue.buffering.max.kbytes": 65_536,
+    "queue.buffering.max.kbytes": LARGEST_QUEUE_BYTES // 1024,
     "retry.backoff.ms": 20,
     # An unknown topic is reported at once, not after 30 s of hoping that it appears.
     "topic.metadata.propagation.max.ms": 0,
@@ -92,7 +94,7 @@ _CONSUMER: Final[dict[str, Any]] = {
     "fetch.error.backoff.ms": 50,
     # What is fetched ahead is memory, and is fetched again after every pause.
     "queued.min.messages": 1000,
-    "queued.max.messages.kbytes": 16_384,
+    "queued.max.messages.kbytes": LARGEST_QUEUE_BYTES // 1024,
     # A record set of one message of the largest size still fits.
     "fetch.max.bytes": max(LARGEST_MESSAGE_BYTES, 16 * 1024 * 1024),
     "isolation.level": "read_uncommitted",

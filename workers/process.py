@@ -20,12 +20,19 @@ from functools import partial
 
 import numpy as np
 import structlog
+from confluent_kafka import KafkaException
 from numpy.typing import NDArray
 
 from schemas.messages import WorkerState
 from schemas.topics import Topic
 from streams.admin import require_topics
-from streams.clients import ProducerKind, make_group_consumer, make_producer, require_broker
+from streams.clients import (
+    LARGEST_QUEUE_BYTES,
+    ProducerKind,
+    make_group_consumer,
+    make_producer,
+    require_broker,
+)
 from streams.clock import SystemClock
 from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState
 from streams.dead_letters import DeadLetterWriter
@@ -60,8 +67,8 @@ EXIT_FAILED = 1
 EXIT_FENCED = 3
 EXIT_STUCK = 4
 
-QUEUES_BYTES = 64 * 1024 * 1024
-"""What librdkafka's queues hold at most: 16 MiB of each consumer, the producers' share, and our own lists."""
+CLIENTS = 5
+"""Two consumers and three producers, each with a queue of at most LARGEST_QUEUE_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +214,7 @@ class WorkerProcess:
         """Starts every thread, waits for the end, and stops them in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
-            self._producer.list_topics(self._kafka.topic(topic), timeout=self._kafka.connect_timeout_s)
+        self._warm_up_producer()
         settle()
         self._probes.start()
         self._device.start()
@@ -222,6 +228,14 @@ class WorkerProcess:
                 os._exit(EXIT_STUCK)
         self._stop()
         return self._exit_code
+
+    def _warm_up_producer(self) -> None:
+        """Its first message need not wait for metadata. Raises RelayError if the broker went away."""
+        try:
+            for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
+                self._producer.list_topics(self._kafka.topic(topic), timeout=self._kafka.connect_timeout_s)
+        except KafkaException as error:
+            raise RelayError(f"Kafka at {self._kafka.bootstrap} does not answer any more: {error.args[0]}.") from error
 
     def _stop(self) -> None:
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=self._settings.drain_s)
@@ -269,7 +283,7 @@ class WorkerProcess:
             scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
             + engine.scratch_bytes(min(scratch_tokens, self._settings.max_chunk_tokens), batch_rows),
             dram_bytes=int(self._settings.dram_bytes),
-            queues_bytes=QUEUES_BYTES,
+            queues_bytes=CLIENTS * LARGEST_QUEUE_BYTES + int(self._settings.ranking_queue_bytes),
             history_bytes=int(self._settings.history_max_bytes),
             process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
         )
@@ -311,14 +325,17 @@ class WorkerProcess:
         self._bound_ranking()
 
     def _bound_ranking(self) -> None:
-        """At the bound the ranking partitions pause, until half of it is answered."""
+        """At either bound the ranking partitions pause, until half of it is answered."""
         outstanding = self._executor.ranking_outstanding
-        bound = self._settings.ranking_queue_max
-        if not self._ranking_paused and outstanding >= bound:
+        filled = max(
+            outstanding / self._settings.ranking_queue_max,
+            self._executor.ranking_outstanding_bytes / self._settings.ranking_queue_bytes,
+        )
+        if not self._ranking_paused and filled >= 1:
             self._ranking_paused = True
             self._loop.pause(self._kafka.topic(Topic.RANKING), range(self._kafka.partitions))
             log.warning("ranking paused: too many requests outstanding", outstanding=outstanding)
-        elif self._ranking_paused and outstanding <= bound // 2:
+        elif self._ranking_paused and filled <= 0.5:
             self._ranking_paused = False
             self._loop.resume(self._kafka.topic(Topic.RANKING), range(self._kafka.partitions))
 

@@ -37,7 +37,11 @@ class WorkerSettings(Section):
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
     history_max_bytes: ByteSize = Field(ByteSize(4096 * _MIB), ge=_MIB, description="size limit of that store")
     anchor_behaviours: Annotated[
-        int, Field(ge=1, description="longer histories lose their oldest in steps of this many")
+        int,
+        Field(
+            ge=1,
+            description="longer histories lose their oldest in such steps, a quarter of the model's limit at most",
+        ),
     ] = 512
     parked_jobs_max: Annotated[int, Field(ge=0, description="work that waits for its history version")] = 256
 
@@ -48,6 +52,9 @@ class WorkerSettings(Section):
         int, Field(ge=1, description="their suffixes and candidates together, beyond one request: bounds its memory")
     ] = 4096
     ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
+    ranking_queue_bytes: ByteSize = Field(
+        ByteSize(64 * _MIB), ge=_MIB, description="likewise, by what the requests and their histories take"
+    )
     preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
     reply_margin_ms: Annotated[float, Field(ge=0, description="time left for the answer's way back")] = 2.0
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5

@@ -16,6 +16,9 @@ from workers.cache import Fill, Handle, PrefixKey
 from workers.model.interface import PrefixInputs, RankInputs
 from workers.scheduler.order import WorkClass
 
+HELD_BYTES_PER_BEHAVIOUR = 64
+"""A behaviour of a resolved history: its copy (18 bytes), and its rows in the model's tables."""
+
 
 class JobOutcome(enum.StrEnum):
     """How a pre-infer job ended: a metric label."""
@@ -96,6 +99,13 @@ class RankingWork:
     @property
     def latest_start_us(self) -> int:
         return self.answer_by_us - int(self.predicted_us)
+
+    @property
+    def held_bytes(self) -> int:
+        """About what the request holds until it is answered: its message, decoded, and its history, looked up."""
+        version = self.request.history_version
+        behaviours = version.length if version is not None else 0
+        return 2 * len(self.received.value or b"") + HELD_BYTES_PER_BEHAVIOUR * behaviours
 
     @property
     def answer_by_us(self) -> int:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -33,6 +33,7 @@ HISTORY_LEAD_US = 200_000
 """How long before its retrieval event a longer history is published."""
 WARM_UP_REQUESTS = 24
 _BACK_PRESSURE_S = 0.02
+_LONGEST_SLEEP_US = 200_000
 
 OnRecord = Callable[[Record], None]
 
@@ -44,6 +45,17 @@ class _Open:
     scheduled_us: int
     sent_us: int
     history: History
+
+
+@dataclass(order=True, slots=True)
+class _Call:
+    """Something to do at its time, for one impression."""
+
+    at_us: int
+    sequence: int
+    number: int = field(compare=False)
+    begins: bool = field(compare=False)
+    make: Callable[[int], None] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +132,35 @@ class Gateway:
     def _play(self, stream: Iterator[Impression]) -> None:
         """Timed calls in order; each impression puts its own into the heap one step ahead of its time."""
         started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
-        calls: list[tuple[int, int, Callable[[int], None]]] = []
+        calls: list[_Call] = []
         sequence = itertools.count()
+        dropped: set[int] = set()
         upcoming = next(stream, None)
         while (upcoming is not None and not self._stopping) or calls:
             while upcoming is not None and not self._stopping:
                 begins_us = started_us + upcoming.retrieval_us - HISTORY_LEAD_US
-                if calls and begins_us > calls[0][0]:
+                if calls and begins_us > calls[0].at_us:
                     break
-                for at_us, call in self._calls_of(upcoming, started_us):
-                    heapq.heappush(calls, (at_us, next(sequence), call))
+                for place, (at_us, make) in enumerate(self._calls_of(upcoming, started_us)):
+                    heapq.heappush(calls, _Call(at_us, next(sequence), upcoming.number, place == 0, make))
                 upcoming = next(stream, None)
             if not calls:
                 continue
-            at_us, _, call = heapq.heappop(calls)
-            _sleep_until(at_us)
-            call(at_us)
+            call = heapq.heappop(calls)
+            if call.number in dropped:
+                continue
+            if self._sleep_until(call.at_us, give_up=call.begins):
+                call.make(call.at_us)
+            else:
+                dropped.add(call.number)
+
+    def _sleep_until(self, at_us: int, give_up: bool) -> bool:
+        """False if we are to stop meanwhile, and what waits has not begun."""
+        while (left_us := at_us - time.monotonic_ns() // 1000) > 0:
+            if give_up and self._stopping:
+                return False
+            time.sleep(min(left_us, _LONGEST_SLEEP_US) / 1e6)
+        return True
 
     def _calls_of(self, impression: Impression, started_us: int) -> Iterable[tuple[int, Callable[[int], None]]]:
         request_id = self._client.new_request_id()
@@ -317,9 +342,3 @@ class Gateway:
         ends_s = time.monotonic() + self._settings.settle_s
         while not self._stopping and time.monotonic() < ends_s:
             time.sleep(0.05)
-
-
-def _sleep_until(at_us: int) -> None:
-    left_us = at_us - time.monotonic_ns() // 1000
-    if left_us > 0:
-        time.sleep(left_us / 1e6)

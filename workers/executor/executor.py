@@ -98,6 +98,11 @@ class Executor:
         return self._requests.outstanding
 
     @property
+    def ranking_outstanding_bytes(self) -> int:
+        """About what those hold."""
+        return self._requests.outstanding_bytes
+
+    @property
     def preinfer_backlog_us(self) -> int:
         """Predicted device time of the pre-infer work that is queued."""
         return self._prefixes.preinfer_backlog_us

@@ -35,17 +35,19 @@ REMEMBERED_ANSWERS = 65_536
 
 
 class RankingFlow:
-    """Belongs to the device thread. `outstanding` may be read from others."""
+    """Belongs to the device thread. `outstanding` and its bytes may be read from others."""
 
     def __init__(self, shared: Shared, prefixes: PrefixFlow) -> None:
         self._shared = shared
         self._prefixes = prefixes
         self.answered = Remembered(REMEMBERED_ANSWERS)
         self.outstanding = 0
+        self.outstanding_bytes = 0
 
     def submit(self, work: RankingWork) -> None:
         """Takes a ranking request; its answer goes to the outbox."""
         self.outstanding += 1
+        self.outstanding_bytes += work.held_bytes
         too_long = _too_long(work, self._shared.engine.limits)
         if too_long is not None:
             return self.fail(work, FailureReason.TOO_LONG, too_long)
@@ -302,6 +304,7 @@ class RankingFlow:
     def _finish_ranking(self, work: RankingWork, ranked: bool) -> None:
         work.done = True
         self.outstanding -= 1
+        self.outstanding_bytes -= work.held_bytes
         self.answered.add(work.request.request_id)
         self._shared.cache.end_lease(work.request.request_id, None if ranked else WasteReason.REQUEST_EXPIRED)
         self._prefixes.free_scratch(work)
