@@ -47,7 +47,7 @@ def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """In the middle of its first run: the gateway plays."""
     process = start(folder, "--seconds", "60", "--rate", "5")
     try:
-        wait_until("the gateway runs", lambda: any("gateway" in line for line in commands(process)), 90)
+        wait_until("the gateway runs", lambda: any("relaygr gateway" in line for line in commands(process)), 90)
         yield process
     finally:
         with suppress(ProcessLookupError):
