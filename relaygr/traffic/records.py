@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ class Record:
         return None if self.scores is None else np.frombuffer(base64.b64decode(self.scores), dtype="<f4")
 
 
+_FIELDS = tuple(field.name for field in fields(Record))
+
+
 def pack_scores(scores: NDArray[np.float32]) -> str:
     """The text form of `Record.scores`."""
     return base64.b64encode(scores.astype("<f4", copy=False).tobytes()).decode()
@@ -71,7 +74,11 @@ class RecordWriter:
         self._file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+        # Not `asdict`, which copies deeply: the generator shares the machine with what it measures.
+        plain = {name: getattr(record, name) for name in _FIELDS}
+        if record.timings is not None:
+            plain["timings"] = asdict(record.timings)
+        self._file.write(json.dumps(plain, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
         self._file.close()
