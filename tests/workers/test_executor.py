@@ -257,6 +257,19 @@ class World:
         self.run()
 
 
+def world_with_a_in_dram() -> tuple[World, HistoryVersion]:
+    """User a was ranked and spilled; then user b took all of HBM."""
+    world = World(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    return world, first
+
+
 def test_a_prefix_computed_ahead_is_hit_in_hbm():
     world = World()
     version = world.store.put("u", 100)
@@ -326,14 +339,7 @@ def test_a_job_that_comes_after_its_request_was_answered_is_dropped():
 
 
 def test_an_evicted_prefix_comes_back_from_dram():
-    world = World(hbm_pages=32)
-    first = world.store.put("a", 400)
-    world.rank("a", first, "r1")
-    world.run()
-    world.mover.finish()
-    world.rank("b", world.store.put("b", 400), "r2")
-    world.run()
-    world.mover.finish()
+    world, first = world_with_a_in_dram()
     work = world.rank("a", first, "r3")
     world.run()
     assert world.outbox.answers == 2, "waits for the copy"
@@ -345,14 +351,7 @@ def test_an_evicted_prefix_comes_back_from_dram():
 
 
 def test_a_failed_reload_falls_back_to_full_inference():
-    world = World(hbm_pages=32)
-    first = world.store.put("a", 400)
-    world.rank("a", first, "r1")
-    world.run()
-    world.mover.finish()
-    world.rank("b", world.store.put("b", 400), "r2")
-    world.run()
-    world.mover.finish()
+    world, first = world_with_a_in_dram()
     world.rank("a", first, "r3")
     world.run()
     world.mover.finish(ok=False)
@@ -361,14 +360,7 @@ def test_a_failed_reload_falls_back_to_full_inference():
 
 
 def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inference_allows():
-    world = World(hbm_pages=32)
-    first = world.store.put("a", 400)
-    world.rank("a", first, "r1")
-    world.run()
-    world.mover.finish()
-    world.rank("b", world.store.put("b", 400), "r2")
-    world.run()
-    world.mover.finish()
+    world, first = world_with_a_in_dram()
     work = world.rank("a", first, "r3", budget_us=30_000)
     world.run()
     world.idle_until(work.deadline_us - 400 * TOKEN_US - HIT_US)
@@ -377,14 +369,7 @@ def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inferenc
 
 
 def test_a_job_for_a_prefix_in_dram_is_the_signal_to_reload_it():
-    world = World(hbm_pages=32)
-    first = world.store.put("a", 400)
-    world.rank("a", first, "r1")
-    world.run()
-    world.mover.finish()
-    world.rank("b", world.store.put("b", 400), "r2")
-    world.run()
-    world.mover.finish()
+    world, first = world_with_a_in_dram()
     world.job("a", first, "r3")
     world.run()
     world.mover.finish()
