@@ -132,14 +132,14 @@ class Board:
             f"{percentile(window, 50):.1f} ms",
             Text(f"{p99:.1f} ms", style="green" if p99 <= self._budget_ms else "red"),
             f"{self._budget_ms} ms",
-            *(str(mix.get(path, 0)) for path in Path),
+            *(_share(mix.get(path, 0), len(records)) for path in Path),
             str(sum(record.status != Outcome.RANKED for record in records)),
         )
         return table
 
     def _worker_table(self, readings: Sequence[Reading]) -> Table:
         table = Table(expand=False)
-        for name in ("worker", "owns", "HBM used", "DRAM used", "hits", "reloads", "spills", "appends", "device s"):
+        for name in ("worker", "owns", "HBM used", "DRAM used", "HBM hits", "reloads", "spills", "appends", "device s"):
             table.add_column(name, justify="left" if name in ("worker", "owns") else "right")
         owners = self._owners()
         for worker, reading in zip(self._workers, readings, strict=True):
@@ -149,7 +149,7 @@ class Board:
                 f"{len(partitions)}: {_ranges(partitions)}" if partitions else "none",
                 _used(reading, "hbm"),
                 _used(reading, "dram"),
-                f"{reading.total('relaygr_cache_hits_total'):.0f}",
+                _hit_ratio(reading),
                 f"{reading.total('relaygr_cache_reloads_total', outcome='published'):.0f}",
                 f"{reading.total('relaygr_cache_spills_ended_total', outcome='published'):.0f}",
                 f"{reading.total('relaygr_cache_appends_total'):.0f}",
@@ -166,6 +166,17 @@ def _decisions(reading: Reading) -> Text:
     counts = reading.by_label("relaygr_trigger_decisions_total", "reason")
     shown = "   ".join(f"{reason} {count:.0f}" for reason, count in sorted(counts.items()) if count)
     return Text(f"trigger    {shown or 'no events yet'}")
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} ({count / total:.0%})" if count else "-"
+
+
+def _hit_ratio(reading: Reading) -> str:
+    """Of the worker's look-ups for ranking, those that found the prefix, or its beginning, in HBM."""
+    hits = reading.total("relaygr_cache_hits_total")
+    others = reading.total("relaygr_cache_misses_total") + reading.total("relaygr_cache_joins_total")
+    return f"{hits / (hits + others):.0%}" if hits + others else "-"
 
 
 def _used(reading: Reading, tier: str) -> str:
