@@ -147,7 +147,8 @@ def ranking(
             statistics = client.statistics()
     if wait:
         ended = ", ".join(f"{count} {status}" for status, count in sorted(outcomes.counts.items()))
-        late = f" ({statistics.late} of them answered late, {statistics.lost} lost)" if statistics.timed_out else ""
+        silent = statistics.timed_out - statistics.late
+        late = f" ({statistics.late} of them answered late, {silent} not at all)" if statistics.timed_out else ""
         _finish(run, f"{run.sent} ranking requests: {ended or 'none'}{late}")
     else:
         acknowledged = statistics.acknowledged

@@ -142,7 +142,7 @@ def test_an_id_used_twice_in_a_file_is_a_bad_line(kafka_settings: KafkaSettings)
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_requests_without_an_answer_are_outcomes_and_told_as_lost(kafka_settings: KafkaSettings) -> None:
+def test_requests_without_an_answer_are_outcomes_and_counted(kafka_settings: KafkaSettings) -> None:
     done = publish(
         kafka_settings,
         *("ranking", "--from", "-", "--deadline-in-ms", "30", "--set", "client.result_grace_ms=100"),
@@ -150,7 +150,7 @@ def test_requests_without_an_answer_are_outcomes_and_told_as_lost(kafka_settings
     )
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "timed_out"
-    assert "1 timed_out (0 of them answered late, 1 lost)" in done.stderr
+    assert "1 timed_out (0 of them answered late, 1 not at all)" in done.stderr
 
 
 def test_more_lines_than_may_be_in_flight_are_all_answered(kafka_settings: KafkaSettings) -> None:
