@@ -29,7 +29,7 @@ LEAST_LEAD_MS = 100
 TARGET_LOAD = 0.25
 NEW_SHARE = 0.35
 """Part of the impressions whose prefix is computed from its start, as a rule of thumb."""
-HBM_SHARE = 0.45
+HBM_SHARE = 0.6
 """Part of all prefixes that the workers' HBM tiers hold together."""
 
 
