@@ -85,6 +85,11 @@ class _FollowedHistories:
         return not self.follower.caught_up(partition)
 
 
+def queues_bytes(settings: WorkerSettings) -> int:
+    """What a worker's queues hold at most: its Kafka clients', and the ranking requests that are not answered."""
+    return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes)
+
+
 def run_worker(
     kafka: KafkaSettings, settings: WorkerSettings, admission: AdmissionSettings, consumer: ConsumerSettings
 ) -> int:
@@ -283,7 +288,7 @@ class WorkerProcess:
             scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
             + engine.scratch_bytes(min(scratch_tokens, self._settings.max_chunk_tokens), batch_rows),
             dram_bytes=int(self._settings.dram_bytes),
-            queues_bytes=CLIENTS * LARGEST_QUEUE_BYTES + int(self._settings.ranking_queue_bytes),
+            queues_bytes=queues_bytes(self._settings),
             history_bytes=int(self._settings.history_max_bytes),
             process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
         )

@@ -22,7 +22,7 @@ from tests.compose.compose_world import (
     our_services,
     services,
 )
-from workers.process import QUEUES_BYTES
+from workers.process import queues_bytes
 
 WORKERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
 BESIDE_BYTES = 2**29
@@ -90,7 +90,7 @@ def test_worker_ids_and_history_volumes_are_each_workers_own() -> None:
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_workers_container_may_hold_what_the_worker_says_it_holds(name: str) -> None:
     worker = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker
-    on_host = worker.dram_bytes + worker.history_max_bytes + QUEUES_BYTES
+    on_host = worker.dram_bytes + worker.history_max_bytes + queues_bytes(worker)
     if worker.device == "cpu":
         on_host += worker.hbm_bytes
     assert size_bytes(services()[name]["mem_limit"]) >= on_host + BESIDE_BYTES
