@@ -775,3 +775,13 @@ def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
     work = world.rank(version=grown, request_id="r2")
     world.run()
     assert (work.path, work.tokens_cached) == (Path.HBM, 100)
+
+
+def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():
+    """The request that held them once stood behind more waiting prefixes than a batch looks past: nobody moved."""
+    world = World(hbm_pages=8, max_batch_requests=4)
+    for number in range(30):
+        user = f"u{number}"
+        world.rank(user, world.store.put(user, 300), f"r{number}", budget_us=60_000_000)
+    world.run(steps=2_000)
+    assert world.outbox.paths == [Path.FULL] * 30

@@ -216,8 +216,8 @@ class RankingFlow:
         work.unknown_items += work.inputs.unknown_items
         self._shared.scheduler.push(work)
 
-    def rank_batch(self, now_us: int) -> None:
-        batch = self._take_batch(now_us)
+    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
+        batch = self._take_batch(now_us, first)
         if not batch:
             return
         started_us = self._shared.now_us()
@@ -242,15 +242,18 @@ class RankingFlow:
                 self._shared.outbox.ranked(work, output)
                 self._finish_ranking(work, ranked=True)
 
-    def _take_batch(self, now_us: int) -> list[RankingWork]:
-        """Ready requests in laxity order, as long as none of them misses its deadline for company."""
+    def _take_batch(self, now_us: int, first: RankingWork | None) -> list[RankingWork]:
+        """`first`, then ready requests in laxity order, as long as none misses its deadline for company."""
         settings = self._shared.settings
         batch: list[RankingWork] = []
         passed_over: list[PrefixWork | RankingWork] = []
         ends_us, earliest_deadline_us, rows = float(now_us), float("inf"), 0
         queue = self._shared.scheduler.ranking
         while max(len(batch), len(passed_over)) < settings.max_batch_requests:
-            work = queue.pop()
+            work: PrefixWork | RankingWork | None = first if first is not None else queue.pop()
+            if first is not None:
+                queue.remove(first)
+                first = None
             if work is None:
                 break
             if isinstance(work, PrefixWork):
