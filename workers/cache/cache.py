@@ -227,10 +227,6 @@ class PrefixCache:
             return Declined(DeclineReason.QUEUE_FULL)
         return pending
 
-    def reload_wait_us(self) -> float:
-        """How long a reload would wait for other copies, if it were started now."""
-        return self._mover.forecast(0, CopyPriority.RELOAD).wait_us
-
     def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
         """Begins to copy an entry to DRAM, or its tail where DRAM has the beginning; never waits."""
         with self._section() as after:
