@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from relaygr.options import BootstrapOption, ConfigOption, SetOption, load_settings
-from workers.process import run_worker
+from workers.process import WorkerConfig, run_worker
 
 
 def worker(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
@@ -15,4 +15,4 @@ def worker(config: ConfigOption = None, bootstrap: BootstrapOption = None, overr
     device hangs, 1 on any other failure.
     """
     settings = load_settings(config, bootstrap, overrides)
-    raise typer.Exit(run_worker(settings, settings.worker, settings.admission, settings.consumer))
+    raise typer.Exit(run_worker(WorkerConfig(settings, settings.worker, settings.admission, settings.consumer)))

@@ -1,0 +1,41 @@
+"""The worker process: builds every part, says what it owns and holds, runs, and ends cleanly.
+
+Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's mover,
+and the probe server's. The main thread waits for a signal or for one of them to end.
+
+It ends
+* on SIGTERM or SIGINT: reads no more, finishes what it has within `drain_s`, commits, closes;
+* with Exit.FENCED if another process took over its id (no supervisor may restart it);
+* with Exit.STUCK, at once, if the device makes no progress: what is in flight is delivered again;
+* with Exit.FAILED if a thread failed.
+
+It starts in two phases, so that a standby can wait between them: *prepare* (slow: model, memory, calibration,
+store, connections) and *activate* (quick: from there on it owns partitions).
+
+    config     the settings of one worker
+    memory     what it takes: planned, checked, taken
+    prepare    the first phase
+    parts      the parts, wired to each other
+    duties     what the poll thread does beside messages
+    report     the status message
+    readiness  what the probes say
+    life       prepare, activate, run, stop
+"""
+
+from __future__ import annotations
+
+from streams.admin import require_topics
+from streams.clients import require_broker
+from workers.exits import Exit
+from workers.process.config import WorkerConfig
+from workers.process.life import WorkerProcess
+from workers.process.memory import queues_bytes
+
+__all__ = ["Exit", "WorkerConfig", "WorkerProcess", "queues_bytes", "run_worker"]
+
+
+def run_worker(config: WorkerConfig) -> Exit:
+    """Runs until told to stop. Raises RelayError for what the user can mend."""
+    require_broker(config.kafka)
+    require_topics(config.kafka)
+    return WorkerProcess(config).run()

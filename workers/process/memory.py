@@ -1,0 +1,65 @@
+"""What a worker takes at its start: planned to the byte, checked against the host, then taken whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streams.clients import LARGEST_QUEUE_BYTES
+from streams.errors import RelayError
+from workers.cache.build import BuiltCache, build_cache
+from workers.memory import MemoryPlan, process_bytes
+from workers.model.engine import Engine
+from workers.settings import WorkerSettings
+
+CLIENTS = 5
+"""Two consumers and three producers, each with a queue of at most LARGEST_QUEUE_BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenMemory:
+    """The cache over both tiers, and the scratch pages that follow the HBM tier in the same arena."""
+
+    built: BuiltCache
+    scratch_pages: NDArray[np.int32]
+
+
+def queues_bytes(settings: WorkerSettings) -> int:
+    """What a worker's queues hold at most: its Kafka clients', and the ranking requests that are not answered."""
+    return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes)
+
+
+def plan_memory(engine: Engine, settings: WorkerSettings) -> MemoryPlan:
+    """Bytes at most, by kind, before anything but the weights is taken."""
+    geometry = engine.geometry
+    scratch_tokens = engine.layout.tokens(engine.limits.max_prefix_behaviours)
+    one_request = engine.limits.max_candidates + engine.limits.max_suffix_behaviours
+    batch_rows = max(one_request, settings.max_batch_rows)
+    return MemoryPlan(
+        weights_bytes=engine.weights_bytes,
+        hbm_bytes=int(settings.hbm_bytes),
+        scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
+        + engine.scratch_bytes(min(scratch_tokens, settings.max_chunk_tokens), batch_rows),
+        dram_bytes=int(settings.dram_bytes),
+        queues_bytes=queues_bytes(settings),
+        history_bytes=int(settings.history_max_bytes),
+        process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
+    )
+
+
+def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
+    """Takes both tiers, and binds the engine to the first. Raises RelayError if a tier is too small or does not fit."""
+    geometry = engine.geometry
+    hbm_pages = int(settings.hbm_bytes) // geometry.page_bytes
+    dram_pages = int(settings.dram_bytes) // geometry.page_bytes
+    longest = geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
+    if hbm_pages < longest:
+        raise RelayError(
+            f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but one prefix of the "
+            f"model's longest history takes {longest}: give at least {longest * geometry.page_bytes} bytes."
+        )
+    built = build_cache(engine.device, geometry, engine.layout, hbm_pages, dram_pages, extra_hbm_pages=longest)
+    engine.bind(built.hbm_arena)
+    return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32))

@@ -1,0 +1,64 @@
+"""Reads the parts for the worker's status message."""
+
+from __future__ import annotations
+
+from schemas.messages import WorkerState
+from schemas.topics import Topic
+from streams.clock import Clock
+from streams.consumer import ConsumerLoop
+from workers.executor import Executor
+from workers.process.config import WorkerConfig
+from workers.process.prepare import Prepared
+from workers.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
+
+
+class StatusReport:
+    """Publishes the status as it is when asked. Belongs to the poll thread; `state` is the main thread's."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        prepared: Prepared,
+        executor: Executor,
+        loop: ConsumerLoop,
+        waits: QueueWaits,
+        clock: Clock,
+    ) -> None:
+        engine, settings = prepared.engine, config.worker
+        self.state = WorkerState.STARTING
+        self._cache = prepared.memory.built.cache
+        self._corrector = prepared.corrector
+        self._executor = executor
+        self._loop = loop
+        self._waits = waits
+        self._page_bytes = engine.geometry.page_bytes
+        self._publisher = StatusPublisher(
+            prepared.producer,
+            config.kafka.topic(Topic.WORKERS),
+            WorkerFacts(
+                worker_id=settings.worker_id,
+                model_revision=engine.revision,
+                geometry=engine.geometry,
+                layout=engine.layout,
+                max_prefix_behaviours=engine.limits.max_prefix_behaviours,
+                hbm_capacity_bytes=int(settings.hbm_bytes),
+                dram_capacity_bytes=int(settings.dram_bytes),
+            ),
+            clock,
+        )
+
+    def publish(self) -> None:
+        """Never raises and never blocks."""
+        loop, stats = self._loop.status(), self._cache.stats()
+        self._publisher.publish(
+            self.state,
+            WorkerReading(
+                partitions=loop.partitions,
+                assignment_epoch=loop.assignment_epoch,
+                hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * self._page_bytes,
+                dram_free_bytes=(stats.dram.free + stats.dram.evictable) * self._page_bytes,
+                ranking_queue_p99_us=self._waits.p99_us(),
+                preinfer_queue_us=self._executor.preinfer_backlog_us,
+                latency=self._corrector.model.coefficients,
+            ),
+        )
