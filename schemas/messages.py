@@ -309,7 +309,7 @@ class LatencyCoefficients:
     """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All µs based.
 
     T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
-    T_hit(n, m) = c0 + c1 m + c2 m (n+m); T_append(n, k) = b0 + b1 k + b2 k (2n+k);
+    T_hit(n, m) = c0 + c1 m + c2 m (n+m) + c3 n; T_append(n, k) = b0 + b1 k + b2 k (2n+k);
     T_reload(bytes) = d0 + d1 bytes. n: prefix tokens, m: suffix tokens + candidates.
     """
 
@@ -324,6 +324,7 @@ class LatencyCoefficients:
     c2: Annotated[float, Real("µs per token²"), "ranking on a cached prefix, m (n+m)"]
     d0: Annotated[float, Real("µs"), "reload, constant"]
     d1: Annotated[float, Real("µs per byte"), "reload, per byte"]
+    c3: Annotated[float, Real("µs per token"), "ranking on a cached prefix, linear in n"] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
     T_full(n, m)    = a0 + a1 (n+m) + a2 (n+m)²       full inference
     T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
     T_append(n, k)  = b0 + b1 k + b2 k (2n+k)         k new tokens on n cached ones; T_append(0, k) = T_pre(k)
-    T_hit(n, m)     = c0 + c1 m + c2 m (n+m)          ranking on a cached prefix
+    T_hit(n, m)     = c0 + c1 m + c2 m (n+m) + c3 n   ranking on a cached prefix
     T_reload(bytes) = d0 + d1 bytes                   a copy from DRAM to HBM
 
 n: prefix tokens, m: suffix tokens + candidates, k: new prefix tokens; all times in µs of device time.
 The linear terms are the projections, the quadratic ones the attention: k new rows see n + k/2 keys each on
-average (hence k (2n+k) / 2), m rows of a ranking see n + m. Splitting a prefix into appends costs b0 more per
+average (hence k (2n+k) / 2), m rows of a ranking see n + m. c3 is what a ranking pays for its prefix whatever it
+scores: few candidates on a long prefix spend their time fetching K,V. Splitting a prefix into appends costs b0 more per
 piece and nothing else: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0. Background: RelayGR,
 arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
 
@@ -104,7 +105,8 @@ class LatencyModel:
     def hit_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Ranking on a prefix that is ready in HBM."""
         c = self.coefficients
-        return c.c0 + c.c1 * scored_tokens + c.c2 * scored_tokens * (prefix_tokens + scored_tokens)
+        attended = c.c2 * scored_tokens * (prefix_tokens + scored_tokens)
+        return c.c0 + c.c1 * scored_tokens + attended + c.c3 * prefix_tokens
 
     def reload_us(self, size_bytes: int) -> float:
         """A copy of `size_bytes` from DRAM to HBM."""
@@ -151,9 +153,9 @@ def fit(
     """The model that fits a calibration run. Raises ValueError as the single fits do."""
     a0, a1, a2 = fit_full(full)
     b0, b1, b2 = fit_append(append)
-    c0, c1, c2 = fit_hit(hit)
+    c0, c1, c2, c3 = fit_hit(hit)
     d0, d1 = fit_reload(reload)
-    return LatencyModel(LatencyCoefficients(a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1))
+    return LatencyModel(LatencyCoefficients(a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1, c3))
 
 
 def fit_full(points: Sequence[RankPoint]) -> tuple[float, float, float]:
@@ -168,10 +170,12 @@ def fit_append(points: Sequence[AppendPoint]) -> tuple[float, float, float]:
     return _three(rows, [point.duration_us for point in points])
 
 
-def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float]:
-    """(c0, c1, c2) of T_hit. Raises ValueError as `fit_full`."""
-    rows = [(1.0, float(p.scored_tokens), float(p.scored_tokens) * (p.prefix_tokens + p.scored_tokens)) for p in points]
-    return _three(rows, [point.duration_us for point in points])
+def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
+    """(c0, c1, c2, c3) of T_hit. Raises ValueError as `fit_full`."""
+    sizes = [(float(point.prefix_tokens), float(point.scored_tokens)) for point in points]
+    rows = [(1.0, m, m * (n + m), n) for n, m in sizes]
+    c0, c1, c2, c3 = _fit(rows, [point.duration_us for point in points])
+    return c0, c1, c2, c3
 
 
 def fit_reload(points: Sequence[ReloadPoint]) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from streams.latency import (
     non_negative_least_squares,
 )
 
-MODEL = LatencyModel(LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001))
+MODEL = LatencyModel(LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001, 0.05))
 
 coefficient = st.floats(0, 1e4, allow_nan=False)
 models = st.builds(
@@ -113,6 +113,19 @@ def test_non_negative_least_squares_satisfies_its_optimality_conditions(seed: in
     assert (solution >= 0).all()
     assert (gradient >= -1e-9).all(), "an unused column would have helped"
     assert abs(gradient @ solution) < 1e-9, "a used column is not at its optimum"
+
+
+def test_ranking_few_candidates_pays_for_the_length_of_its_prefix() -> None:
+    """Without a term of its own, gathering a long prefix was charged to the candidates, or to nobody."""
+    measured = [RankPoint(n, m, 200 + 0.4 * n + 2 * m) for n in (256, 1024, 4096) for m in (16, 128)]
+    model = fit(
+        full=measured,
+        append=[AppendPoint(0, k, 10.0 * k) for k in (64, 128, 256)],
+        hit=measured,
+        reload=[ReloadPoint(b, float(b)) for b in (1, 2, 3)],
+    )
+    assert model.coefficients.c3 == pytest.approx(0.4, rel=1e-6)
+    assert model.hit_us(8192, 1) - model.hit_us(0, 1) == pytest.approx(0.4 * 8192, rel=1e-6)
 
 
 def test_the_corrector_follows_a_device_that_became_slower() -> None:
