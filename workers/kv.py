@@ -21,9 +21,9 @@ class KvDtype(enum.StrEnum):
 class KvGeometry:
     """K,V of one token and of one page.
 
-    A page is `page_bytes` contiguous bytes holding `page_tokens` tokens of every layer: first
-    K as [num_layers, num_heads, page_tokens, attention_dim], then V as
-    [num_layers, num_heads, page_tokens, hidden_dim]. An arena is uint8 [num_pages, page_bytes].
+    A page is `page_bytes` contiguous bytes holding `page_tokens` tokens of every layer, one layer after the
+    other, so that a layer can be copied by itself: its K as [num_heads, page_tokens, attention_dim], then its V
+    as [num_heads, page_tokens, hidden_dim]. An arena is uint8 [num_pages, page_bytes].
     """
 
     num_layers: int
@@ -40,6 +40,11 @@ class KvGeometry:
     @property
     def page_bytes(self) -> int:
         return self.page_tokens * self.bytes_per_token
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a page: layer l lies in [l * layer_bytes, (l + 1) * layer_bytes)."""
+        return self.page_bytes // self.num_layers
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

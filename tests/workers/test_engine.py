@@ -135,15 +135,15 @@ def test_pages_hold_the_prefix_as_the_geometry_says_and_nothing_else_is_written(
 
     expected = full_inference(world.checkpoint, NO_FEATURES, prefix, np.arange(1))
     stored = world.arena.view(torch.float32)
-    k_elements = geometry.num_layers * geometry.num_heads * geometry.page_tokens * geometry.attention_dim
+    k_elements = geometry.num_heads * geometry.page_tokens * geometry.attention_dim
     for token in (0, 4, 5, 7, 8, 18):
-        page = stored[int(pages[token // geometry.page_tokens])]
-        keys = page[:k_elements].view(geometry.num_layers, geometry.num_heads, geometry.page_tokens, -1)
-        values = page[k_elements:].view(geometry.num_layers, geometry.num_heads, geometry.page_tokens, -1)
+        page = stored[int(pages[token // geometry.page_tokens])].view(config.num_layers, -1)
         for layer in range(config.num_layers):
+            keys = page[layer, :k_elements].view(geometry.num_heads, geometry.page_tokens, -1)
+            values = page[layer, k_elements:].view(geometry.num_heads, geometry.page_tokens, -1)
             place = token % geometry.page_tokens
-            assert torch.allclose(keys[layer, :, place].flatten().double(), expected.keys[layer][token], atol=1e-5)
-            assert torch.allclose(values[layer, :, place].flatten().double(), expected.values[layer][token], atol=1e-5)
+            assert torch.allclose(keys[:, place].flatten().double(), expected.keys[layer][token], atol=1e-5)
+            assert torch.allclose(values[:, place].flatten().double(), expected.values[layer][token], atol=1e-5)
     others = np.setdiff1d(np.arange(ARENA_PAGES), pages)
     assert bool((world.arena[torch.from_numpy(others)] == 7).all())
 

@@ -86,10 +86,11 @@ class PagedKv:
             )
         g = geometry
         stored = arena.view(torch_dtype(g.dtype))
-        k_elements = g.num_layers * g.num_heads * g.page_tokens * g.attention_dim
+        layers = stored.view(-1, g.num_layers, g.layer_bytes // g.dtype.size_bytes)
+        k_elements = g.num_heads * g.page_tokens * g.attention_dim
         self._geometry = geometry
-        self._k = stored[:, :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
-        self._v = stored[:, k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
+        self._k = layers[:, :, :k_elements].unflatten(2, (g.num_heads, g.page_tokens, g.attention_dim))
+        self._v = layers[:, :, k_elements:].unflatten(2, (g.num_heads, g.page_tokens, g.hidden_dim))
 
     def spans(self, pages: NDArray[np.int32], tokens: int) -> tuple[PageSpan, ...]:
         """Tokens [0, tokens) in blocks of at most KEY_BLOCK. Raises ValueError if there are too few pages."""

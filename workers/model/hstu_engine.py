@@ -35,7 +35,7 @@ def kv_namespace(revision: str, config: ModelConfig, geometry: KvGeometry) -> by
     """All that K,V depend on but the user: 16 bytes. The encodings are in the configuration, so in the revision."""
     g = geometry
     parts = (
-        "relaygr.kv.1",
+        "relaygr.kv.2",
         revision,
         repr(config.normalizer),
         f"{g.num_layers}x{g.num_heads}x{g.attention_dim}+{g.hidden_dim}",
