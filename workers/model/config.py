@@ -35,6 +35,8 @@ class Family(enum.StrEnum):
     """What computes the scores."""
 
     HSTU = "hstu"
+    SOFTMAX = "softmax"
+    """A decoder with soft-max attention and an MLP in each layer."""
     NULL = "null"
     """Computes nothing: for measuring what surrounds the model."""
 
@@ -78,6 +80,16 @@ class ReadoutNorm(enum.StrEnum):
     L2 = "l2"
 
 
+class RelativeBias(Part):
+    """Added to q.k before SiLU: by the distance of two tokens, and by the time between them."""
+
+    positions: Annotated[int, Field(ge=1, le=1_048_576, description="N: the table has 2 N - 1 weights, a layer")]
+    time_buckets: Annotated[
+        int, Field(ge=0, le=65_536, description="the time table has one weight more; 0: no bias by time")
+    ] = 0
+    log_base: Annotated[float, Field(gt=0, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
+
+
 class ContextualFeature(Part):
     """A categorical user feature: one token at the beginning of the prefix."""
 
@@ -113,6 +125,19 @@ class ModelConfig(Part):
     group_norm: bool = Field(False, description="the output norm is per head, with one weight and bias a head")
     projection_bias: bool = True
     output_bias: bool = False
+    mlp_dim: Annotated[
+        int | None, Field(ge=1, le=1_048_576, description="width inside a soft-max layer's MLP, which others lack")
+    ] = None
+
+    contextual_mask: bool = Field(False, description="contextual rows see the whole history")
+    max_attn_len: Annotated[int, Field(ge=0, le=2**24, description="keys at most so many places back; 0: all")] = 0
+    min_full_attn_len: Annotated[
+        int, Field(ge=0, le=2**24, description="candidates and history rows within so many places of the end see all")
+    ] = 0
+    target_group_size: Annotated[
+        int, Field(ge=1, le=MAX_CANDIDATES, description="candidates see earlier ones of their group of so many")
+    ] = 1
+    relative_bias: RelativeBias | None = None
 
     contextual_features: Annotated[tuple[ContextualFeature, ...], Field(max_length=MAX_FEATURES)] = ()
     vocabulary_size: Annotated[int, Field(ge=1, le=2**31, description="items known; one more row is for all others")]
@@ -140,6 +165,16 @@ class ModelConfig(Part):
                 raise ValueError(f"{what} has the same name twice: {', '.join(names)}")
         if self.group_norm and not self.norm_affine:
             raise ValueError("group_norm needs norm_affine: its weight and bias are one number a head")
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> ModelConfig:
+        if self.min_full_attn_len and not self.max_attn_len:
+            raise ValueError("min_full_attn_len needs max_attn_len: without a window all rows see all")
+        if self.contextual_mask and not self.contextual_features:
+            raise ValueError("contextual_mask needs contextual_features")
+        if (self.mlp_dim is not None) != (self.family is Family.SOFTMAX):
+            raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
         return self
 
     @property

@@ -27,6 +27,7 @@ from workers.model.interface import (
     check_limit,
 )
 from workers.model.readout import Readout
+from workers.model.rules import rules_of
 
 _FLOAT_BYTES = 4
 
@@ -62,6 +63,7 @@ class HstuEngine:
         self.limits = limits_of(config)
         self.revision = checkpoint.revision
         self.namespace = kv_namespace(checkpoint.revision, config, self.geometry)
+        self.rules = rules_of(config)
         self.num_tasks = len(config.tasks)
         self.weights_bytes = checkpoint.weights_bytes
         self._config = config
@@ -121,6 +123,11 @@ class HstuEngine:
             num_candidates=int(candidates.size),
             unknown_items=found.unknown,
         )
+
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        for chunk in chunks:
+            self.pre_infer(chunk)
+        return self.rank(requests)
 
     @torch.inference_mode()
     def pre_infer(self, chunk: PrefixChunk) -> None:

@@ -2,14 +2,15 @@
 
 * any thread, any time: `prefix_inputs`, `rank_inputs` (numpy; they look up rows and check limits);
 * once, before any work: `bind(arena)` on the device's thread;
-* the device's thread only: `pre_infer(chunk)`, `rank(batch)`.
+* the device's thread only: `forward(chunks, requests)`, and its two halves `pre_infer(chunk)` and `rank(batch)`.
 
 Full inference is `pre_infer` over the chunks of a prefix, then `rank`; there is no third code path. A prefix is
-computed in any chunks, in order: [0, a), [a, b), ... Chunk [start, end) finds K,V of [0, start) in its pages and
-writes [start, end); an append is the same call on a prefix that was there. `rank` writes nothing to the arena.
+computed in any chunks that its rules allow (`rules`), in order: [0, a), [a, b), ... Chunk [start, end) finds K,V of
+[0, start) in its pages and writes [start, end); an append is the same call on a prefix that was there. Requests
+write nothing to the arena. Chunks and requests of one `forward` are of different prefixes: none sees another's.
 
-Device work is given to the calling thread's current stream; the arrays that `rank` returns are complete.
-`pre_infer` may return before the device is done: an event recorded after it completes with it.
+Device work is given to the calling thread's current stream; the scores that come back are complete. Without
+requests, `forward` may return before the device is done: an event recorded after it completes with it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
 from workers.model.embedding import TokenRows
+from workers.model.rules import PrefixRules
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -109,15 +111,19 @@ class Engine(Protocol):
         """All that K,V depend on but the user's own part: revision, layout, types, N. A part of each cache key."""
 
     @property
+    def rules(self) -> PrefixRules:
+        """What may be done with a prefix: whether it grows, is computed in chunks, and has a query time."""
+
+    @property
     def num_tasks(self) -> int: ...
 
     @property
     def weights_bytes(self) -> int: ...
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
-        """Most device memory beyond weights and arena that one call needs, for calls within these sizes.
+        """Most device memory beyond weights and arena that one `forward` needs, for calls within these sizes.
 
-        Batch rows: suffix tokens + candidates of all requests of one `rank`.
+        Chunk tokens: of all its chunks. Batch rows: suffix tokens + candidates of all its requests.
         """
 
     def bind(self, arena: torch.Tensor) -> None:
@@ -131,11 +137,18 @@ class Engine(Protocol):
     ) -> RankInputs:
         """Looks a request up. Raises TooLongError."""
 
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        """Computes K,V of the chunks into their pages, and scores each request, in its order, in one pass.
+
+        Neither chunks nor requests change another's numbers. Raises, before anything is written, ValueError for
+        pages that do not hold what they should, and RuleError for a chunk that the model's rules forbid.
+        """
+
     def pre_infer(self, chunk: PrefixChunk) -> None:
-        """Computes K,V of the chunk into its pages. Raises ValueError for pages that do not hold it."""
+        """`forward` of one chunk."""
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        """Scores each request of the batch, in its order. No request changes another's scores."""
+        """`forward` of requests."""
 
 
 def check_limit(count: int, limit: int, what: str) -> None:

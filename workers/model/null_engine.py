@@ -27,6 +27,7 @@ from workers.model.interface import (
     RankOutputs,
     check_limit,
 )
+from workers.model.rules import rules_of
 
 _NONE = np.empty(0, np.int64)
 
@@ -48,6 +49,7 @@ class NullEngine:
         self.limits = limits_of(config)
         self.revision = checkpoint.revision
         self.namespace = kv_namespace(checkpoint.revision, config, self.geometry)
+        self.rules = rules_of(config)
         self.num_tasks = len(config.tasks)
         self.weights_bytes = 0
 
@@ -69,6 +71,11 @@ class NullEngine:
         check_limit(candidates.size, self.limits.max_candidates, "candidates")
         rows = TokenRows(candidates, _NONE)
         return RankInputs(prefix_tokens, pages, rows, _NONE, len(suffix), int(candidates.size), 0)
+
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        for chunk in chunks:
+            self.pre_infer(chunk)
+        return self.rank(requests)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         if self.geometry.pages_for(chunk.end) > len(chunk.pages):
