@@ -118,7 +118,19 @@ class LatencyModel:
 
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
         """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None: not even the fixed part."""
-        return _largest(lambda tokens: self.append_us(cached_tokens, tokens), budget_us, limit_tokens)
+        c = self.coefficients
+        spare_us = budget_us - c.b0
+        if limit_tokens < 0 or spare_us < 0:
+            return None
+        # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the form that does not cancel; asked for at every piece.
+        linear = c.b1 + 2 * c.b2 * cached_tokens
+        steepness = linear + math.sqrt(linear * linear + 4 * c.b2 * spare_us)
+        tokens = limit_tokens if steepness <= 0 else int(min(2 * spare_us / steepness, limit_tokens))
+        while tokens < limit_tokens and self.append_us(cached_tokens, tokens + 1) <= budget_us:
+            tokens += 1
+        while tokens > 0 and self.append_us(cached_tokens, tokens) > budget_us:
+            tokens -= 1
+        return tokens
 
     def scaled(self, factors: dict[Stage, float]) -> LatencyModel:
         """The model with each stage's times multiplied by its factor (absent: 1)."""

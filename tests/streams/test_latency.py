@@ -62,6 +62,18 @@ def test_the_longest_full_prefix_fits_and_one_more_token_does_not(m: int, budget
         assert longest == limit or MODEL.full_us(longest + 1, m) > budget_us
 
 
+@given(models, tokens, st.floats(0, 1e6), st.integers(0, 30_000))
+def test_the_longest_append_fits_and_one_more_token_does_not(
+    model: LatencyModel, cached: int, budget_us: float, limit: int
+) -> None:
+    longest = model.longest_append(cached, budget_us, limit)
+    if longest is None:
+        assert model.coefficients.b0 > budget_us
+    else:
+        assert model.append_us(cached, longest) <= budget_us or longest == 0
+        assert longest == limit or model.append_us(cached, longest + 1) > budget_us
+
+
 def test_the_longest_append_of_a_budget_below_the_fixed_part_is_none() -> None:
     assert MODEL.longest_append(1000, 199.0, 512) is None
     assert MODEL.longest_append(0, MODEL.pre_us(100), 512) == 100

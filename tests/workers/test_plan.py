@@ -1,4 +1,4 @@
-"""How a ranking request is to be served in its time, and how long a chunk is: tables of pure decisions."""
+"""How a ranking request is to be served in its time: tables of pure decisions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from hypothesis import strategies as st
 
 from schemas.messages import LatencyCoefficients
 from streams.latency import LatencyModel
-from workers.scheduler.plan import Route, chunk_end, plan_ranking, plan_truncation
+from workers.scheduler.chunks import Chunking
+from workers.scheduler.plan import Route, plan_ranking, plan_truncation
 
 PAGE = 16
-# A prefix token takes 10 µs, ranking 1,000 µs.
-LATENCY = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2=0, c0=1000, c1=0, c2=0, d0=100, d1=0))
+WHOLE = Chunking(1e9, 10**9, PAGE)
+# A prefix token takes 10 µs, ranking 1,000 µs and 2 µs a token that is scored.
+LATENCY = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2=0, c0=980, c1=2, c2=0, d0=100, d1=0))
+LATENCY_WITH_PIECES = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0, c0=1000, c1=0, c2=0, d0=0, d1=0))
+# Each piece of a prefix costs 100 µs by itself, here and above.
+PIECES = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=1000, c1=0, c2=0, d0=0, d1=0, c3=0.5))
 
 
 @pytest.mark.parametrize(
@@ -29,42 +34,62 @@ LATENCY = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2
     ],
 )
 def test_the_longest_prefix_that_fits_is_served(cached: int, remaining_us: int, route: Route, kept: int) -> None:
-    plan = plan_ranking(100, 10, cached, remaining_us, LATENCY, PAGE)
+    plan = plan_ranking(100, 10, cached, remaining_us, LATENCY, WHOLE)
     assert (plan.route, plan.prefix_tokens) == (route, kept)
     if route is not Route.REJECT:
         assert plan.predicted_us <= remaining_us
 
 
-@given(prefix=st.integers(1, 5_000), remaining_us=st.integers(-10, 100_000), page=st.sampled_from([1, 16, 64]))
-def test_a_truncation_is_shorter_than_the_prefix_in_whole_pages_and_one_page_more_would_not_fit(
-    prefix: int, remaining_us: int, page: int
+@pytest.mark.parametrize(
+    ("cached", "remaining_us", "allowed", "route", "kept"),
+    [
+        pytest.param(90, 1_100, True, Route.WHOLE, 100, id="time to compute and keep the tail"),
+        pytest.param(90, 1_099, True, Route.TAIL_AS_SUFFIX, 90, id="time to rank it only"),
+        pytest.param(90, 1_020, True, Route.TAIL_AS_SUFFIX, 90, id="just that"),
+        pytest.param(90, 1_019, True, Route.TRUNCATE, 0, id="not even that"),
+        pytest.param(90, 1_099, False, Route.TRUNCATE, 0, id="the model or its limit forbids it"),
+        pytest.param(0, 1_500, True, Route.TRUNCATE, 48, id="nothing cached that it could follow"),
+        pytest.param(100, 999, True, Route.REJECT, 0, id="no tail, and no time"),
+    ],
+)
+def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix(
+    cached: int, remaining_us: int, allowed: bool, route: Route, kept: int
 ) -> None:
-    plan = plan_truncation(prefix, 10, remaining_us, LATENCY, page)
-    if plan.route is Route.REJECT:
-        assert remaining_us < 1_000
-        return
-    assert plan.prefix_tokens < prefix and plan.prefix_tokens % page == 0
-    assert plan.predicted_us <= remaining_us
-    more = plan.prefix_tokens + page
-    assert more >= prefix or LATENCY.pre_us(more) + LATENCY.hit_us(more, 10) > remaining_us
+    plan = plan_ranking(100, 10, cached, remaining_us, LATENCY, WHOLE, tail_may_be_suffix=allowed)
+    assert (plan.route, plan.prefix_tokens) == (route, kept)
+    if route is not Route.REJECT:
+        assert plan.predicted_us <= remaining_us
+
+
+def test_a_prefix_in_pieces_is_planned_with_what_each_piece_costs() -> None:
+    """Predicted as one piece it seemed to fit, was begun, and then cut short for lack of time."""
+    chunking = Chunking(1e9, 32, PAGE)
+    one_piece_us = int(LATENCY_WITH_PIECES.pre_us(128) + LATENCY_WITH_PIECES.hit_us(128, 1))
+    assert plan_ranking(128, 1, 0, one_piece_us, LATENCY_WITH_PIECES, WHOLE).route is Route.WHOLE
+    assert plan_ranking(128, 1, 0, one_piece_us, LATENCY_WITH_PIECES, chunking).route is Route.TRUNCATE
+    assert plan_ranking(128, 1, 0, one_piece_us + 300, LATENCY_WITH_PIECES, chunking).route is Route.WHOLE
 
 
 @given(
-    total=st.integers(1, 5_000),
-    chunk_us=st.floats(1, 20_000),
-    most=st.integers(1, 600),
-    page=st.sampled_from([1, 16, 64]),
+    prefix=st.integers(1, 3_000),
+    remaining_us=st.integers(-10, 100_000),
+    chunking=st.builds(
+        Chunking, st.floats(1, 20_000), st.integers(1, 600), st.sampled_from([1, 16, 64]), st.booleans()
+    ),
 )
-def test_chunks_reach_the_end_each_with_progress_and_within_their_bounds(
-    total: int, chunk_us: float, most: int, page: int
+def test_a_truncation_is_the_longest_in_whole_pages_that_fits(
+    prefix: int, remaining_us: int, chunking: Chunking
 ) -> None:
-    done = chunks = 0
-    while done < total:
-        end = chunk_end(done, total, chunk_us, most, LATENCY, page)
-        assert done < end <= total
-        assert end == total or end % page == 0
-        # One page is the least.
-        assert end - done <= max(most, page)
-        assert end - done <= page or LATENCY.append_us(done, end - done) <= chunk_us + 1e-6
-        done, chunks = end, chunks + 1
-        assert chunks <= total
+    plan = plan_truncation(prefix, 10, remaining_us, PIECES, chunking)
+
+    def full_us(tokens: int) -> float:
+        return chunking.duration_us(0, tokens, PIECES) + PIECES.hit_us(tokens, 10)
+
+    if plan.route is Route.REJECT:
+        assert remaining_us < full_us(0)
+        return
+    assert plan.prefix_tokens < prefix and plan.prefix_tokens % chunking.page_tokens == 0
+    assert full_us(plan.prefix_tokens) <= remaining_us + 1e-6
+    assert abs(plan.predicted_us - full_us(plan.prefix_tokens)) <= 1
+    more = plan.prefix_tokens + chunking.page_tokens
+    assert more >= prefix or full_us(more) > remaining_us - 1e-6

@@ -19,7 +19,7 @@ from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PrefixKey, Purpo
 from workers.cache.identity import common_behaviours
 from workers.executor.shared import Shared
 from workers.model.interface import PrefixChunk
-from workers.scheduler.plan import RoutePlan, chunk_end, plan_truncation
+from workers.scheduler.plan import RoutePlan, plan_truncation
 from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork, RankingWork
 
 log = structlog.get_logger()
@@ -117,14 +117,7 @@ class PrefixFlow:
         for waiter in prefix.waiters:
             waiter.started_us = waiter.started_us or now_us
         shared = self._shared
-        end = chunk_end(
-            prefix.done_tokens,
-            prefix.total_tokens,
-            shared.chunk_us,
-            shared.settings.max_chunk_tokens,
-            shared.latency,
-            shared.page_tokens,
-        )
+        end = shared.chunking.end(prefix.done_tokens, prefix.total_tokens, shared.latency)
         predicted_us = self._shared.corrector.calibrated.append_us(prefix.done_tokens, end - prefix.done_tokens)
         try:
             self._shared.engine.pre_infer(PrefixChunk(prefix.inputs, prefix.done_tokens, end, prefix.pages))
@@ -266,7 +259,7 @@ class PrefixFlow:
                 waiter.scored_tokens,
                 waiter.answer_by_us - now_us,
                 self._shared.latency,
-                self._shared.page_tokens,
+                self._shared.chunking,
             )
             self.free_scratch(prefix)
             self._requests.serve_in_full(waiter, waiter.span, plan)
@@ -301,6 +294,5 @@ class PrefixFlow:
             prefix.then.clear()
 
     def _predict(self, prefix: PrefixWork) -> None:
-        prefix.remaining_us = self._shared.latency.append_us(
-            prefix.done_tokens, prefix.total_tokens - prefix.done_tokens
-        )
+        shared = self._shared
+        prefix.remaining_us = shared.chunking.duration_us(prefix.done_tokens, prefix.total_tokens, shared.latency)

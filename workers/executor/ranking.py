@@ -119,7 +119,7 @@ class RankingFlow:
             handle.tokens if handle is not None else 0,
             self._remaining_us(work, now_us),
             self._shared.latency,
-            self._shared.page_tokens,
+            self._shared.chunking,
         )
         if handle is None or plan.route is not Route.WHOLE:
             if handle is not None:
@@ -176,7 +176,7 @@ class RankingFlow:
         else:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         started_us = self._shared.now_us()
-        full_us = self._shared.latency.pre_us(work.span.tokens) + work.predicted_us
+        full_us = self._shared.full_us(work.span.tokens, work.scored_tokens)
         state = {"waiting": True}
 
         def arrived() -> None:
@@ -320,8 +320,7 @@ class RankingFlow:
     def _wait_for_history(self, work: RankingWork) -> bool:
         """Waits for the version asked for while full inference over it would still fit."""
         tokens = self._shared.spans.expected_tokens(work.request.history_version)
-        latency = self._shared.latency
-        needed_us = latency.pre_us(tokens) + latency.hit_us(tokens, work.scored_tokens) + self._shared.chunk_us
+        needed_us = self._shared.full_us(tokens, work.scored_tokens) + self._shared.chunk_us
         again = partial(self.look_up, work)
         return self._shared.park(work.request.user_id, work.answer_by_us - int(needed_us), again, again)
 

@@ -16,6 +16,7 @@ from workers.cache import Handle, Pending, PrefixCache
 from workers.metrics import WorkerMetrics
 from workers.model.interface import Engine, RankOutputs
 from workers.parking import ParkingLot
+from workers.scheduler.chunks import Chunking
 from workers.scheduler.order import Scheduler, WorkClass
 from workers.settings import WorkerSettings
 from workers.spans import SpanResolver
@@ -80,8 +81,14 @@ class Shared:
         return self.corrector.model
 
     @property
-    def page_tokens(self) -> int:
-        return self.engine.geometry.page_tokens
+    def chunking(self) -> Chunking:
+        """How prefixes are cut."""
+        return Chunking(self.chunk_us, self.settings.max_chunk_tokens, self.engine.geometry.page_tokens)
+
+    def full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
+        """Predicted time of full inference as it is done here: the pieces of the prefix, then ranking."""
+        computed_us = self.chunking.duration_us(0, prefix_tokens, self.latency)
+        return computed_us + self.latency.hit_us(prefix_tokens, scored_tokens)
 
     def now_us(self) -> int:
         """Monotonic."""
@@ -103,7 +110,7 @@ class Shared:
             return None
         layout = self.engine.layout
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
-        saved_us = self.latency.append_us(cached, stored - cached)
+        saved_us = self.chunking.duration_us(cached, stored, self.latency)
         pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us)
         return pending if isinstance(pending, Pending) else None
 
