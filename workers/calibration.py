@@ -25,16 +25,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from schemas.messages import Behaviours, LatencyCoefficients
+from schemas.messages import LatencyCoefficients
 from streams.errors import RelayError
 from streams.latency import AppendPoint, LatencyModel, RankPoint, ReloadPoint, fit
 from workers.kv import KvDtype
-from workers.model.interface import Engine, PrefixChunk
+from workers.measuring import EngineMeter
+from workers.model.interface import Engine
 
 log = structlog.get_logger()
 
@@ -44,7 +44,6 @@ _CHUNK_TOKENS = (512, 128, 2048)
 """One chunk size a round, so that the cost of a piece and that of its tokens come apart."""
 _SHORTEST = 64
 _CANDIDATES = (16, 128, 512)
-_SUFFIX = 16
 _RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 Progress = Callable[[float, str], None]
@@ -104,12 +103,6 @@ def describe(engine: Engine) -> MachineDescription:
     )
 
 
-def bind_own_arena(engine: Engine) -> None:
-    """Gives the engine an arena just large enough to be calibrated with."""
-    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-    engine.bind(engine.device.empty_bytes(engine.geometry.pages_for(longest), engine.geometry.page_bytes))
-
-
 def calibrate(
     engine: Engine,
     budget_s: float = QUICK_BUDGET_S,
@@ -151,12 +144,7 @@ class _Run:
 
     def __init__(self, engine: Engine, timer_ns: Callable[[], int]) -> None:
         self._engine = engine
-        self._timer_ns = timer_ns
-        self._random = np.random.default_rng(0)
-        longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-        self._longest = longest
-        self._pages = np.arange(engine.geometry.pages_for(longest), dtype=np.int32)
-        self._suffix = self._behaviours(min(_SUFFIX, engine.limits.max_suffix_behaviours))
+        self._meter = EngineMeter(engine, timer_ns)
         self._candidates = sorted({min(count, engine.limits.max_candidates) for count in _CANDIDATES})
         self.forget()
 
@@ -168,50 +156,27 @@ class _Run:
 
     def lengths(self) -> list[int]:
         """Prefix lengths in tokens: doubling, from a short one to the longest that the model takes."""
+        longest = self._meter.longest_tokens
         least = self._engine.layout.tokens(1)
-        shortest = max(least, min(_SHORTEST, self._longest // 2 ** (_FEWEST_LENGTHS - 1)))
-        doubling = itertools.takewhile(lambda n: n < self._longest, (shortest << step for step in itertools.count()))
-        return [*doubling, self._longest]
+        shortest = max(least, min(_SHORTEST, longest // 2 ** (_FEWEST_LENGTHS - 1)))
+        doubling = itertools.takewhile(lambda n: n < longest, (shortest << step for step in itertools.count()))
+        return [*doubling, longest]
 
     def measure(self, tokens: int, chunk_tokens: int) -> None:
         """One prefix in chunks, and ranking on it."""
-        layout = self._engine.layout
-        behaviours = (tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
-        inputs = self._engine.prefix_inputs(np.zeros(layout.contextual_tokens, np.int64), self._behaviours(behaviours))
         whole_us = 0.0
-        for start in range(0, inputs.tokens, chunk_tokens):
-            end = min(start + chunk_tokens, inputs.tokens)
-            chunk = PrefixChunk(inputs, start, end, self._pages)
-            took_us = self._timed(lambda chunk=chunk: self._engine.pre_infer(chunk))  # type: ignore[misc]
-            self._append[start, end - start].append(took_us)
-            whole_us += took_us
+        for point in self._meter.prefix(tokens, chunk_tokens):
+            self._append[point.cached_tokens, point.new_tokens].append(point.duration_us)
+            whole_us += point.duration_us
         for count in self._candidates:
-            candidates = self._random.integers(0, 1_000, count)
-            request = self._engine.rank_inputs(inputs.tokens, self._pages, self._suffix, candidates)
-            took_us = self._timed(lambda request=request: self._engine.rank([request]))  # type: ignore[misc]
-            scored = count + len(self._suffix)
-            self._hit[inputs.tokens, scored].append(took_us)
-            self._full[inputs.tokens, scored].append(whole_us + took_us)
+            hit = self._meter.rank(tokens, count)
+            size = hit.prefix_tokens, hit.scored_tokens
+            self._hit[size].append(hit.duration_us)
+            self._full[size].append(whole_us + hit.duration_us)
 
     def measure_reload(self) -> list[ReloadPoint]:
-        """Copies of whole pages, host to device, page by page into places of their own."""
-        page_bytes = self._engine.geometry.page_bytes
-        counts = sorted({max(1, size // page_bytes) * factor for size in _RELOAD_BYTES for factor in (1, 2)})
-        most = counts[-1]
-        source = self._engine.device.empty_host_bytes(most, page_bytes)
-        target = self._engine.device.empty_bytes(most, page_bytes)
-        source.zero_()
-        target.zero_()
-        points = []
-        for count in counts:
-
-            def copy(count: int = count) -> None:
-                target[:count].copy_(source[:count], non_blocking=True)
-
-            copy()
-            took_us = statistics.median(self._timed(copy) for _ in range(5))
-            points.append(ReloadPoint(count * page_bytes, took_us))
-        return points
+        """Copies of several sizes."""
+        return list(self._meter.reloads(_RELOAD_BYTES))
 
     def result(self, reload: Sequence[ReloadPoint]) -> Calibration:
         """The medians and the fit."""
@@ -226,21 +191,6 @@ class _Run:
             append=tuple(append),
             hit=tuple(hit),
             reload=tuple(reload),
-        )
-
-    def _timed(self, work: Callable[[], object]) -> float:
-        self._engine.device.synchronize()
-        start_ns = self._timer_ns()
-        work()
-        self._engine.device.synchronize()
-        # A clock may be too coarse for an engine that does nothing; the fit wants positive times.
-        return max(self._timer_ns() - start_ns, 1) / 1e3
-
-    def _behaviours(self, count: int) -> Behaviours:
-        return Behaviours(
-            self._random.integers(0, 1_000, count),
-            self._random.integers(0, 4, count).astype(np.uint16),
-            np.arange(count, dtype=np.int64),
         )
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from workers.calibration import QUICK_BUDGET_S, Calibration, bind_own_arena, save_calibration
+from workers.calibration import QUICK_BUDGET_S, Calibration, save_calibration
 from workers.calibration import calibrate as measure
 from workers.kv import KvDtype
+from workers.measuring import bind_own_arena
 from workers.model.engine import DEFAULT_PAGE_TOKENS, load_engine
 
 

@@ -31,7 +31,8 @@ from relaygr.traffic.population import Population
 from relaygr.traffic.records import read_records
 from streams.broker import LocalBroker, local_broker
 from streams.errors import RelayError
-from workers.calibration import QUICK_BUDGET_S, bind_own_arena, calibrate, save_calibration
+from workers.calibration import QUICK_BUDGET_S, calibrate, save_calibration
+from workers.measuring import bind_own_arena
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
 from workers.model.config import ModelConfig
 from workers.model.engine import load_engine
