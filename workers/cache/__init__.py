@@ -1,6 +1,6 @@
 """Prefix cache: pages of K,V in two tiers, found by identity, shared by pins and leases.
 
-Books (`metadata` and what it uses: no torch, no threads, no clock) and bytes (`arena`, `mover`) do not
+Books (`books`, `metadata` and what they use: no torch, no threads, no clock) and bytes (`arena`, `mover`) do not
 import each other; `PrefixCache` joins them through the `Mover` protocol of `transfer`.
 """
 

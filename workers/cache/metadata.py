@@ -2,7 +2,6 @@
 
 | operation | needs | gives | leaves behind |
 |---|---|---|---|
-| `find` | | the visible entry that covers most of a key | nothing changed |
 | `begin` | pages free or evictable | `Work`: pages in flight | entry FILLING or LOADING, or one that grows |
 | `publish` | work still current | the READY entry | work closed; longer table, older handles keep theirs |
 | `abort` | open work | | its pages free; a new entry EMPTY again |
@@ -17,18 +16,17 @@ only entries that are evictable.
 
 from __future__ import annotations
 
-from collections import Counter
-
-import numpy as np
-
 from schemas.messages import PrefixSource
-from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work, WorkMatch
-from workers.cache.identity import Mark, PrefixKey, common_behaviours
+from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
+from workers.cache.entry_index import EntryIndex
+from workers.cache.identity import Mark, PrefixKey
+from workers.cache.invariants import check_tier
 from workers.cache.leases import Lease, LeaseBook
 from workers.cache.pages import PageArray, PagePool
 from workers.cache.policy import EntryWeight, EvictionPolicy
 from workers.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, WasteReason
 from workers.cache.stats import Counters, TierStats
+from workers.cache.tier_state import TierState
 from workers.cache.tiers import Tier
 from workers.kv import PrefixLayout
 
@@ -50,98 +48,49 @@ class TierMetadata:
         lease_limit: int,
     ) -> None:
         self.tier = tier
-        self._pool = PagePool(capacity_pages)
-        self._page_tokens = page_tokens
-        self._layout = layout
-        self._policy = policy
         self._counters = counters
-        self._leases = LeaseBook(lease_limit)
-        self._entries: dict[int, Entry] = {}
-        self._by_user: dict[str, list[Entry]] = {}
-        self._by_namespace: dict[bytes, dict[int, Entry]] = {}
-        self._works: set[Work] = set()
-        self._pins: set[Pin] = set()
-        self._held_pages: Counter[Holding] = Counter()
-        self._orphaned_pages = 0
-        self._in_flight_pages = 0
+        self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
+        self._pool, self._policy, self._leases = self._state.pool, policy, self._state.leases
+        self._index, self._account = self._state.index, self._state.account
+        self._layout = layout
         self._last_number = 0
 
     # Looking, changing nothing.
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
-        return -(-tokens // self._page_tokens)
-
-    def find(self, key: PrefixKey) -> Match | None:
-        """The visible entry that covers most of `key`."""
-        best: Match | None = None
-        for entry in self._by_user.get(key.user_id, ()):
-            if entry.is_visible:
-                behaviours = common_behaviours(key, entry.key)
-                if behaviours > (best.behaviours if best else 0):
-                    best = Match(entry, behaviours)
-        return best
-
-    def find_work(self, key: PrefixKey) -> WorkMatch | None:
-        """The work in flight that will cover most of `key`."""
-        best: WorkMatch | None = None
-        for entry in self._by_user.get(key.user_id, ()):
-            if entry.work is not None:
-                behaviours = common_behaviours(key, entry.work.key)
-                if behaviours > (best.behaviours if best else 0):
-                    best = WorkMatch(entry.work, behaviours)
-        return best
-
-    def state(self, key: PrefixKey) -> EntryState:
-        """The state of the entry that serves `key`, or will; EMPTY if there is none."""
-        match = self.find(key)
-        if match is not None:
-            return match.entry.state
-        coming = self.find_work(key)
-        return coming.work.entry.state if coming is not None else EntryState.EMPTY
-
-    def holds_user(self, user_id: str, namespace: bytes | None = None) -> bool:
-        """Whether the user has an entry, in that namespace if one is given."""
-        entries = self._by_user.get(user_id, ())
-        return any(namespace is None or entry.key.namespace == namespace for entry in entries)
-
-    def entries_of(self, user_id: str) -> list[Entry]:
-        return list(self._by_user.get(user_id, ()))
-
-    def entries_in(self, namespace: bytes) -> list[Entry]:
-        return list(self._by_namespace.get(namespace, {}).values())
-
-    def namespaces(self) -> list[bytes]:
-        return list(self._by_namespace)
-
-    def users(self) -> list[str]:
-        return list(self._by_user)
-
-    def stats(self) -> TierStats:
-        return TierStats(
-            capacity=self._pool.capacity,
-            free=self._pool.free,
-            evictable=self._held_pages[Holding.EVICTABLE],
-            leased=self._held_pages[Holding.LEASED],
-            pinned=self._held_pages[Holding.PINNED] + self._orphaned_pages,
-            in_flight=self._in_flight_pages,
-            entries=len(self._entries),
-        )
+    @property
+    def index(self) -> EntryIndex:
+        """For looking."""
+        return self._index
 
     @property
     def lease_count(self) -> int:
         return len(self._leases)
 
+    def state(self, key: PrefixKey) -> EntryState:
+        """The state of the entry that serves `key`, or will; EMPTY if there is none."""
+        match = self._index.find(key)
+        if match is not None:
+            return match.entry.state
+        coming = self._index.find_work(key)
+        return coming.work.entry.state if coming is not None else EntryState.EMPTY
+
+    def stats(self) -> TierStats:
+        return self._state.stats()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError that says what does not add up."""
+        check_tier(self._state)
+
     # Readers.
 
     def pin(self, entry: Entry, behaviours: int) -> Pin:
         """Holds the pages of the entry's first `behaviours` behaviours."""
-        pages = entry.pages[: self.pages_for(self._layout.tokens(behaviours))]
+        pages = entry.pages[: self._state.pages_for(self._layout.tokens(behaviours))]
         self._pool.share(pages)
         pin = Pin(entry, pages)
-        self._pins.add(pin)
+        self._state.pins.add(pin)
         entry.pins += 1
-        self._reclassify(entry)
+        self._account.reclassify(entry)
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -149,11 +98,11 @@ class TierMetadata:
         if not pin.open:
             raise ValueError("a handle was released twice")
         pin.open = False
-        self._pins.remove(pin)
+        self._state.pins.remove(pin)
         pin.entry.pins -= 1
         # What becomes free here had no entry any more.
-        self._orphaned_pages -= self._pool.drop(pin.pages)
-        self._reclassify(pin.entry)
+        self._account.orphaned -= self._pool.drop(pin.pages)
+        self._account.reclassify(pin.entry)
 
     def touch(self, entry: Entry, now_us: int) -> None:
         """The entry was used: later in the order of eviction."""
@@ -177,7 +126,7 @@ class TierMetadata:
         tokens = self._layout.tokens(key.length)
         if key.length == 0 or tokens <= 0:
             return NoRoomReason.NOTHING_TO_CACHE
-        if self.pages_for(tokens) > self._pool.capacity:
+        if self._state.pages_for(tokens) > self._pool.capacity:
             return NoRoomReason.TOO_LARGE
         if base is not None and not self._may_grow(base, own_pins):
             base = None
@@ -187,10 +136,10 @@ class TierMetadata:
 
     def pages_needed(self, key: PrefixKey, base: Match | None) -> int:
         """New pages that loading `key` onto `base` takes."""
-        needed = self.pages_for(self._layout.tokens(key.length))
+        needed = self._state.pages_for(self._layout.tokens(key.length))
         if base is None or not self._may_grow(base, 0):
             return needed
-        return needed - self._layout.tokens(base.behaviours) // self._page_tokens
+        return needed - self._layout.tokens(base.behaviours) // self._state.page_tokens
 
     def publish(self, work: Work, now_us: int, source: PrefixSource) -> Entry | None:
         """Makes the work's pages visible; None, and the pages free, if it went stale meanwhile."""
@@ -208,7 +157,7 @@ class TierMetadata:
         else:
             replaced = entry.pages[work.kept :]
             entry.pages = work.table
-            self._orphaned_pages += replaced.size - self._pool.drop(replaced)
+            self._account.orphaned += replaced.size - self._pool.drop(replaced)
             earlier = (*entry.key.marks, Mark(entry.key.length, entry.key.chain.digest))
             entry.key = work.key.held(tuple(mark for mark in earlier if mark.length <= work.start_behaviours))
             if work.kind is PendingKind.LOAD:
@@ -217,7 +166,7 @@ class TierMetadata:
         entry.tokens = work.tokens
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
         self._policy.add(entry.number, EntryWeight(entry.pages.size, entry.tokens), now_us)
-        self._reclassify(entry)
+        self._account.reclassify(entry)
         return entry
 
     def abort(self, work: Work) -> None:
@@ -240,7 +189,7 @@ class TierMetadata:
         self._detach(entry)
         if entry.is_visible:
             entry.step(EntryState.EVICTED)
-            self._orphaned_pages += entry.pages.size - self._pool.drop(entry.pages)
+            self._account.orphaned += entry.pages.size - self._pool.drop(entry.pages)
         else:
             entry.step(EntryState.EMPTY)
         return stale
@@ -270,7 +219,7 @@ class TierMetadata:
         if previous is not None and previous.entry is not entry:
             self._unlease(previous)
         entry.leases.add(request_id)
-        self._reclassify(entry)
+        self._account.reclassify(entry)
         return True
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
@@ -304,20 +253,20 @@ class TierMetadata:
     def _begin_new(
         self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, now_us: int
     ) -> Work | NoRoomReason:
-        siblings = self._by_user.get(key.user_id, [])
+        siblings = self._index.of_user(key.user_id)
         surplus = None
         if len(siblings) >= MAX_ENTRIES_PER_USER:
             surplus = next((entry for entry in siblings if self._is_evictable(entry)), None)
             if surplus is None:
                 return NoRoomReason.FULL
-        pages = self._take(self.pages_for(tokens), now_us)
+        pages = self._take(self._state.pages_for(tokens), now_us)
         if pages is None:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
             self._evict(surplus)
         entry = Entry(self._next_number(), key.held(), self._next_number())
         entry.step(EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
-        self._attach(entry)
+        self._index.add(entry)
         return self._open(Work(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages))
 
     def _begin_growth(
@@ -325,13 +274,13 @@ class TierMetadata:
     ) -> Work | NoRoomReason:
         entry = base.entry
         start_tokens = self._layout.tokens(base.behaviours)
-        whole, partial = divmod(start_tokens, self._page_tokens)
+        whole, partial = divmod(start_tokens, self._state.page_tokens)
         # A partial tail page is written in place only where nobody else reads it, and never where that
         # would overwrite rows still shown. A load brings the whole page, so it never needs the old one.
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
         pin = self.pin(entry, base.behaviours)
-        pages = self._take(self.pages_for(tokens) - kept, now_us)
+        pages = self._take(self._state.pages_for(tokens) - kept, now_us)
         if pages is None:
             self.unpin(pin)
             return NoRoomReason.FULL
@@ -346,27 +295,27 @@ class TierMetadata:
 
     def _open(self, work: Work) -> Work:
         work.entry.work = work
-        self._works.add(work)
-        self._in_flight_pages += work.new_pages.size
+        self._state.works.add(work)
+        self._account.in_flight += work.new_pages.size
         return work
 
     def _close(self, work: Work) -> None:
         if not work.open:
             raise ValueError("work in flight was ended twice")
         work.open = False
-        self._works.remove(work)
-        self._in_flight_pages -= work.new_pages.size
+        self._state.works.remove(work)
+        self._account.in_flight -= work.new_pages.size
         if work.entry.work is work:
             work.entry.work = None
 
     def _take(self, count: int, now_us: int) -> PageArray | None:
         missing = count - self._pool.free
-        if missing > self._held_pages[Holding.EVICTABLE]:
+        if missing > self._account.held[Holding.EVICTABLE]:
             return None
         if missing > 0:
             chosen = []
             for number in self._policy.victims(now_us):
-                entry = self._entries[number]
+                entry = self._index[number]
                 if self._is_evictable(entry):
                     chosen.append(entry)
                     missing -= entry.pages.size
@@ -385,25 +334,12 @@ class TierMetadata:
 
     def _demote_others(self, entry: Entry) -> None:
         """A user's newer prefix makes the older ones the first to go."""
-        for other in self._by_user[entry.key.user_id]:
+        for other in self._index.of_user(entry.key.user_id):
             if other is not entry:
                 self._policy.demote(other.number)
 
-    def _attach(self, entry: Entry) -> None:
-        self._entries[entry.number] = entry
-        self._by_user.setdefault(entry.key.user_id, []).append(entry)
-        self._by_namespace.setdefault(entry.key.namespace, {})[entry.number] = entry
-
     def _detach(self, entry: Entry) -> None:
-        del self._entries[entry.number]
-        siblings = self._by_user[entry.key.user_id]
-        siblings.remove(entry)
-        if not siblings:
-            del self._by_user[entry.key.user_id]
-        peers = self._by_namespace[entry.key.namespace]
-        del peers[entry.number]
-        if not peers:
-            del self._by_namespace[entry.key.namespace]
+        self._index.remove(entry)
         self._policy.remove(entry.number)
         entry.attached = False
         entry.generation = self._next_number()
@@ -411,86 +347,17 @@ class TierMetadata:
         for request_id in entry.leases:
             self._leases.take(request_id)
         entry.leases.clear()
-        self._reclassify(entry)
+        self._account.reclassify(entry)
 
     def _unlease(self, lease: Lease) -> None:
         lease.entry.leases.discard(lease.request_id)
-        self._reclassify(lease.entry)
+        self._account.reclassify(lease.entry)
 
     def _count_waste(self, entry: Entry, reason: WasteReason) -> None:
         if entry.unused_pre_infer:
             entry.unused_pre_infer = False
             self._counters.wasted[reason] += 1
 
-    def _reclassify(self, entry: Entry) -> None:
-        self._held_pages[entry.holding] -= entry.counted_pages
-        entry.holding = _holding(entry)
-        entry.counted_pages = entry.pages.size if entry.attached else 0
-        self._held_pages[entry.holding] += entry.counted_pages
-
     def _next_number(self) -> int:
         self._last_number += 1
         return self._last_number
-
-    def check_invariants(self) -> None:
-        """Recounts everything from the entries. Raises AssertionError that says what does not add up."""
-        expected = np.zeros(self._pool.capacity, np.int32)
-        owners = np.zeros(self._pool.capacity, np.int32)
-        held: Counter[Holding] = Counter()
-        for number, entry in self._entries.items():
-            _require(entry.number == number and entry.attached, "an entry is indexed under another number")
-            _require(entry in self._by_user[entry.key.user_id], "an entry is missing from its user")
-            _require(number in self._by_namespace[entry.key.namespace], "an entry is missing from its namespace")
-            _require(entry.holding is _holding(entry), "an entry's holding is stale")
-            if entry.is_visible:
-                _require(entry.pages.size == self.pages_for(entry.tokens), "a page table has the wrong length")
-                _require(entry.tokens == self._layout.tokens(entry.key.length), "tokens disagree with behaviours")
-            else:
-                _require(entry.pages.size == 0 and entry.work is not None, "an entry in flight owns pages")
-            _require((entry.state is EntryState.SPILLING) == (entry.spills > 0), "spilling without a spill")
-            owners[entry.pages] += 1
-            held[entry.holding] += entry.pages.size
-            for request_id in entry.leases:
-                lease = self._leases.get(request_id)
-                _require(lease is not None and lease.entry is entry, "a lease is missing from the book")
-        for work in self._works:
-            _require(work.open, "closed work is still in flight")
-            _require(not work.is_current or work.entry.work is work, "an entry lost its work")
-            owners[work.new_pages] += 1
-        _require(int(owners.max(initial=0)) <= 1, "a page has two owners")
-        expected += owners
-        pins: Counter[Entry] = Counter()
-        for pin in self._pins:
-            expected[pin.pages] += 1
-            pins[pin.entry] += 1
-        _require(all(pin.entry.pins == pins[pin.entry] for pin in self._pins), "pins are miscounted")
-        _require(all(entry.pins == pins[entry] for entry in self._entries.values()), "an entry has phantom pins")
-        references = self._pool.references()
-        _require(np.array_equal(expected, references), "reference counts disagree with who holds pages")
-        free = self._pool.free_pages()
-        _require(free.size == np.unique(free).size, "a page is free twice")
-        _require(np.array_equal(np.sort(free), np.flatnonzero(references == 0)), "the free list is wrong")
-        orphans = int(((owners == 0) & (references > 0)).sum())
-        _require(orphans == self._orphaned_pages, "orphaned pages are miscounted")
-        _require(all(held[each] == self._held_pages[each] for each in Holding), "held pages are miscounted")
-        in_flight = sum(work.new_pages.size for work in self._works)
-        _require(in_flight == self._in_flight_pages, "pages in flight are miscounted")
-        now = self.stats()
-        total = now.free + now.evictable + now.leased + now.pinned + now.in_flight
-        _require(total == now.capacity, f"{total} pages of {now.capacity}")
-        visible = sum(entry.is_visible for entry in self._entries.values())
-        _require(len(self._policy) == visible, "the policy orders other entries than the visible ones")
-        _require(sum(map(len, self._by_user.values())) == len(self._entries), "the user index is stale")
-        _require(sum(map(len, self._by_namespace.values())) == len(self._entries), "the namespace index is stale")
-        _require(all(lease.entry.attached for lease in self._leases.all()), "a lease outlived its entry")
-
-
-def _holding(entry: Entry) -> Holding:
-    if entry.pins:
-        return Holding.PINNED
-    return Holding.LEASED if entry.leases else Holding.EVICTABLE
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(what)
