@@ -21,8 +21,8 @@ from workers.model.checkpoint import (
     random_checkpoint,
     save_checkpoint,
 )
-from workers.model.config import CONFIG_FILE, Family, ModelConfig, parse_config
-from workers.model.embedding import IDS_TENSOR, FeatureRows, Vocabulary
+from workers.model.config import CONFIG_FILE, ContextualFeature, Family, ModelConfig, parse_config
+from workers.model.inputs.vocabulary import IDS_TENSOR, FeatureRows, Vocabulary
 
 
 @settings(max_examples=15, deadline=None)
@@ -137,7 +137,8 @@ def test_a_vocabulary_finds_each_id_and_counts_the_others() -> None:
 
 
 def test_features_that_are_missing_or_unknown_take_their_tables_last_row() -> None:
-    rows = FeatureRows((3, 5))
+    three, five = ContextualFeature(name="a", cardinality=3), ContextualFeature(name="b", cardinality=5)
+    rows = FeatureRows((three, five))
     assert rows.rows(np.array([2, 4])).tolist() == [2, 4 + 4]
     assert rows.rows(np.array([3, -1])).tolist() == [3, 4 + 5]
     assert rows.rows(np.array([1])).tolist() == [1, 4 + 5]

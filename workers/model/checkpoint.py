@@ -8,7 +8,6 @@ another, so K,V of old weights can never match.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,11 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from streams.errors import RelayError
-from workers.model.config import CONFIG_FILE, Family, ModelConfig, ReadoutNorm, read_config
-from workers.model.embedding import IDS_TENSOR, Vocabulary
+from workers.model.config import CONFIG_FILE, Family, ModelConfig, read_config
+from workers.model.inputs.shapes import input_shapes
+from workers.model.inputs.vocabulary import IDS_TENSOR, Vocabulary
+from workers.model.readout.shapes import readout_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE_SUFFIX = ".rows"
 _REVISION_BYTES = 16
 _SHOWN = 8
 
@@ -40,7 +42,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for name, tensor in self.tensors.items() if name != IDS_TENSOR)
+        return sum(tensor.numel() for name, tensor in self.tensors.items() if not _is_whole(name))
 
     @property
     def weights_bytes(self) -> int:
@@ -56,14 +58,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a configuration asks for, `items.ids` (optional) left out."""
     if config.family is Family.NULL:
         return {}
+    return input_shapes(config) | layer_shapes(config) | readout_shapes(config)
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the layers."""
     d, values = config.embedding_dim, config.num_heads * config.hidden_dim
-    shapes: dict[str, tuple[int, ...]] = {"items.weight": (config.vocabulary_size + 1, d)}
-    for index, feature in enumerate(config.contextual_features):
-        shapes[f"features.{index}.weight"] = (feature.cardinality + 1, d)
-    if config.num_actions:
-        shapes["actions.weight"] = (config.num_actions + 2, d)
-    if config.num_positions:
-        shapes["positions.weight"] = (config.num_positions, d)
+    shapes: dict[str, tuple[int, ...]] = {}
     for index in range(config.num_layers):
         layer = f"layers.{index}"
         if config.norm_affine:
@@ -76,11 +77,6 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.output.weight"] = (config.output_width, d)
         if config.output_bias:
             shapes[f"{layer}.output.bias"] = (d,)
-    if config.readout_norm is ReadoutNorm.LAYER:
-        shapes |= {"readout.norm.weight": (d,), "readout.norm.bias": (d,)}
-    widths = (d, *config.readout_hidden, len(config.tasks))
-    for index, (rows, columns) in enumerate(itertools.pairwise(widths)):
-        shapes |= {f"readout.mlp.{index}.weight": (rows, columns), f"readout.mlp.{index}.bias": (columns,)}
     return shapes
 
 
@@ -96,7 +92,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             raise RelayError(f"{path} cannot be read: {error}.") from error
     _check(config, tensors, str(path))
     revision = compute_revision(config, tensors)
-    as_floats = {name: tensor if name == IDS_TENSOR else tensor.float() for name, tensor in tensors.items()}
+    as_floats = {name: tensor if _is_whole(name) else tensor.float() for name, tensor in tensors.items()}
     return Checkpoint(config, as_floats, revision)
 
 
@@ -135,17 +131,22 @@ def random_checkpoint(config: ModelConfig, seed: int, item_ids: NDArray[np.int64
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
+    if _is_whole(name):
+        feature = expected_tensors(config)[name.replace(_WHOLE_SUFFIX, ".weight")]
+        return torch.randint(feature[0], shape, generator=generator)
     noise: torch.Tensor = torch.randn(shape, generator=generator)
     kind = name.rsplit(".", 2)[-2:]
-    if name.startswith(("items.", "features.", "actions.")):
+    if name.startswith(("items.", "features.", "item_features.", "actions.")):
         return noise
-    if name.startswith("positions."):
+    if name in ("action_bits.weight", "action_bits.candidates"):
+        return noise
+    if name.startswith(("positions.", "times.")):
         return noise * 0.3
-    if kind == ["input_norm", "weight"] or kind == ["norm", "weight"] or kind == ["output_norm", "weight"]:
+    if kind[0].endswith("norm") and kind[1] == "weight":
         return 1.0 + 0.1 * noise
     if kind[-1] == "bias":
         return noise * 0.1
-    fan_in = shape[0]
+    fan_in = shape[-2]
     # Residual branches of many layers add up; this keeps the rows' size about constant.
     gain = (2.0 / config.num_layers) ** 0.5 if kind[0] == "output" else 2.0
     return noise.mul_(gain / fan_in**0.5)
@@ -172,6 +173,8 @@ def _check(config: ModelConfig, tensors: Mapping[str, torch.Tensor], origin: str
             problems.append(f"{name} {list(tensor.shape)} is not part of this configuration")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name} is {list(tensor.shape)}, expected {list(expected[name])}")
+        elif _is_whole(name):
+            problems += _row_problems(name, tensor, expected)
         elif tensor.dtype not in _FLOATS:
             problems.append(f"{name} is {tensor.dtype}, expected float32, bfloat16 or float16")
         elif not bool(torch.isfinite(tensor).all()):
@@ -180,6 +183,20 @@ def _check(config: ModelConfig, tensors: Mapping[str, torch.Tensor], origin: str
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(problems[:_SHOWN])
         raise RelayError(f"{origin} disagrees with its {CONFIG_FILE}: {shown}{more}.")
+
+
+def _is_whole(name: str) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return name == IDS_TENSOR or name.endswith(_WHOLE_SUFFIX)
+
+
+def _row_problems(name: str, rows: torch.Tensor, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    limit = expected[name.replace(_WHOLE_SUFFIX, ".weight")][0]
+    if rows.dtype is not torch.int64:
+        return [f"{name} is {rows.dtype}, expected int64"]
+    if bool(((rows < 0) | (rows >= limit)).any()):
+        return [f"{name} names rows outside 0 to {limit - 1}"]
+    return []
 
 
 def _id_problems(config: ModelConfig, ids: torch.Tensor) -> list[str]:

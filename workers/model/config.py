@@ -90,11 +90,91 @@ class RelativeBias(Part):
     log_base: Annotated[float, Field(gt=0, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
 
 
+class InputForm(enum.StrEnum):
+    """What behaviours and candidates become before the first layer."""
+
+    ADDED = "added"
+    """One token: item + action; candidates have an action row of their own."""
+    INTERLEAVED = "interleaved"
+    """Two tokens, item then action; candidates are items alone. NVIDIA's recsys-examples."""
+    DLRM = "dlrm"
+    """One token: MLP(item) + MLP(item's features) + MLP(action bits). Meta's DLRM-v3."""
+
+
+class PositionOrigin(enum.StrEnum):
+    """Where positions are counted from."""
+
+    START = "start"
+    """A prefix is good for any later request."""
+    END = "end"
+    """Back from the history's end: a prefix is good for one impression."""
+
+
+class TimeEncoding(enum.StrEnum):
+    """How the time before the query becomes a row of the time table."""
+
+    NONE = "none"
+    SQRT = "sqrt"
+    LOG = "log"
+
+
+class ReadoutForm(enum.StrEnum):
+    """What the task MLP reads."""
+
+    ROW = "row"
+    """The candidate's last row, normalised."""
+    ITEM_PRODUCT = "item_product"
+    """The same times an MLP of the candidate's own embedding. Meta's DLRM-v3."""
+
+
+class ReadoutActivation(enum.StrEnum):
+    """Between the layers of the task MLP."""
+
+    SILU = "silu"
+    RELU = "relu"
+    GELU = "gelu"
+    SWISH_NORM = "swish_norm"
+    """x * sigmoid(LayerNorm(x))"""
+
+
 class ContextualFeature(Part):
-    """A categorical user feature: one token at the beginning of the prefix."""
+    """A categorical user feature: tokens at the beginning of the prefix."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
+    tokens: Annotated[
+        int, Field(ge=1, le=MAX_FEATURES, description="values that it takes of a history's features, a token each")
+    ] = 1
+
+
+class ItemFeature(Part):
+    """A categorical feature that each item has, such as its category: `item_features.K.rows` holds the values."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
+
+
+class DlrmInputs(Part):
+    """Sizes of the input MLPs of Meta's DLRM-v3."""
+
+    table_dim: Annotated[int, Field(ge=1, le=65_536, description="width of the item, item feature and feature tables")]
+    hidden: Annotated[int, Field(ge=1, le=65_536, description="width inside the MLPs")]
+    norm_eps: Annotated[float, Field(gt=0, lt=1, description="of the MLPs' norms")] = 1e-5
+    item_features: Annotated[tuple[ItemFeature, ...], Field(max_length=MAX_FEATURES)] = ()
+    action_weights: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=65_535)], ...],
+        Field(
+            max_length=16, description="the action code has an embedding for each of these that shares a bit with it"
+        ),
+    ] = ()
+    action_dim: Annotated[int, Field(ge=1, le=65_536, description="width of each such embedding")] = 8
+
+
+class TimePeriod(Part):
+    """A circle that the query time goes round: hours of a day, days of a week."""
+
+    unit_seconds: Annotated[float, Field(gt=0)]
+    units: Annotated[float, Field(gt=0, description="units in a round")]
 
 
 class Task(Part):
@@ -139,17 +219,39 @@ class ModelConfig(Part):
     ] = 1
     relative_bias: RelativeBias | None = None
 
+    inputs: InputForm = InputForm.ADDED
+    dlrm_inputs: Annotated[DlrmInputs | None, Field(description="sizes of the form dlrm, which others lack")] = None
     contextual_features: Annotated[tuple[ContextualFeature, ...], Field(max_length=MAX_FEATURES)] = ()
     vocabulary_size: Annotated[int, Field(ge=1, le=2**31, description="items known; one more row is for all others")]
     num_actions: Annotated[
-        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1 and added to the item; 0: not used")
+        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1; 0: actions are not used")
     ] = 0
     num_positions: Annotated[
-        int, Field(ge=0, le=2**24, description="rows of the position table, from the start; later tokens use the last")
+        int, Field(ge=0, le=2**24, description="rows of the position table; places beyond it use the last; 0: none")
     ] = 0
+    position_origin: PositionOrigin = PositionOrigin.START
+    time_encoding: TimeEncoding = TimeEncoding.NONE
+    time_unit_seconds: Annotated[float, Field(gt=0, description="the time before the query is divided by it")] = 60.0
+    num_times: Annotated[
+        int, Field(ge=0, le=2**24, description="rows of the time table; older tokens use the last; 0: none")
+    ] = 0
+    embedding_scale: Annotated[
+        float, Field(gt=0, description="tokens are multiplied by it before positions and times are added")
+    ] = 1.0
     tasks: Annotated[tuple[Task, ...], Field(min_length=1, max_length=MAX_TASKS)] = (Task(name="click"),)
+    readout: ReadoutForm = ReadoutForm.ROW
     readout_norm: ReadoutNorm = ReadoutNorm.LAYER
+    readout_norm_eps: Annotated[float | None, Field(gt=0, lt=1, description="none: norm_eps")] = None
+    readout_periods: Annotated[
+        tuple[TimePeriod, ...],
+        Field(max_length=8, description="the row is joined with where in each the query time is, and mapped back to D"),
+    ] = ()
     readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
+    readout_activation: ReadoutActivation = ReadoutActivation.SILU
+    readout_item_hidden: Annotated[
+        int, Field(ge=1, le=65_536, description="width inside the item MLP of the form item_product")
+    ] = 512
+    readout_mlp_eps: Annotated[float, Field(gt=0, lt=1, description="of the norms inside the read-out's MLPs")] = 1e-5
 
     max_prefix_behaviours: Annotated[int, Field(ge=8, le=MAX_BEHAVIOURS)]
     max_suffix_behaviours: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
@@ -177,6 +279,29 @@ class ModelConfig(Part):
             raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
         return self
 
+    @model_validator(mode="after")
+    def _inputs_fit(self) -> ModelConfig:
+        if (self.dlrm_inputs is not None) != (self.inputs is InputForm.DLRM):
+            raise ValueError("dlrm_inputs belongs to the inputs dlrm, and is needed there")
+        if self.inputs is InputForm.DLRM and self.num_actions:
+            raise ValueError("inputs dlrm takes dlrm_inputs.action_weights: leave num_actions at 0")
+        if self.inputs is InputForm.INTERLEAVED and not self.num_actions:
+            raise ValueError("inputs interleaved needs num_actions")
+        if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
+            raise ValueError("readout item_product reads the tables of inputs dlrm")
+        if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):
+            raise ValueError("num_times and time_encoding are set together")
+        if self.position_origin is PositionOrigin.END and not self.num_positions:
+            raise ValueError("position_origin end needs num_positions")
+        if self.contextual_tokens > MAX_FEATURES:
+            raise ValueError(f"contextual_features take {self.contextual_tokens} tokens, allowed are {MAX_FEATURES}")
+        return self
+
+    @property
+    def contextual_tokens(self) -> int:
+        """Tokens of the user's features, at the beginning of a prefix."""
+        return sum(feature.tokens for feature in self.contextual_features)
+
     @property
     def alpha(self) -> float:
         """The scale of q.k."""
@@ -193,8 +318,8 @@ class ModelConfig(Part):
         return self.num_heads * self.hidden_dim * self.output_form.blocks
 
     def layout(self) -> PrefixLayout:
-        """Tokens of a prefix: the contextual ones, then one a behaviour (the action is added to the item)."""
-        return PrefixLayout(len(self.contextual_features), 1)
+        """Tokens of a prefix: the contextual ones, then one or two a behaviour."""
+        return PrefixLayout(self.contextual_tokens, 2 if self.inputs is InputForm.INTERLEAVED else 1)
 
     def geometry(self, page_tokens: int, dtype: KvDtype) -> KvGeometry:
         """K,V of this model in pages."""

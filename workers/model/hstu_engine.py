@@ -14,8 +14,8 @@ from workers.kv import KvDtype, KvGeometry
 from workers.model.attention import KEY_BLOCK, ROW_BLOCK, PagedKv
 from workers.model.checkpoint import Checkpoint
 from workers.model.config import ModelConfig
-from workers.model.embedding import IDS_TENSOR, ActionCodes, FeatureRows, NoActions, TokenEmbedding, TokenRows
 from workers.model.hstu import HstuStack, RankRows, build_layers, options_of
+from workers.model.inputs import IDS_TENSOR, TokenEmbedding, TokenLookup
 from workers.model.interface import (
     EngineLimits,
     Int32Array,
@@ -27,7 +27,7 @@ from workers.model.interface import (
     check_limit,
 )
 from workers.model.readout import Readout
-from workers.model.rules import rules_of
+from workers.model.rules import RuleError, rules_of
 
 _FLOAT_BYTES = 4
 
@@ -67,9 +67,7 @@ class HstuEngine:
         self.num_tasks = len(config.tasks)
         self.weights_bytes = checkpoint.weights_bytes
         self._config = config
-        self._vocabulary = checkpoint.vocabulary()
-        self._actions = ActionCodes(config.num_actions) if config.num_actions else NoActions()
-        self._features = FeatureRows(tuple(feature.cardinality for feature in config.contextual_features))
+        self._lookup = TokenLookup(config, checkpoint.vocabulary())
         tensors = {
             name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
         }
@@ -96,32 +94,31 @@ class HstuEngine:
     def bind(self, arena: torch.Tensor) -> None:
         self._kv = PagedKv(arena, self.geometry)
 
-    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours) -> PrefixInputs:
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
-        found = self._vocabulary.rows(behaviours.items)
-        return PrefixInputs(
-            features=self._features.rows(features),
-            behaviours=TokenRows(found.rows, self._actions.of_behaviours(behaviours.actions)),
-            tokens=self.layout.tokens(len(behaviours)),
-            unknown_items=found.unknown,
-        )
+        found = self._lookup.prefix(features, behaviours, query_time_ms)
+        return PrefixInputs(found.tokens, found.unknown_items)
 
     def rank_inputs(
-        self, prefix_tokens: int, pages: Int32Array, suffix: Behaviours, candidates: Int64Array
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,
     ) -> RankInputs:
         check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
         check_limit(candidates.size, self.limits.max_candidates, "candidates")
-        found = self._vocabulary.rows(np.concatenate((suffix.items, candidates)))
-        actions = (self._actions.of_behaviours(suffix.actions), self._actions.of_candidates(candidates.size))
-        end = prefix_tokens + len(suffix)
+        if len(suffix) and not self.rules.grows:
+            raise RuleError("this model's prefixes cannot be followed by a suffix: send all behaviours in the history")
+        found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
         return RankInputs(
             prefix_tokens=prefix_tokens,
             pages=pages,
-            rows=TokenRows(found.rows, np.concatenate(actions)),
-            places=np.concatenate((np.arange(prefix_tokens, end), np.full(candidates.size, end))),
-            suffix_tokens=len(suffix),
+            rows=found.tokens,
+            suffix_tokens=found.tokens.shape[0] - candidates.size,
             num_candidates=int(candidates.size),
-            unknown_items=found.unknown,
+            unknown_items=found.unknown_items,
         )
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
@@ -133,7 +130,7 @@ class HstuEngine:
     def pre_infer(self, chunk: PrefixChunk) -> None:
         if not 0 <= chunk.start < chunk.end <= chunk.inputs.tokens:
             raise ValueError(f"chunk [{chunk.start}, {chunk.end}) is not in a prefix of {chunk.inputs.tokens} tokens")
-        x = self._embedding.prefix(chunk.inputs.features, chunk.inputs.behaviours, chunk.start, chunk.end)
+        x = self._embedding(chunk.inputs.rows[chunk.start : chunk.end])
         self._stack.pre_infer(self._bound(), x, chunk.start, chunk.pages)
 
     @torch.inference_mode()
@@ -145,14 +142,12 @@ class HstuEngine:
             RankRows(int(start), inputs.suffix_tokens, inputs.num_candidates, inputs.prefix_tokens, inputs.pages)
             for start, inputs in zip(starts[:-1], batch, strict=True)
         ]
-        rows = TokenRows(
-            np.concatenate([inputs.rows.items for inputs in batch]),
-            np.concatenate([inputs.rows.actions for inputs in batch]),
-        )
-        x = self._embedding.scored(rows, np.concatenate([inputs.places for inputs in batch]))
+        x = self._embedding(np.concatenate([inputs.rows for inputs in batch]))
         x = self._stack.rank(self._bound(), x, requests)
         candidates = [x[request.start + request.suffix_rows : request.end] for request in requests]
-        scores = self._readout(torch.cat(candidates)).cpu().numpy()
+        asked = np.concatenate([inputs.rows[inputs.suffix_tokens :] for inputs in batch])
+        tokens = torch.from_numpy(asked).to(x.device, non_blocking=True)
+        scores = self._readout(torch.cat(candidates), tokens).cpu().numpy()
         ends = np.cumsum([request.candidate_rows for request in requests])
         return [RankOutputs(part) for part in np.split(scores, ends[:-1])]
 

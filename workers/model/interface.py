@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
-from workers.model.embedding import TokenRows
+from workers.model.inputs.tokens import Tokens
 from workers.model.rules import PrefixRules
 
 Int32Array = NDArray[np.int32]
@@ -48,12 +48,14 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class PrefixInputs:
-    """A whole prefix, looked up: rows of its contextual tokens, then of its behaviours."""
+    """A whole prefix, looked up: `rows` of its contextual tokens, then of its behaviours (`inputs/tokens.py`)."""
 
-    features: Int64Array
-    behaviours: TokenRows
-    tokens: int
+    rows: Tokens
     unknown_items: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.rows.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,7 @@ class RankInputs:
 
     prefix_tokens: int
     pages: Int32Array
-    rows: TokenRows
-    places: Int64Array
-    """Position of each row: the suffix counts on, all candidates stand after it."""
+    rows: Tokens
     suffix_tokens: int
     num_candidates: int
     unknown_items: int
@@ -129,13 +129,21 @@ class Engine(Protocol):
     def bind(self, arena: torch.Tensor) -> None:
         """Uses this arena from now on: uint8 [num_pages, geometry.page_bytes] on the device. Raises ValueError."""
 
-    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours) -> PrefixInputs:
-        """Looks a prefix up. Missing and unknown features take their unknown row. Raises TooLongError."""
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
+        """Looks a prefix up. Missing and unknown features take their unknown row. Raises TooLongError.
+
+        `query_time_ms`: fixed at the retrieval event; models whose rules do not name it do not read it.
+        """
 
     def rank_inputs(
-        self, prefix_tokens: int, pages: Int32Array, suffix: Behaviours, candidates: Int64Array
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,
     ) -> RankInputs:
-        """Looks a request up. Raises TooLongError."""
+        """Looks a request up. Raises TooLongError, and RuleError for a suffix that the model's rules forbid."""
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         """Computes K,V of the chunks into their pages, and scores each request, in its order, in one pass.

@@ -16,8 +16,8 @@ from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint
-from workers.model.embedding import TokenRows
 from workers.model.hstu_engine import kv_namespace, limits_of
+from workers.model.inputs.tokens import Column, Tokens, no_tokens
 from workers.model.interface import (
     Int32Array,
     Int64Array,
@@ -28,8 +28,6 @@ from workers.model.interface import (
     check_limit,
 )
 from workers.model.rules import rules_of
-
-_NONE = np.empty(0, np.int64)
 
 
 def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
@@ -60,17 +58,28 @@ class NullEngine:
         if arena.shape[1:] != (self.geometry.page_bytes,):
             raise ValueError(f"arena is {list(arena.shape)}, not [num_pages, {self.geometry.page_bytes}]")
 
-    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours) -> PrefixInputs:  # noqa: ARG002
+    def prefix_inputs(
+        self,
+        features: Int64Array,  # noqa: ARG002
+        behaviours: Behaviours,
+        query_time_ms: int = 0,  # noqa: ARG002
+    ) -> PrefixInputs:
         check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
-        return PrefixInputs(_NONE, TokenRows(_NONE, _NONE), self.layout.tokens(len(behaviours)), 0)
+        return PrefixInputs(no_tokens(self.layout.tokens(len(behaviours))), 0)
 
     def rank_inputs(
-        self, prefix_tokens: int, pages: Int32Array, suffix: Behaviours, candidates: Int64Array
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,  # noqa: ARG002
     ) -> RankInputs:
         check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
         check_limit(candidates.size, self.limits.max_candidates, "candidates")
-        rows = TokenRows(candidates, _NONE)
-        return RankInputs(prefix_tokens, pages, rows, _NONE, len(suffix), int(candidates.size), 0)
+        rows = no_tokens(candidates.size)
+        rows[:, Column.CONTENT] = candidates
+        return RankInputs(prefix_tokens, pages, rows, 0, int(candidates.size), 0)
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         for chunk in chunks:
@@ -82,4 +91,8 @@ class NullEngine:
             raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        return [RankOutputs(null_scores(inputs.rows.items, self.num_tasks)) for inputs in batch]
+        return [RankOutputs(null_scores(_items(inputs.rows), self.num_tasks)) for inputs in batch]
+
+
+def _items(rows: Tokens) -> Int64Array:
+    return rows[:, Column.CONTENT]

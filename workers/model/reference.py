@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from schemas.messages import Behaviours
 from workers.model.checkpoint import Checkpoint
 from workers.model.config import Activated, ModelConfig, OutputForm, ReadoutNorm, TaskKind
-from workers.model.embedding import IDS_TENSOR
+from workers.model.inputs.vocabulary import IDS_TENSOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.model.config import ModelConfig
+from workers.model.config import ModelConfig, PositionOrigin, TimeEncoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class RuleError(ValueError):
 def rules_of(config: ModelConfig) -> PrefixRules:
     """The rules that a configuration implies."""
     has_relative_time = config.relative_bias is not None and config.relative_bias.time_buckets > 0
+    counts_from_end = config.position_origin is PositionOrigin.END
     return PrefixRules(
-        grows=not (config.contextual_mask or config.min_full_attn_len or has_relative_time),
+        grows=not (config.contextual_mask or config.min_full_attn_len or has_relative_time or counts_from_end),
         chunks=not config.contextual_mask,
-        uses_query_time=has_relative_time,
+        uses_query_time=has_relative_time or config.time_encoding is not TimeEncoding.NONE,
     )
