@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -91,6 +92,10 @@ class Device(ABC):
         """Uninitialised uint8 host memory that the device copies from at full speed. Raises RelayError."""
 
     @abstractmethod
+    def pin_host(self, memory: torch.Tensor) -> bool:
+        """Makes host memory that is there already copy at full speed, until the process ends; whether it does now."""
+
+    @abstractmethod
     def stream(self, *, low_priority: bool = False) -> Stream:
         """A new stream."""
 
@@ -141,6 +146,9 @@ class CpuDevice(Device):
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
         return self.empty_bytes(*shape)
+
+    def pin_host(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - all memory is the device's own
+        return True
 
     def stream(self, *, low_priority: bool = False) -> Stream:  # noqa: ARG002 - one thread has one priority
         return _InlineStream()
@@ -201,6 +209,13 @@ class AcceleratorDevice(Device):
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         except (RuntimeError, MemoryError) as error:
             raise _too_large(shape, "pinned host memory") from error
+
+    def pin_host(self, memory: torch.Tensor) -> bool:
+        # torch has no call of its own for memory that it did not allocate; CUDA's runtime does, CANN's is not exposed.
+        if self.torch_device.type != "cuda" or memory.numel() == 0:
+            return False
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
 
     def stream(self, *, low_priority: bool = False) -> Stream:
         # torch: a lower number is more urgent, and 0 the least urgent of all.
