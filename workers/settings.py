@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import ByteSize, Field
 
 from streams.settings import Section
+from workers.cache.policies import PolicyName
 from workers.kv import KvDtype
 
 _MIB = 1024 * 1024
@@ -32,6 +33,11 @@ class WorkerSettings(Section):
     kv_dtype: KvDtype = Field(KvDtype.FLOAT32, description="element type of stored K,V")
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
+    hbm_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the HBM tier first")
+    dram_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the DRAM tier first")
+    prefix_ttl_s: Annotated[
+        float, Field(gt=0, description="policy ttl: how long a prefix stays that nobody uses, seconds")
+    ] = 600.0
     reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")

@@ -16,6 +16,7 @@ from schemas.messages import Behaviours
 from workers.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
 from workers.cache.copy_queue import CopyLimits, CopyQueue
 from workers.cache.events import CacheListener
+from workers.cache.policies import TierPolicies
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from workers.kv import KvDtype, KvGeometry, PrefixLayout
 
@@ -119,7 +120,7 @@ class World:
         self,
         hbm_pages: int = 32,
         dram_pages: int = 64,
-        policy: str = "lru",
+        policies: TierPolicies | None = None,
         limits: CopyLimits | None = None,
         spill_gate: SpillGate | None = None,
         listener: CacheListener | None = None,
@@ -135,8 +136,7 @@ class World:
             hbm_pages,
             dram_pages,
             self.mover,
-            hbm_policy=policy,
-            dram_policy=policy,
+            policies=policies,
             spill_gate=spill_gate,
             listener=listener,
         )

@@ -36,6 +36,7 @@ from workers.cache.entries import EntryState
 from workers.cache.events import CacheEvent, EventKind
 from workers.cache.identity import PrefixKey
 from workers.cache.metadata import MAX_ENTRIES_PER_USER
+from workers.cache.policies import PolicyName, TierPolicies
 from workers.cache.transfer import CopyForecast, SpillGate, reload_pays
 
 
@@ -721,6 +722,45 @@ class TestTiers:
         assert world.cache.peek(make_key("zoe")).hbm_behaviours == 100
 
 
+class TestPolicies:
+    def test_under_ttl_what_nobody_used_in_time_is_gone_but_for_what_is_held(self) -> None:
+        world = World(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
+        for user in ("ann", "bob", "cid"):
+            world.store(make_key(user, 60), now_us=0)
+            world.cache.spill(make_key(user, 60))
+        world.mover.run()
+        world.cache.release(world.hit(make_key("ann", 60), now_us=500))
+        assert world.cache.lease(make_key("bob", 60), "r", 10_000)
+        assert world.cache.expire_prefixes(999) == 0
+        assert world.cache.expire_prefixes(1_000) == 1 + 3
+        assert [world.cache.peek(make_key(user, 60)).hbm_behaviours for user in ("ann", "bob", "cid")] == [60, 60, 0]
+        assert world.cache.stats().dram.entries == 0
+        world.cache.end_lease("r")
+        assert world.cache.expire_prefixes(1_500) == 2
+        world.cache.check_invariants()
+
+    def test_cost_weighs_by_what_the_cache_was_told_that_a_hit_saves(self) -> None:
+        """Time grows with the square of the length: the short prefix goes, though it was used last."""
+        world = World(hbm_pages=20, policies=TierPolicies(PolicyName.COST, PolicyName.COST))
+        world.cache.weigh_by(lambda tokens: float(tokens**2))
+        for user, length in (("long", 150), ("short", 50)):
+            world.store(make_key(user, length))
+        world.store(make_key("new", 120))
+        assert world.cache.peek(make_key("long", 150)).hbm_behaviours == 150
+        assert world.cache.peek(make_key("short", 50)).hbm_behaviours == 0
+
+    def test_what_s3fifo_evicted_too_early_is_remembered_across_its_eviction(self) -> None:
+        world = World(hbm_pages=20, policies=TierPolicies(PolicyName.S3FIFO, PolicyName.S3FIFO))
+        users = [f"u{number}" for number in range(12)]
+        for now_us, user in enumerate(users[:10]):
+            world.store(make_key(user, 30), now_us)
+        world.store(make_key(users[10], 30), 10)
+        world.store(make_key(users[0], 30), 11)
+        for now_us, user in enumerate(users[2:]):
+            world.store(make_key(user + "x", 30), 20 + now_us)
+        assert world.cache.peek(make_key(users[0], 30)).hbm_behaviours == 30
+
+
 def test_release_takes_effect_when_the_device_has_passed(world: World) -> None:
     handle = world.compute(make_key())
     event = Later()
@@ -753,7 +793,7 @@ def test_events_tell_each_operation_in_order() -> None:
         (EventKind.INVALIDATE, "hbm"),
     ]
     assert [event.sequence for event in told] == [0, 1, 2, 3]
-    assert {event.behaviours for event in told} == {100}
+    assert {event.chain.length for event in told} == {100}
 
 
 def _lines_run(call) -> int:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The cache's small parts: pages, order of eviction, identity, order of copies, copy threads, arenas, metrics."""
+"""The cache's small parts: pages, identity, order of copies, copy threads, arenas, metrics."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from workers.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
 from workers.cache.metrics import CacheCollector
 from workers.cache.mover import SimulatedLink, ThreadMover
 from workers.cache.pages import PagePool
-from workers.cache.policy import EntryWeight, Lru, make_policy
 from workers.cache.transfer import CopyPriority, CopyRequest, SpillGate
 from workers.device import CpuDevice
-
-_WEIGHT = EntryWeight(1, 16)
 
 
 class TestPages:
@@ -58,32 +55,6 @@ class TestPages:
     def test_a_pool_has_no_negative_size(self) -> None:
         with pytest.raises(ValueError, match="-1 pages"):
             PagePool(-1)
-
-
-class TestLru:
-    def test_the_least_recently_used_goes_first(self) -> None:
-        lru = Lru()
-        for number in (1, 2, 3):
-            lru.add(number, _WEIGHT, number)
-        lru.touch(1, 4)
-        assert list(lru.victims(5)) == [2, 3, 1]
-        lru.remove(2)
-        assert (list(lru.victims(5)), len(lru)) == ([3, 1], 2)
-
-    def test_demoted_ones_go_before_all_others_until_touched(self) -> None:
-        lru = Lru()
-        for number in (1, 2, 3):
-            lru.add(number, _WEIGHT, number)
-        lru.demote(3)
-        lru.demote(2)
-        lru.demote(99)
-        assert list(lru.victims(5)) == [3, 2, 1]
-        lru.touch(3, 6)
-        assert list(lru.victims(7)) == [2, 1, 3]
-
-    def test_an_unknown_policy_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'mru'.*lru"):
-            make_policy("mru")
 
 
 class TestIdentity:

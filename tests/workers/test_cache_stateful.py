@@ -24,7 +24,7 @@ from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_ke
 from workers.cache import Fill, Handle, Hit, Pending, PrefixKey, Presence, Purpose, SpillOutcome
 from workers.cache.copy_queue import CopyLimits
 from workers.cache.entries import EntryState
-from workers.cache.policy import POLICIES
+from workers.cache.policies import PolicyName, TierPolicies
 from workers.cache.transfer import SpillGate
 
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
@@ -62,14 +62,14 @@ class Run:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    policy = "lru"
+    policy = PolicyName.LRU
 
     @initialize(hbm_pages=st.integers(10, 40), dram_pages=st.integers(0, 40), max_jobs=st.integers(1, 6))
     def start(self, hbm_pages: int, dram_pages: int, max_jobs: int) -> None:
         self.world = World(
             hbm_pages,
             dram_pages,
-            self.policy,
+            TierPolicies(self.policy, self.policy),
             limits=CopyLimits(max_in_flight=2, max_jobs=max_jobs, max_bytes=64 * 1024),
             spill_gate=SpillGate(0.5, 2.0, weight=0.5),
         )
@@ -312,8 +312,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(waiter.told == 1 for waiter in self.run.waiters)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_random_operations_keep_every_invariant(policy: str) -> None:
+@pytest.mark.parametrize("policy", PolicyName)
+def test_random_operations_keep_every_invariant(policy: PolicyName) -> None:
     machine = type("CacheMachineOfPolicy", (CacheMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine,
@@ -324,8 +324,8 @@ def test_random_operations_keep_every_invariant(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_many_more_random_operations_keep_every_invariant(policy: str) -> None:
+@pytest.mark.parametrize("policy", PolicyName)
+def test_many_more_random_operations_keep_every_invariant(policy: PolicyName) -> None:
     machine = type("CacheMachineOfPolicy", (CacheMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine,

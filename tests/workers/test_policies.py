@@ -416,7 +416,7 @@ def test_the_heap_of_the_cost_aware_policy_is_compared_log_n_times() -> None:
     for number in range(users):
         policy.add(number, weight(1, CountedRank(1 + number * 7919 % 9973)), number)
     CountedRank.compared = 0
-    for number in range(0, 1000):
+    for number in range(1000):
         policy.touch(number, number + VISIT_US * 10**6)
     touches = CountedRank.compared
     for _ in range(1000):

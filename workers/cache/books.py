@@ -58,7 +58,7 @@ class Books:
         """Tells the listener."""
         if self._listener is not None:
             sequence = next(self._sequence)
-            event = CacheEvent(sequence, kind, key.user_id, key.namespace, key.chain.digest, key.length, str(outcome))
+            event = CacheEvent(sequence, self.latest_us, kind, key.user_id, key.namespace, key.chain, str(outcome))
             after.append(partial(self._listener.on_event, event))
 
     def finish(self, after: After, work: Work, outcome: PendingOutcome) -> None:

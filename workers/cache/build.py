@@ -10,7 +10,9 @@ from streams.clock import Clock, SystemClock
 from workers.cache.arena import ArenaCopier, allocate_arena
 from workers.cache.cache import PrefixCache
 from workers.cache.copy_queue import CopyLimits
+from workers.cache.events import CacheListener
 from workers.cache.mover import SimulatedLink, ThreadMover
+from workers.cache.policies import TierPolicies
 from workers.cache.tiers import Tier
 from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
@@ -38,6 +40,8 @@ def build_cache(
     clock: Clock | None = None,
     limits: CopyLimits | None = None,
     link: SimulatedLink | None = None,
+    policies: TierPolicies | None = None,
+    listener: CacheListener | None = None,
 ) -> BuiltCache:
     """Takes (hbm_pages + extra_hbm_pages + dram_pages) x page_bytes, and starts the copy threads if there are
     two tiers. `PrefixCache.close` ends them. Raises RelayError if the memory is not there.
@@ -45,8 +49,10 @@ def build_cache(
     page_bytes = geometry.page_bytes
     hbm_arena = allocate_arena(device, Tier.HBM, hbm_pages + extra_hbm_pages, page_bytes)
     if not dram_pages:
-        return BuiltCache(PrefixCache(geometry, layout, hbm_pages), hbm_arena, None)
+        cache = PrefixCache(geometry, layout, hbm_pages, policies=policies, listener=listener)
+        return BuiltCache(cache, hbm_arena, None)
     dram_arena = allocate_arena(device, Tier.DRAM, dram_pages, page_bytes)
     copier = ArenaCopier(device, {Tier.HBM: hbm_arena, Tier.DRAM: dram_arena})
     mover = ThreadMover(copier, page_bytes, clock if clock is not None else SystemClock(), limits, link)
-    return BuiltCache(PrefixCache(geometry, layout, hbm_pages, dram_pages, mover), hbm_arena, dram_arena)
+    cache = PrefixCache(geometry, layout, hbm_pages, dram_pages, mover, policies=policies, listener=listener)
+    return BuiltCache(cache, hbm_arena, dram_arena)

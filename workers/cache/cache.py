@@ -12,6 +12,7 @@ mover are called after it is left. Nothing here blocks on room: full under pinni
 | `start_reload` | Pending, NoRoom, Declined | the mover copies DRAM to HBM; `acquire` when it has PUBLISHED |
 | `spill` | SpillOutcome | the mover copies HBM to DRAM |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while leased |
+| `expire_prefixes` | | what is unused for a policy's time to live is gone |
 
 Single flight: whoever asks for what is being filled or loaded gets the one `Pending` of that work. A
 `Pending` that has ended well comes back from `reserve` and `start_reload` when the prefix is ready already.
@@ -34,7 +35,7 @@ from workers.cache.handles import Fill, Handle
 from workers.cache.identity import PrefixKey
 from workers.cache.metadata import TierMetadata
 from workers.cache.pending import Pending
-from workers.cache.policy import make_policy
+from workers.cache.policies import PolicyName, PolicyOptions, TierPolicies, make_policy
 from workers.cache.results import (
     Declined,
     Hit,
@@ -74,8 +75,7 @@ class PrefixCache:
         hbm_pages: int,
         dram_pages: int = 0,
         mover: Mover | None = None,
-        hbm_policy: str = "lru",
-        dram_policy: str = "lru",
+        policies: TierPolicies | None = None,
         spill_gate: SpillGate | None = None,
         lease_limit: int = 65_536,
         listener: CacheListener | None = None,
@@ -84,12 +84,14 @@ class PrefixCache:
         self._layout = layout
         self._counters = Counters()
 
-        def books_of(tier: Tier, pages: int, policy: str) -> TierMetadata:
-            order = make_policy(policy)
+        policies = policies if policies is not None else TierPolicies()
+
+        def books_of(tier: Tier, pages: int, policy: PolicyName) -> TierMetadata:
+            order = make_policy(policy, PolicyOptions(pages, policies.ttl_us))
             return TierMetadata(tier, pages, geometry.page_tokens, layout, order, self._counters, lease_limit)
 
-        self._hbm = books_of(Tier.HBM, hbm_pages, hbm_policy)
-        self._dram = books_of(Tier.DRAM, dram_pages, dram_policy)
+        self._hbm = books_of(Tier.HBM, hbm_pages, policies.hbm)
+        self._dram = books_of(Tier.DRAM, dram_pages, policies.dram)
         self._books = Books(self._hbm, self._dram, self._counters, listener)
         self._copies = Copies(
             self._books,
@@ -97,6 +99,12 @@ class PrefixCache:
             spill_gate if spill_gate is not None else SpillGate(20_000.0, 50_000.0),
             geometry.page_bytes,
         )
+
+    def weigh_by(self, saved_us: Callable[[int], float]) -> None:
+        """Policies weigh prefixes by this from now on: predicted µs of device time that a hit saves, of its tokens."""
+        with self._books.section():
+            for tier in self._books.tiers:
+                tier.saved_us = saved_us
 
     # Looking and reading.
 
@@ -121,13 +129,14 @@ class PrefixCache:
         """
         with self._books.section(now_us) as after:
             counted = purpose is Purpose.RANKING
+            kind = EventKind.ACQUIRE if counted else EventKind.PREPARE
             if self._books.refusal(key) is None:
                 found = self._hbm.index.find(key)
                 covered = found.behaviours if found else 0
                 coming = self._hbm.index.find_work(key) if join and covered < key.length else None
                 if coming is not None and coming.behaviours > covered:
                     self._counters.joins[coming.work.kind] += counted
-                    self._books.tell(after, EventKind.ACQUIRE, key, coming.work.kind)
+                    self._books.tell(after, kind, key, coming.work.kind)
                     return self._books.pending[coming.work]
                 if found is not None:
                     self._hbm.touch(found.entry, now_us)
@@ -135,11 +144,11 @@ class PrefixCache:
                     handle = self._handle(found, key)
                     self._counters.hits += counted
                     self._counters.partial_hits += counted and not handle.complete
-                    self._books.tell(after, EventKind.ACQUIRE, key, "hit" if handle.complete else "partial_hit")
+                    self._books.tell(after, kind, key, "hit" if handle.complete else "partial_hit")
                     return Hit(handle)
             miss = self._books.miss(key)
             self._counters.misses[miss.reason] += counted
-            self._books.tell(after, EventKind.ACQUIRE, key, miss.reason)
+            self._books.tell(after, kind, key, miss.reason)
             return miss
 
     def release(self, handle: Handle, after: Completion | None = None) -> None:
@@ -229,6 +238,11 @@ class PrefixCache:
             leaked = self._hbm.expire_leases(now_us)
             self._counters.leases_leaked += leaked
             return leaked
+
+    def expire_prefixes(self, now_us: int) -> int:
+        """Evicts what a policy's time to live is over for, in both tiers; how many. What is held stays."""
+        with self._books.section(now_us):
+            return sum(tier.expire(now_us) for tier in self._books.tiers)
 
     # Taking away. Readers keep their pages; work in flight is discarded when it ends.
 

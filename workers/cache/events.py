@@ -1,7 +1,7 @@
 """What happens in the cache, told to one listener: enough to trace it, with no tensors.
 
 Events are told after the cache's lock is left, so two threads may tell theirs in another order than
-they happened; `sequence` gives that order.
+they happened; `sequence` gives that order. `at_us` is monotonic.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from schemas.digest import DigestChain
+
 
 class EventKind(enum.StrEnum):
     """The operation."""
 
     ACQUIRE = "acquire"
+    """A ranking's look-up."""
+    PREPARE = "prepare"
+    """A pre-infer job's look-up."""
     RESERVE = "reserve"
     PUBLISH = "publish"
     ABORT = "abort"
@@ -31,11 +36,12 @@ class CacheEvent:
     """One operation, the prefix it was about, and how it ended (a value of the enum it answers with)."""
 
     sequence: int
+    at_us: int
     kind: EventKind
     user_id: str
     namespace: bytes
-    digest: bytes
-    behaviours: int
+    chain: DigestChain
+    """Of the history that the prefix covers; its length is in behaviours."""
     outcome: str
 
 

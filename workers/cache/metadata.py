@@ -16,6 +16,9 @@ only entries that are evictable.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 from schemas.messages import PrefixSource
 from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
 from workers.cache.entry_index import EntryIndex
@@ -23,12 +26,15 @@ from workers.cache.identity import Mark, PrefixKey
 from workers.cache.invariants import check_tier
 from workers.cache.leases import Lease, LeaseBook
 from workers.cache.pages import PageArray, PagePool
-from workers.cache.policy import EntryWeight, EvictionPolicy
+from workers.cache.policies import EntryWeight, EvictionPolicy
 from workers.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, WasteReason
 from workers.cache.stats import Counters, TierStats
 from workers.cache.tier_state import TierState
 from workers.cache.tiers import Tier
 from workers.kv import PrefixLayout
+
+# How many expired entries are looked at in one go: a section under the lock is short.
+_EXPIRED_AT_ONCE = 256
 
 # Look-ups walk a user's entries, so a user whose history keeps changing may not have many.
 MAX_ENTRIES_PER_USER = 4
@@ -54,6 +60,8 @@ class TierMetadata:
         self._index, self._account = self._state.index, self._state.account
         self._layout = layout
         self._last_number = 0
+        self.saved_us: Callable[[int], float] = float
+        """Predicted time that a hit on so many tokens saves; until it is known, a µs each."""
 
     # Looking, changing nothing.
 
@@ -114,6 +122,14 @@ class TierMetadata:
         if entry.attached:
             self._policy.demote(entry.number)
 
+    def expire(self, now_us: int) -> int:
+        """Evicts entries that nobody holds and whose time the policy says is over; how many."""
+        numbers = list(itertools.islice(self._policy.expired(now_us), _EXPIRED_AT_ONCE))
+        entries = [entry for entry in map(self._index.__getitem__, numbers) if self._is_evictable(entry)]
+        for entry in entries:
+            self._evict(entry)
+        return len(entries)
+
     # Work in flight.
 
     def begin(
@@ -165,7 +181,7 @@ class TierMetadata:
             self.unpin(work.base)
         entry.tokens = work.tokens
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
-        self._policy.add(entry.number, EntryWeight(entry.pages.size, entry.tokens), now_us)
+        self._policy.add(entry.number, self._weight(entry), now_us)
         self._account.reclassify(entry)
         return entry
 
@@ -330,7 +346,12 @@ class TierMetadata:
 
     def _evict(self, entry: Entry) -> None:
         self._counters.evictions[self.tier] += 1
+        self._policy.evict(entry.number)
         self.remove(entry, WasteReason.EVICTED)
+
+    def _weight(self, entry: Entry) -> EntryWeight:
+        identity = hash((entry.key.user_id, entry.key.namespace))
+        return EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
 
     def _demote_others(self, entry: Entry) -> None:
         """A user's newer prefix makes the older ones the first to go."""

@@ -12,7 +12,7 @@ from workers.cache.entries import Entry, Holding, Pin, Work
 from workers.cache.entry_index import EntryIndex
 from workers.cache.leases import LeaseBook
 from workers.cache.pages import PagePool
-from workers.cache.policy import EvictionPolicy
+from workers.cache.policies import EvictionPolicy
 from workers.cache.stats import TierStats
 from workers.kv import PrefixLayout
 

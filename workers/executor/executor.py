@@ -152,4 +152,5 @@ class Executor:
     def _expire_leases(self) -> None:
         now_us = self._shared.now_us()
         self._shared.cache.expire_leases(now_us)
+        self._shared.cache.expire_prefixes(now_us)
         self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from streams.clients import LARGEST_QUEUE_BYTES
 from streams.errors import RelayError
 from workers.cache.build import BuiltCache, build_cache
+from workers.cache.policies import TierPolicies
 from workers.memory import MemoryPlan, process_bytes
 from workers.model.engine import Engine
 from workers.settings import WorkerSettings
@@ -29,6 +30,11 @@ class TakenMemory:
 def queues_bytes(settings: WorkerSettings) -> int:
     """What a worker's queues hold at most: its Kafka clients', and the ranking requests that are not answered."""
     return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes)
+
+
+def policies_of(settings: WorkerSettings) -> TierPolicies:
+    """The order of eviction in each tier."""
+    return TierPolicies(settings.hbm_policy, settings.dram_policy, round(settings.prefix_ttl_s * 1e6))
 
 
 def plan_memory(engine: Engine, settings: WorkerSettings) -> MemoryPlan:
@@ -60,6 +66,14 @@ def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
             f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but one prefix of the "
             f"model's longest history takes {longest}: give at least {longest * geometry.page_bytes} bytes."
         )
-    built = build_cache(engine.device, geometry, engine.layout, hbm_pages, dram_pages, extra_hbm_pages=longest)
+    built = build_cache(
+        engine.device,
+        geometry,
+        engine.layout,
+        hbm_pages,
+        dram_pages,
+        extra_hbm_pages=longest,
+        policies=policies_of(settings),
+    )
     engine.bind(built.hbm_arena)
     return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32))

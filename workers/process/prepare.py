@@ -45,6 +45,7 @@ def prepare(config: WorkerConfig) -> Prepared:
     require_host_memory(plan, engine.device.is_cpu)
     memory = take_memory(engine, settings)
     latency = latency_for(engine, settings.calibration)
+    memory.built.cache.weigh_by(latency.pre_us)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")

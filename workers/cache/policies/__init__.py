@@ -13,7 +13,7 @@ before all others. Nothing here reads a clock, takes a lock or counts bytes.
 | `ttl` | longest unused; none stays longer | a bound on how long prefixes stay | the most hits |
 """
 
-from workers.cache.policies.choose import PolicyName, PolicyOptions, make_policy
+from workers.cache.policies.choose import PolicyName, PolicyOptions, TierPolicies, make_policy
 from workers.cache.policies.contract import EntryWeight, EvictionOrder, EvictionPolicy
 from workers.cache.policies.cost_aware import CostAware
 from workers.cache.policies.demoting import Demoting
@@ -35,6 +35,7 @@ __all__ = [
     "PolicyOptions",
     "S3Fifo",
     "Slru",
+    "TierPolicies",
     "Ttl",
     "make_policy",
 ]

@@ -35,6 +35,15 @@ class PolicyOptions:
     ttl_us: int = DEFAULT_TTL_US
 
 
+@dataclass(frozen=True, slots=True)
+class TierPolicies:
+    """Which policy orders each tier. `ttl_us` is that of `ttl`, wherever it is chosen."""
+
+    hbm: PolicyName = PolicyName.LRU
+    dram: PolicyName = PolicyName.LRU
+    ttl_us: int = DEFAULT_TTL_US
+
+
 _ORDERS: Mapping[PolicyName, Callable[[PolicyOptions], EvictionOrder]] = {
     PolicyName.LRU: lambda _: Lru(),
     PolicyName.SLRU: lambda options: Slru(options.capacity_pages),
