@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import structlog
@@ -65,13 +65,17 @@ class ProbeServer:
         readiness: Callable[[], Readiness],
         health: Callable[[], Readiness] = Readiness,
         registry: CollectorRegistry = REGISTRY,
+        documents: Mapping[str, Callable[[], object]] | None = None,
     ) -> None:
-        """`port` 0 takes any free one; `port` of the started server says which."""
+        """`port` 0 takes any free one; `port` of the started server says which. `documents`: path -> what is
+        served there as JSON, asked at every request like a check.
+        """
         self._host = host
         self._port = port
         self._readiness = readiness
         self._health = health
         self._registry = registry
+        self._documents = dict(documents or {})
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
@@ -94,6 +98,7 @@ class ProbeServer:
                 Route("/metrics", self._serve_metrics),
                 Route("/healthz", self._serve_health),
                 Route("/readyz", self._serve_readiness),
+                *(Route(path, _document(ask)) for path, ask in self._documents.items()),
             ]
         )
         config = uvicorn.Config(
@@ -152,6 +157,13 @@ def _answer(ask: Callable[[], Readiness]) -> Response:
         readiness = Readiness((Check("check", False, f"{type(error).__name__}: {error}"),))
     body = {"ok": readiness.ready, "checks": [asdict(check) for check in readiness.checks]}
     return JSONResponse(body, status_code=200 if readiness.ready else 503)
+
+
+def _document(ask: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return JSONResponse(ask())
+
+    return serve
 
 
 def _bind(host: str, port: int) -> socket.socket:
