@@ -7,23 +7,27 @@
 | `abort` | open work | | its pages free; a new entry EMPTY again |
 | `pin`, `unpin` | visible entry | a hold on its first pages | |
 | `remove` | | the work that is stale now | entry out of the index; pages free as readers leave |
+| `restore` | free pages | | entries READY that an earlier process left |
 
 Every page is in exactly one of free, in flight, pinned, leased, evictable. An entry's pages count as
 one: pinned while it has readers, else leased while requests hold it, else evictable. A page that lost
 its entry but still has readers counts as pinned. `begin` evicts only when that makes enough room, and
-only entries that are evictable.
+only entries that are evictable. A `TierJournal` hears of every entry that comes, changes or goes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from schemas.messages import PrefixSource
 from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
 from workers.cache.entry_index import EntryIndex
 from workers.cache.identity import Mark, PrefixKey
 from workers.cache.invariants import check_tier
+from workers.cache.journal import NoJournal, StoredEntry, TierJournal
 from workers.cache.leases import Lease, LeaseBook
 from workers.cache.pages import PageArray, PagePool
 from workers.cache.policies import EntryWeight, EvictionPolicy
@@ -52,8 +56,10 @@ class TierMetadata:
         policy: EvictionPolicy,
         counters: Counters,
         lease_limit: int,
+        journal: TierJournal | None = None,
     ) -> None:
         self.tier = tier
+        self._journal: TierJournal = journal if journal is not None else NoJournal()
         self._counters = counters
         self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
         self._pool, self._policy, self._leases = self._state.pool, policy, self._state.leases
@@ -116,6 +122,7 @@ class TierMetadata:
         """The entry was used: later in the order of eviction."""
         if entry.attached:
             self._policy.touch(entry.number, now_us)
+            self._journal.touched(entry, now_us)
 
     def demote(self, entry: Entry) -> None:
         """The entry goes first when room is needed."""
@@ -171,6 +178,7 @@ class TierMetadata:
             entry.source = source
             self._demote_others(entry)
         else:
+            self._journal.removed(entry)
             replaced = entry.pages[work.kept :]
             entry.pages = work.table
             self._account.orphaned += replaced.size - self._pool.drop(replaced)
@@ -181,9 +189,25 @@ class TierMetadata:
             self.unpin(work.base)
         entry.tokens = work.tokens
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
-        self._policy.add(entry.number, self._weight(entry), now_us)
-        self._account.reclassify(entry)
+        self._show(entry, now_us)
+        self._journal.published(entry, now_us)
         return entry
+
+    def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
+        """Shows what an earlier process left, in this order of use. Raises ValueError if a page is not free."""
+        if stored:
+            self._pool.claim(np.concatenate([each.pages for each in stored]))
+        for each in stored:
+            entry = Entry(self._next_number(), each.key, self._next_number())
+            entry.step(EntryState.LOADING)
+            entry.step(EntryState.READY)
+            entry.pages, entry.tokens, entry.source = each.pages, each.tokens, each.source
+            self._index.add(entry)
+            self._show(entry, now_us)
+
+    def end_journal(self) -> None:
+        """What happens to the entries from now on is this process's alone."""
+        self._journal.end()
 
     def abort(self, work: Work) -> None:
         """Gives the work's pages back. A new entry is EMPTY again; one that grew is as before."""
@@ -201,6 +225,8 @@ class TierMetadata:
         Its pages are free at once, or when their last reader leaves; those in flight when the work ends.
         """
         stale = entry.work
+        if entry.is_visible:
+            self._journal.removed(entry)
         self._count_waste(entry, reason)
         self._detach(entry)
         if entry.is_visible:
@@ -358,6 +384,10 @@ class TierMetadata:
         for other in self._index.of_user(entry.key.user_id):
             if other is not entry:
                 self._policy.demote(other.number)
+
+    def _show(self, entry: Entry, now_us: int) -> None:
+        self._policy.add(entry.number, self._weight(entry), now_us)
+        self._account.reclassify(entry)
 
     def _detach(self, entry: Entry) -> None:
         self._index.remove(entry)

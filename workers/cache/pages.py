@@ -40,6 +40,15 @@ class PagePool:
         self._references[pages] = 1
         return pages
 
+    def claim(self, pages: PageArray) -> None:
+        """Takes just these, with one reference each. Raises ValueError unless they are distinct and all free."""
+        if np.unique(pages).size != pages.size or self._references[pages].any():
+            raise ValueError("a page that is not free was claimed")
+        self._references[pages] = 1
+        free = np.flatnonzero(self._references == 0)[::-1]
+        self._top = free.size
+        self._stack[: self._top] = free
+
     def share(self, pages: PageArray) -> None:
         """One more reference on each of `pages` (distinct, none free)."""
         self._references[pages] += 1
