@@ -15,7 +15,7 @@ import importlib
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ class Stream(ABC):
     def use(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the calling thread's work goes to this stream."""
 
+    def run(self, work: Callable[[], None], size_bytes: int = 0) -> None:  # noqa: ARG002 - a real link knows
+        """Gives the stream what `work` launches; `size_bytes` of it cross the link to the host."""
+        with self.use():
+            work()
+
     @abstractmethod
     def record(self) -> Event:
         """An event after all work given to the stream so far."""
@@ -62,6 +67,14 @@ class Stream(ABC):
     @abstractmethod
     def wait_for(self, event: Event) -> None:
         """Work given to the stream from now on starts after `event`. Does not block the thread."""
+
+
+class Replay(ABC):
+    """Device work that was recorded once, and can be given to the device again at the cost of one launch."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Gives the work to the calling thread's current stream: the same kernels on the same memory."""
 
 
 class Device(ABC):
@@ -79,6 +92,11 @@ class Device(ABC):
     @property
     def is_cpu(self) -> bool:
         return self.torch_device.type == "cpu"
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether work given to a stream goes on beside the thread that gave it."""
+        return not self.is_cpu
 
     def empty_bytes(self, *shape: int) -> torch.Tensor:
         """Uninitialised uint8 memory on the device. Raises RelayError if it does not fit."""
@@ -114,6 +132,37 @@ class Device(ABC):
     @abstractmethod
     def memory(self) -> MemoryInfo:
         """Free and total memory now."""
+
+    @property
+    def compute_units(self) -> int:
+        """Processors of the device that work side by side; 1 where it does not say."""
+        return 1
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        """Runs `work` once, so that nothing is compiled later, records what it gives to the device, and returns that.
+
+        `work` may read and write only memory that outlives the replay, and must give the device the same kernels
+        whatever is in it. A device that cannot record runs `work` again each time. Raises RuntimeError if `work` does
+        what cannot be recorded, such as waiting for the device.
+        """
+        work()
+        return _CallReplay(work)
+
+
+class _CallReplay(Replay):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def run(self) -> None:
+        self._work()
+
+
+class _GraphReplay(Replay):
+    def __init__(self, graph: torch.accelerator.Graph) -> None:
+        self._graph = graph
+
+    def run(self) -> None:
+        self._graph.replay()
 
 
 class _DoneEvent(Event):
@@ -202,6 +251,7 @@ class AcceleratorDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
+        self._graph_pool: tuple[int, int] | None = None
         self.bind_thread()
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
@@ -233,6 +283,25 @@ class AcceleratorDevice(Device):
     def memory(self) -> MemoryInfo:
         free_bytes, total_bytes = torch.accelerator.get_memory_info(self.torch_device)
         return MemoryInfo(int(free_bytes), int(total_bytes))
+
+    @property
+    def compute_units(self) -> int:
+        properties = torch.get_device_module(self.torch_device).get_device_properties(self.torch_device)
+        return int(getattr(properties, "multi_processor_count", 1))
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        stream, caller = torch.Stream(self.torch_device), torch.accelerator.current_stream(self.torch_device)
+        stream.wait_stream(caller)
+        # Replays follow one another on one thread, so they can share their scratch memory. Other threads' copies go
+        # on during a capture: only what this thread does is recorded, and held to the rules of recording.
+        graph = torch.accelerator.Graph(pool=self._graph_pool, capture_error_mode="thread_local")
+        with stream:
+            work()
+            with graph:
+                work()
+        caller.wait_stream(stream)
+        self._graph_pool = graph.pool()
+        return _GraphReplay(graph)
 
 
 def open_device(setting: str | None = None) -> Device:
