@@ -1,4 +1,7 @@
-"""The shape of K,V in memory: what the cache counts in pages and bytes, and the engine reads as tensors."""
+"""The shape of K,V in memory: what the cache counts in pages and bytes, and the engine reads as tensors.
+
+`KvGeometry` is a page as the engine uses it, `DramGeometry` the same page as the DRAM tier keeps it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,14 @@ class KvDtype(enum.StrEnum):
     @property
     def size_bytes(self) -> int:
         return 4 if self is KvDtype.FLOAT32 else 2
+
+
+class DramKvDtype(enum.StrEnum):
+    """Element type of K,V in the DRAM tier."""
+
+    SAME = "same"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,50 @@ class KvGeometry:
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)
+
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DramGeometry:
+    """A page of `kv` as the DRAM tier keeps it, one layer after the other as there.
+
+    * `same`: byte for byte.
+    * `bfloat16`: each layer's K, then its V, rounded.
+    * `int8`: each layer begins with float32 scales, of K [num_heads, page_tokens], then of V; then K as int8
+      [num_heads, page_tokens, attention_dim], then V as int8 [num_heads, page_tokens, hidden_dim], then up to 3
+      unused bytes, so that the next scales are aligned. A number is worth its scale times itself. A scale belongs
+      to one token and head: what other rows of the page hold does not change it.
+    """
+
+    kv: KvGeometry
+    dtype: DramKvDtype = DramKvDtype.SAME
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a page comes back as it went in."""
+        return self.dtype is DramKvDtype.SAME or self.dtype.value == self.kv.dtype.value
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a page: layer l lies in [l * layer_bytes, (l + 1) * layer_bytes)."""
+        if self.is_exact:
+            return self.kv.layer_bytes
+        elements = self.kv.layer_bytes // self.kv.dtype.size_bytes
+        if self.dtype is DramKvDtype.BFLOAT16:
+            return elements * KvDtype.BFLOAT16.size_bytes
+        used = self.scale_bytes + elements
+        return used + -used % _SCALE_BYTES
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales at the start of a layer, K's and V's."""
+        return 2 * self.kv.num_heads * self.kv.page_tokens * _SCALE_BYTES if self.dtype is DramKvDtype.INT8 else 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv.num_layers * self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from schemas.digest import digest_chain
-from streams.clock import ManualClock, SystemClock
+from streams.clock import ManualClock
 from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
 from workers.cache import Fill, Hit, PageCopy, Pending, PendingOutcome, SpillOutcome, Tier
 from workers.cache.arena import allocate_arena, copy_page, copy_runs
@@ -22,7 +22,7 @@ from workers.cache.build import build_cache
 from workers.cache.copy_queue import CopyLimits, CopyQueue
 from workers.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
 from workers.cache.metrics import CacheCollector
-from workers.cache.mover import SimulatedLink, ThreadMover
+from workers.cache.mover import ThreadMover
 from workers.cache.pages import PagePool
 from workers.cache.transfer import CopyPriority, CopyRequest, SpillGate
 from workers.device import CpuDevice
@@ -262,17 +262,6 @@ class TestThreadMover:
         assert not mover.submit(_request(1))
         mover.close()
 
-    def test_closing_does_not_wait_for_a_slow_link(self) -> None:
-        done: list[bool] = []
-        mover = ThreadMover(_HeldCopier(), 100, SystemClock(), link=SimulatedLink(delay_us=1e12))
-        mover.submit(_request(1, done=done))
-        mover.close()
-        assert done == [False]
-
-    def test_a_link_takes_its_delay_and_a_time_by_size(self) -> None:
-        assert SimulatedLink(10, 4).duration_us(100) == 35
-        assert SimulatedLink().duration_us(100) == 0
-
 
 class TestArenas:
     def test_bytes_taken_are_bytes_planned(self) -> None:
@@ -284,7 +273,7 @@ class TestArenas:
             assert built.dram_arena.nbytes == 64 * GEOMETRY.page_bytes
             assert built.hbm_arena.shape == (37, GEOMETRY.page_bytes)
             stats = built.cache.stats()
-            assert (stats.hbm.capacity, stats.dram.capacity, stats.page_bytes) == (32, 64, GEOMETRY.page_bytes)
+            assert (stats.hbm.capacity, stats.dram.capacity, stats.hbm_page_bytes) == (32, 64, GEOMETRY.page_bytes)
         finally:
             built.cache.close()
 
@@ -361,8 +350,8 @@ def _settle(cache, condition) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_threads_that_race_keep_every_invariant() -> None:
-    """Poll, device and copy threads at once, on real arenas and a link that now and then is slow."""
-    built = build_cache(CpuDevice(), GEOMETRY, LAYOUT, 40, 60, link=SimulatedLink(delay_us=50))
+    """Poll, device and copy threads at once, on real arenas."""
+    built = build_cache(CpuDevice(), GEOMETRY, LAYOUT, 40, 60)
     cache = built.cache
     errors: list[BaseException] = []
     keys = [make_key(user, length) for user in ("ann", "bob", "cid", "dan", "eve") for length in (60, 100, 130)]

@@ -1,22 +1,35 @@
 """The bytes of the pages: one uint8 tensor [num_pages, page_bytes] a tier, taken whole at start.
 
-Which page holds what is in the books (`metadata`), which this module does not know.
+A DRAM page has its own form and size (`workers.kv.DramGeometry`). Which page holds what is in the books
+(`metadata`), which this module does not know.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from workers.cache.codec import make_codec
 from workers.cache.pages import PageArray
 from workers.cache.results import PageCopy
 from workers.cache.tiers import Tier
 from workers.cache.transfer import CopyPriority, CopyRequest
-from workers.device import Device, Stream
+from workers.device import Device, Event, Stream
+from workers.kv import DramGeometry
+
+# Pages are encoded and decoded in blocks, which bound the memory that takes.
+_BLOCK_BYTES = 4 << 20
+_ALL = 1 << 31
+# A launch costs microseconds of the host: a long prefix is reloaded in groups of layers instead of one by one.
+_MOST_LAUNCHES = 2048
+
+_Move = Callable[[slice, slice, slice], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +69,91 @@ def copy_runs(source_pages: PageArray, target_pages: PageArray) -> list[CopyRun]
 
 
 class ArenaCopier:
-    """Copies between the arenas of the tiers, on streams of its own for each thread and priority."""
+    """Copies between the arenas of the tiers, on streams of its own for each thread and priority.
 
-    def __init__(self, device: Device, arenas: Mapping[Tier, torch.Tensor]) -> None:
+    Pages that DRAM keeps in another form are encoded and decoded on the device, in blocks, so that the link
+    carries the smaller ones. A reload whose request has an `arrival` is launched layer by layer.
+    """
+
+    def __init__(
+        self, device: Device, hbm_arena: torch.Tensor, dram_arena: torch.Tensor, geometry: DramGeometry
+    ) -> None:
         self._device = device
-        self._arenas = dict(arenas)
+        self._num_layers = geometry.kv.num_layers
+        self._hbm = _by_layer(hbm_arena, self._num_layers)
+        self._dram = _by_layer(dram_arena, self._num_layers)
+        self._dram_layer_bytes = geometry.layer_bytes
+        self._codec = make_codec(geometry)
+        self._block_pages = block_pages(geometry)
         self._local = threading.local()
 
     def copy(self, request: CopyRequest) -> None:
         """Blocks its thread, without the interpreter's lock, until the bytes are there."""
-        source, target = self._arenas[request.source], self._arenas[request.target]
         stream = self._stream(request.priority)
-        with stream.use():
-            for run in copy_runs(request.source_pages, request.target_pages):
-                pages = source[run.source : run.source + run.count]
-                target[run.target : run.target + run.count].copy_(pages, non_blocking=True)
-        stream.record().wait()
+        runs = copy_runs(request.source_pages, request.target_pages)
+        move = self._reload if request.target is Tier.HBM else self._spill
+        events = []
+        for low, high in self._layer_groups(request):
+            work = partial(self._move, move, runs, low, high)
+            stream.run(work, int(request.source_pages.size) * (high - low) * self._dram_layer_bytes)
+            events.append(stream.record())
+            if request.arrival is not None:
+                request.arrival.launch(low, high, partial(self._wait_on_device, events[-1]))
+        if request.arrival is not None:
+            events[0].wait()
+            request.arrival.begin()
+        events[-1].wait()
+
+    def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
+        """All layers at once, or in as many groups as keep the launches few."""
+        if request.arrival is None:
+            return [(0, self._num_layers)]
+        groups = min(self._num_layers, max(1, _MOST_LAUNCHES // max(1, int(request.source_pages.size))))
+        bounds = [self._num_layers * group // groups for group in range(groups + 1)]
+        return pairwise(bounds)
+
+    def _wait_on_device(self, event: Event) -> None:
+        self._device.current_stream().wait_for(event)
+
+    def _move(self, move: _Move, runs: Sequence[CopyRun], low: int, high: int) -> None:
+        for run in runs:
+            for first in range(0, run.count, self._block_pages):
+                count = min(self._block_pages, run.count - first)
+                move(
+                    slice(run.source + first, run.source + first + count),
+                    slice(run.target + first, run.target + first + count),
+                    slice(low, high),
+                )
+
+    def _reload(self, source: slice, target: slice, layers: slice) -> None:
+        stored, pages = self._dram[source, layers], self._hbm[target, layers]
+        if self._codec is None:
+            self._transfer(stored, pages)
+        elif self._device.is_cpu:
+            self._codec.decode(stored, pages)
+        else:
+            staged = torch.empty(stored.shape, dtype=torch.uint8, device=pages.device)
+            self._transfer(stored, staged)
+            self._codec.decode(staged, pages)
+
+    def _spill(self, source: slice, target: slice, layers: slice) -> None:
+        pages, stored = self._hbm[source, layers], self._dram[target, layers]
+        if self._codec is None:
+            self._transfer(pages, stored)
+        elif self._device.is_cpu:
+            self._codec.encode(pages, stored)
+        else:
+            staged = torch.empty(stored.shape, dtype=torch.uint8, device=pages.device)
+            self._codec.encode(pages, staged)
+            self._transfer(staged, stored)
+
+    def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """torch copies between devices without a detour only what is contiguous on both sides."""
+        if self._device.is_cpu or (source.is_contiguous() and target.is_contiguous()):
+            target.copy_(source, non_blocking=True)
+            return
+        for from_page, to_page in zip(source, target, strict=True):
+            to_page.copy_(from_page, non_blocking=True)
 
     def _stream(self, priority: CopyPriority) -> Stream:
         streams: dict[CopyPriority, Stream] | None = getattr(self._local, "streams", None)
@@ -80,3 +162,24 @@ class ArenaCopier:
             streams = {each: self._device.stream(low_priority=each is CopyPriority.SPILL) for each in CopyPriority}
             self._local.streams = streams
         return streams[priority]
+
+
+def block_pages(geometry: DramGeometry) -> int:
+    """Pages that are encoded or decoded at once."""
+    if geometry.is_exact:
+        return _ALL
+    return max(1, _BLOCK_BYTES // geometry.kv.page_bytes)
+
+
+def coding_bytes(geometry: DramGeometry) -> int:
+    """Most memory that one copy thread takes beside the arenas: what one block is on its way between two forms."""
+    if geometry.is_exact:
+        return 0
+    elements = geometry.kv.page_bytes // geometry.kv.dtype.size_bytes
+    # As stored, and twice as float32.
+    return block_pages(geometry) * (geometry.page_bytes + 2 * elements * 4)
+
+
+def _by_layer(arena: torch.Tensor, num_layers: int) -> torch.Tensor:
+    """[pages, layers, layer_bytes]"""
+    return arena.view(arena.shape[0], num_layers, -1)

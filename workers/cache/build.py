@@ -11,17 +11,17 @@ from workers.cache.arena import ArenaCopier, allocate_arena
 from workers.cache.cache import PrefixCache
 from workers.cache.copy_queue import CopyLimits
 from workers.cache.events import CacheListener
-from workers.cache.mover import SimulatedLink, ThreadMover
+from workers.cache.mover import ThreadMover
 from workers.cache.policies import TierPolicies
 from workers.cache.tiers import Tier
 from workers.device import Device
-from workers.kv import KvGeometry, PrefixLayout
+from workers.kv import DramGeometry, DramKvDtype, KvGeometry, PrefixLayout
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltCache:
     """`hbm_arena` uint8 [hbm_pages + extra_hbm_pages, page_bytes] on the device; the extra pages come last,
-    and are the caller's. `dram_arena` uint8 [dram_pages, page_bytes] on the host, None for none.
+    and are the caller's. `dram_arena` uint8 [dram_pages, the tier's page_bytes] on the host, None for none.
     """
 
     cache: PrefixCache
@@ -39,20 +39,33 @@ def build_cache(
     extra_hbm_pages: int = 0,
     clock: Clock | None = None,
     limits: CopyLimits | None = None,
-    link: SimulatedLink | None = None,
+    dram_kv_dtype: DramKvDtype = DramKvDtype.SAME,
     policies: TierPolicies | None = None,
     listener: CacheListener | None = None,
 ) -> BuiltCache:
-    """Takes (hbm_pages + extra_hbm_pages + dram_pages) x page_bytes, and starts the copy threads if there are
-    two tiers. `PrefixCache.close` ends them. Raises RelayError if the memory is not there.
+    """Takes (hbm_pages + extra_hbm_pages) x page_bytes and dram_pages x the DRAM tier's page_bytes, and starts the
+    copy threads if there are two tiers. `PrefixCache.close` ends them. Raises RelayError if the memory is not there.
+    Reloads go layer by layer where the device has streams.
     """
     page_bytes = geometry.page_bytes
+    dram_geometry = DramGeometry(geometry, dram_kv_dtype)
     hbm_arena = allocate_arena(device, Tier.HBM, hbm_pages + extra_hbm_pages, page_bytes)
     if not dram_pages:
         cache = PrefixCache(geometry, layout, hbm_pages, policies=policies, listener=listener)
         return BuiltCache(cache, hbm_arena, None)
-    dram_arena = allocate_arena(device, Tier.DRAM, dram_pages, page_bytes)
-    copier = ArenaCopier(device, {Tier.HBM: hbm_arena, Tier.DRAM: dram_arena})
-    mover = ThreadMover(copier, page_bytes, clock if clock is not None else SystemClock(), limits, link)
-    cache = PrefixCache(geometry, layout, hbm_pages, dram_pages, mover, policies=policies, listener=listener)
+    dram_arena = allocate_arena(device, Tier.DRAM, dram_pages, dram_geometry.page_bytes)
+    copier = ArenaCopier(device, hbm_arena, dram_arena, dram_geometry)
+    clock = clock if clock is not None else SystemClock()
+    mover = ThreadMover(copier, dram_geometry.page_bytes, clock, limits)
+    cache = PrefixCache(
+        geometry,
+        layout,
+        hbm_pages,
+        dram_pages,
+        mover,
+        policies=policies,
+        listener=listener,
+        dram_geometry=dram_geometry,
+        layer_wise=device.has_streams,
+    )
     return BuiltCache(cache, hbm_arena, dram_arena)

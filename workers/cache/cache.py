@@ -22,7 +22,7 @@ All times are monotonic microseconds, passed in; what ends by itself (a copy) co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from workers.cache.entries import Match, Pin
 from workers.cache.events import CacheListener, EventKind
 from workers.cache.handles import Fill, Handle
 from workers.cache.identity import PrefixKey
+from workers.cache.journal import StoredEntry, TierJournal
 from workers.cache.metadata import TierMetadata
 from workers.cache.pending import Pending
 from workers.cache.policies import PolicyName, PolicyOptions, TierPolicies, make_policy
@@ -52,7 +53,7 @@ from workers.cache.results import (
 from workers.cache.stats import CacheStats, Counters, snapshot
 from workers.cache.tiers import Tier
 from workers.cache.transfer import Mover, NoMover, SpillGate
-from workers.kv import KvGeometry, PrefixLayout
+from workers.kv import DramGeometry, KvGeometry, PrefixLayout
 
 # How many entries one section under the lock handles when very many are dropped or demoted.
 _BATCH = 256
@@ -79,25 +80,32 @@ class PrefixCache:
         spill_gate: SpillGate | None = None,
         lease_limit: int = 65_536,
         listener: CacheListener | None = None,
+        dram_journal: TierJournal | None = None,
+        dram_geometry: DramGeometry | None = None,
+        layer_wise: bool = False,
     ) -> None:
-        self._page_bytes = geometry.page_bytes
+        """With `layer_wise`, a whole prefix on its way may be ranked on while its last layers are copied."""
+        self._geometry = dram_geometry if dram_geometry is not None else DramGeometry(geometry)
         self._layout = layout
         self._counters = Counters()
 
         policies = policies if policies is not None else TierPolicies()
 
-        def books_of(tier: Tier, pages: int, policy: PolicyName) -> TierMetadata:
+        def books_of(
+            tier: Tier, pages: int, policy: PolicyName, journal: TierJournal | None = None
+        ) -> TierMetadata:
             order = make_policy(policy, PolicyOptions(pages, policies.ttl_us))
-            return TierMetadata(tier, pages, geometry.page_tokens, layout, order, self._counters, lease_limit)
+            return TierMetadata(tier, pages, geometry.page_tokens, layout, order, self._counters, lease_limit, journal)
 
         self._hbm = books_of(Tier.HBM, hbm_pages, policies.hbm)
-        self._dram = books_of(Tier.DRAM, dram_pages, policies.dram)
+        self._dram = books_of(Tier.DRAM, dram_pages, policies.dram, dram_journal)
         self._books = Books(self._hbm, self._dram, self._counters, listener)
         self._copies = Copies(
             self._books,
             mover if mover is not None else NoMover(),
             spill_gate if spill_gate is not None else SpillGate(20_000.0, 50_000.0),
-            geometry.page_bytes,
+            self._geometry,
+            layer_wise,
         )
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
@@ -266,10 +274,15 @@ class PrefixCache:
                 self._books.remove(after, entries)
                 dropped += len(entries)
 
-    def keep_only(self, namespace: bytes) -> int:
-        """From now on only this model's keys match or get pages; then frees the others' entries, and says how many."""
+    def admit_only(self, namespace: bytes) -> None:
+        """From now on only this model's keys match or get pages. What others have stays until `keep_only`."""
         with self._books.section():
             self._books.only_namespace = namespace
+
+    def keep_only(self, namespace: bytes) -> int:
+        """`admit_only`; then frees the others' entries, some at a time, and says how many."""
+        self.admit_only(namespace)
+        with self._books.section():
             others = {other for tier in self._books.tiers for other in tier.index.namespaces()} - {namespace}
         return sum(self.drop_namespace(other) for other in others)
 
@@ -301,9 +314,20 @@ class PrefixCache:
             self._books.remove(after, entries)
 
     def close(self) -> None:
-        """Ends the copies (those that wait fail), then clears."""
+        """Ends the copies (those that wait fail), then clears. What a journal keeps, it keeps."""
         self._copies.close()
+        with self._books.section():
+            self._dram.end_journal()
         self.clear()
+
+    # Taking over.
+
+    def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
+        """Puts back into DRAM what its journal kept, the first to be evicted first. Raises ValueError if pages
+        of it are taken: nothing may have been spilled before.
+        """
+        with self._books.section(now_us):
+            self._dram.restore(stored, now_us)
 
     # Counting.
 
@@ -311,7 +335,7 @@ class PrefixCache:
         """Pages and totals now."""
         with self._books.section():
             return snapshot(
-                self._counters, self._hbm.stats(), self._dram.stats(), self._page_bytes, self._hbm.lease_count
+                self._counters, self._hbm.stats(), self._dram.stats(), self._geometry, self._hbm.lease_count
             )
 
     def check_invariants(self) -> None:

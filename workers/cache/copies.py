@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from schemas.messages import PrefixSource
+from workers.cache.arrival import LayerArrival
 from workers.cache.books import Books
 from workers.cache.entries import Entry, Pin, Work
 from workers.cache.events import EventKind
@@ -28,18 +29,25 @@ from workers.cache.results import (
 )
 from workers.cache.tiers import Tier
 from workers.cache.transfer import CopyPriority, CopyRequest, Mover, SpillGate, reload_pays
+from workers.kv import DramGeometry
 
 _FAR_FUTURE_US = 2**62
 
 
 class Copies:
-    """Of one cache. `dram_page_bytes` is what a page takes on the link between the tiers."""
+    """Of one cache. A page of the DRAM tier, as `geometry` says, is what crosses the link.
 
-    def __init__(self, books: Books, mover: Mover, spill_gate: SpillGate, dram_page_bytes: int) -> None:
+    With `layer_wise` a reload has a `LayerArrival`.
+    """
+
+    def __init__(
+        self, books: Books, mover: Mover, spill_gate: SpillGate, geometry: DramGeometry, layer_wise: bool
+    ) -> None:
         self._books = books
         self._mover = mover
         self._spill_gate = spill_gate
-        self._page_bytes = dram_page_bytes
+        self._page_bytes = geometry.page_bytes
+        self._num_layers = geometry.kv.num_layers if layer_wise else 0
 
     def start_reload(
         self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None
@@ -119,7 +127,8 @@ class Copies:
             return NoRoom(work)
         dram.touch(stored.entry, now_us)
         pin = dram.pin(stored.entry, stored.behaviours)
-        self._books.pending[work] = Pending(PendingKind.LOAD, target.length)
+        work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
+        self._books.pending[work] = Pending(PendingKind.LOAD, target.length, arrival=work.arrival)
         request = CopyRequest(
             source=Tier.DRAM,
             target=Tier.HBM,
@@ -128,11 +137,14 @@ class Copies:
             priority=CopyPriority.RELOAD,
             deadline_us=deadline_us,
             on_done=partial(self._reloaded, work, pin),
+            arrival=work.arrival,
         )
         return work, pin, request
 
     def _reloaded(self, work: Work, pin: Pin, copied: bool) -> None:
         books = self._books
+        if not copied and work.arrival is not None:
+            work.arrival.fail()
         with books.section() as after:
             books.dram.unpin(pin)
             outcome = PendingOutcome.FAILED
@@ -191,6 +203,7 @@ class Copies:
 
     def _entry_of(self, what: Handle | PrefixKey) -> Entry | None:
         if isinstance(what, Handle):
-            return what.pin.entry if what.pin.entry.attached else None
+            entry = what.pin.entry
+            return entry if entry.attached and entry.is_visible else None
         match = self._books.hbm.index.find(what)
         return match.entry if match is not None else None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from schemas.messages import PrefixSource
+from workers.cache.arrival import LayerArrival
 from workers.cache.identity import PrefixKey
 from workers.cache.pages import PageArray
 from workers.cache.results import PageCopy, PendingKind, Purpose
@@ -115,6 +116,7 @@ class Work:
     start_behaviours: int = 0
     start_tokens: int = 0
     copy_page: PageCopy | None = None
+    arrival: LayerArrival | None = None
     open: bool = True
 
     @property

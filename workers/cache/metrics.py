@@ -33,9 +33,10 @@ class CacheCollector(Collector):
             labels=["tier", "held"],
         )
         entries = GaugeMetricFamily("relaygr_cache_entries", "Prefixes in a tier", labels=["tier"])
-        for tier, figures in ((Tier.HBM, stats.hbm), (Tier.DRAM, stats.dram)):
+        tiers = ((Tier.HBM, stats.hbm, stats.hbm_page_bytes), (Tier.DRAM, stats.dram, stats.dram_page_bytes))
+        for tier, figures, page_bytes in tiers:
             for held in _HOLDINGS:
-                pages.add_metric([tier, held], getattr(figures, held) * stats.page_bytes)
+                pages.add_metric([tier, held], getattr(figures, held) * page_bytes)
             entries.add_metric([tier], figures.entries)
         yield pages
         yield entries

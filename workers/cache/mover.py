@@ -1,14 +1,11 @@
 """Threads that copy pages, in the order of a `CopyQueue`. What a copy is, a `Copier` knows.
 
 `submit` never blocks. `close` lets the copies under way end, fails those that wait, and joins the threads.
-For tests and for trying out slower links `SimulatedLink` makes each copy last longer than it does; such
-a wait ends, and the copy fails, when the mover closes.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -27,17 +24,6 @@ class Copier(Protocol):
         """Returns when the bytes are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedLink:
-    """A copy lasts at least `delay_us` + its bytes / `bytes_per_us`."""
-
-    delay_us: float = 0.0
-    bytes_per_us: float = float("inf")
-
-    def duration_us(self, size_bytes: int) -> float:
-        return self.delay_us + size_bytes / self.bytes_per_us
-
-
 class ThreadMover:
     """A `Mover` with as many threads as copies may be under way. Starts them at once."""
 
@@ -47,16 +33,14 @@ class ThreadMover:
         page_bytes: int,
         clock: Clock,
         limits: CopyLimits | None = None,
-        link: SimulatedLink | None = None,
     ) -> None:
+        """`page_bytes` of a page as it crosses the link."""
         limits = limits if limits is not None else CopyLimits()
         self._copier = copier
-        self._page_bytes = page_bytes
         self._clock = clock
-        self._link = link
         self._queue = CopyQueue(page_bytes, limits)
         self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._closing = False
         self._threads = [
             threading.Thread(target=self._run, name=f"page-copies-{index}", daemon=True)
             for index in range(limits.max_in_flight)
@@ -66,7 +50,7 @@ class ThreadMover:
 
     def submit(self, request: CopyRequest) -> bool:
         with self._changed:
-            if self._closing.is_set() or not self._queue.push(request):
+            if self._closing or not self._queue.push(request):
                 return False
             self._changed.notify()
             return True
@@ -77,7 +61,7 @@ class ThreadMover:
 
     def close(self) -> None:
         with self._changed:
-            self._closing.set()
+            self._closing = True
             waiting = self._queue.drain()
             self._changed.notify_all()
         for request in waiting:
@@ -89,12 +73,10 @@ class ThreadMover:
         while (request := self._next()) is not None:
             copied = False
             try:
-                copied = self._passes_link(request)
-                if copied:
-                    self._copier.copy(request)
+                self._copier.copy(request)
+                copied = True
             except Exception:
                 # The books drop what may be torn; the thread has other copies to make.
-                copied = False
                 _log.exception("pages could not be copied", source=request.source, target=request.target)
             with self._changed:
                 self._queue.end(request, self._clock.monotonic_us(), copied)
@@ -103,15 +85,9 @@ class ThreadMover:
 
     def _next(self) -> CopyRequest | None:
         with self._changed:
-            while not self._closing.is_set():
+            while not self._closing:
                 request = self._queue.start(self._clock.monotonic_us())
                 if request is not None:
                     return request
                 self._changed.wait()
             return None
-
-    def _passes_link(self, request: CopyRequest) -> bool:
-        if self._link is None:
-            return True
-        duration_us = self._link.duration_us(request.size_bytes(self._page_bytes))
-        return not self._closing.wait(duration_us / 1e6)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
+from workers.cache.arrival import LayerArrival
 from workers.cache.results import PendingKind, PendingOutcome
 
 _log = structlog.get_logger()
@@ -18,9 +19,17 @@ _log = structlog.get_logger()
 class Pending:
     """Ends once, with an outcome. `behaviours` of the key asked for will then be covered."""
 
-    def __init__(self, kind: PendingKind, behaviours: int, outcome: PendingOutcome | None = None) -> None:
+    def __init__(
+        self,
+        kind: PendingKind,
+        behaviours: int,
+        outcome: PendingOutcome | None = None,
+        arrival: LayerArrival | None = None,
+    ) -> None:
+        """`arrival`: of a reload that can be used before it has ended."""
         self.kind = kind
         self.behaviours = behaviours
+        self.arrival = arrival
         self._lock = threading.Lock()
         self._outcome = outcome
         self._callbacks: list[Callable[[Pending], None]] = []

@@ -16,6 +16,7 @@ from workers.cache.results import (
     WasteReason,
 )
 from workers.cache.tiers import Tier
+from workers.kv import DramGeometry
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class CacheStats:
 
     hbm: TierStats
     dram: TierStats
-    page_bytes: int
+    hbm_page_bytes: int
+    dram_page_bytes: int
     leases: int
     hits: int
     partial_hits: int
@@ -86,12 +88,15 @@ class CacheStats:
         return self.hits / self.lookups if self.lookups else 0.0
 
 
-def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, page_bytes: int, leases: int) -> CacheStats:
+def snapshot(
+    counters: Counters, hbm: TierStats, dram: TierStats, geometry: DramGeometry, leases: int
+) -> CacheStats:
     """The counters as they are now; later counting does not change it."""
     return CacheStats(
         hbm=hbm,
         dram=dram,
-        page_bytes=page_bytes,
+        hbm_page_bytes=geometry.kv.page_bytes,
+        dram_page_bytes=geometry.page_bytes,
         leases=leases,
         hits=counters.hits,
         partial_hits=counters.partial_hits,

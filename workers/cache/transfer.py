@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.cache.arrival import LayerArrival
 from workers.cache.pages import PageArray
 from workers.cache.tiers import Tier
 
@@ -26,7 +27,8 @@ class CopyRequest:
     """Pages to copy, `source_pages[i]` of one tier to `target_pages[i]` of the other; all or nothing.
 
     `on_done(ok)` is called once, from any thread, never under a lock of the mover. The pages stay as
-    they are until then. `deadline_us` is monotonic.
+    they are until then. `deadline_us` is monotonic. With an `arrival` (reloads only) the copy goes layer by
+    layer, and tells it of each.
     """
 
     source: Tier
@@ -36,6 +38,7 @@ class CopyRequest:
     priority: CopyPriority
     deadline_us: int
     on_done: Callable[[bool], None]
+    arrival: LayerArrival | None = None
 
     def size_bytes(self, page_bytes: int) -> int:
         return int(self.source_pages.size) * page_bytes

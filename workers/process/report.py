@@ -31,16 +31,13 @@ class StatusReport:
         self._executor = executor
         self._loop = loop
         self._waits = waits
-        self._page_bytes = engine.geometry.page_bytes
         self._publisher = StatusPublisher(
             prepared.producer,
             config.kafka.topic(Topic.WORKERS),
             WorkerFacts(
                 worker_id=settings.worker_id,
-                model_revision=engine.revision,
                 geometry=engine.geometry,
                 layout=engine.layout,
-                max_prefix_behaviours=engine.limits.max_prefix_behaviours,
                 hbm_capacity_bytes=int(settings.hbm_bytes),
                 dram_capacity_bytes=int(settings.dram_bytes),
             ),
@@ -49,14 +46,16 @@ class StatusReport:
 
     def publish(self) -> None:
         """Never raises and never blocks."""
-        loop, stats = self._loop.status(), self._cache.stats()
+        loop, stats, engine = self._loop.status(), self._cache.stats(), self._executor.engine
         self._publisher.publish(
             self.state,
             WorkerReading(
+                model_revision=engine.revision,
+                max_prefix_behaviours=engine.limits.max_prefix_behaviours,
                 partitions=loop.partitions,
                 assignment_epoch=loop.assignment_epoch,
-                hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * self._page_bytes,
-                dram_free_bytes=(stats.dram.free + stats.dram.evictable) * self._page_bytes,
+                hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
+                dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
                 ranking_queue_p99_us=self._waits.p99_us(),
                 preinfer_queue_us=self._executor.preinfer_backlog_us,
                 latency=self._corrector.model.coefficients,
