@@ -33,18 +33,28 @@ class JobAdmission:
         self._lease_margin_us = settings.lease_margin_ms * 1000
         self._clock = clock
 
-    def refuse(self, work: JobWork, span: PrefixSpan, cached_tokens: int, latency: LatencyModel) -> JobOutcome | None:
-        """Why the job is not admitted; None admits and charges it."""
+    def refuse(
+        self,
+        work: JobWork,
+        span: PrefixSpan,
+        cached_tokens: int,
+        scored_tokens: int,
+        prepare_us: float,
+        latency: LatencyModel,
+    ) -> JobOutcome | None:
+        """Why the job is not admitted; None admits and charges it.
+
+        `scored_tokens`: of its request, as expected. `prepare_us`: device time of what is not cached.
+        """
         now_us = self._clock.monotonic_us()
         tail_tokens = span.tokens - cached_tokens
-        scored_tokens = work.job.expected_suffix + work.job.expected_candidates
         lead_us = work.expected_ranking_us - now_us
         estimate = Estimate(
             prefix_tokens=span.tokens,
             scored_tokens=scored_tokens,
             full_us=latency.full_us(span.tokens, scored_tokens),
             hit_us=latency.hit_us(span.tokens, scored_tokens),
-            prepare_us=latency.append_us(cached_tokens, tail_tokens),
+            prepare_us=prepare_us,
             new_bytes=tail_tokens * self._geometry.bytes_per_token,
             lead_us=lead_us,
             alive_us=max(0, lead_us) + self._lease_margin_us,

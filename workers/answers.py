@@ -64,7 +64,6 @@ class Answers:
         self,
         producer: Producer,
         worker_id: str,
-        model_revision: str,
         max_clock_skew_ms: int,
         finish: Callable[[Token], None],
         metrics: WorkerMetrics,
@@ -73,7 +72,6 @@ class Answers:
     ) -> None:
         self._producer = producer
         self._worker_id = worker_id
-        self._model_revision = model_revision
         self._skew_us = max_clock_skew_ms * 1000
         self._finish = finish
         self._metrics = metrics
@@ -108,7 +106,7 @@ class Answers:
             history_stale=work.span.stale,
             history_loading=work.span.loading,
             unknown_items=work.unknown_items,
-            model_revision=self._model_revision,
+            model_revision=work.span.revision,
         )
         try:
             value = encode(result)

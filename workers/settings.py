@@ -57,6 +57,9 @@ class WorkerSettings(Section):
     max_batch_rows: Annotated[
         int, Field(ge=1, description="their suffixes and candidates together, beyond one request: bounds its memory")
     ] = 4096
+    mix_chunks: bool | None = Field(
+        None, description="pre-infer chunks beside ranking requests in one forward; none: on accelerators only"
+    )
     ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
     ranking_queue_bytes: ByteSize = Field(
         ByteSize(64 * _MIB), ge=_MIB, description="likewise, by what the requests and their histories take"

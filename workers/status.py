@@ -21,10 +21,8 @@ class WorkerFacts:
     """What does not change while a worker runs."""
 
     worker_id: str
-    model_revision: str
     geometry: KvGeometry
     layout: PrefixLayout
-    max_prefix_behaviours: int
     hbm_capacity_bytes: int
     dram_capacity_bytes: int
 
@@ -33,6 +31,8 @@ class WorkerFacts:
 class WorkerReading:
     """What does change, as of one moment."""
 
+    model_revision: str
+    max_prefix_behaviours: int
     partitions: frozenset[int]
     assignment_epoch: int
     hbm_free_bytes: int
@@ -75,11 +75,11 @@ class StatusPublisher:
             written_at_us=self._clock.wall_us(),
             assignment_epoch=reading.assignment_epoch,
             partitions=tuple(sorted(reading.partitions)),
-            model_revision=facts.model_revision,
+            model_revision=reading.model_revision,
             kv_bytes_per_token=facts.geometry.bytes_per_token,
             contextual_tokens=facts.layout.contextual_tokens,
             tokens_per_behaviour=facts.layout.tokens_per_behaviour,
-            max_prefix_behaviours=facts.max_prefix_behaviours,
+            max_prefix_behaviours=reading.max_prefix_behaviours,
             hbm_capacity_bytes=facts.hbm_capacity_bytes,
             hbm_free_bytes=reading.hbm_free_bytes,
             dram_capacity_bytes=facts.dram_capacity_bytes,

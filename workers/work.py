@@ -36,6 +36,8 @@ class JobOutcome(enum.StrEnum):
     MISROUTED = "misrouted"
     UNDECODABLE = "undecodable"
     DISABLED = "disabled"
+    NOT_USABLE = "not_usable"
+    """The request will bring a suffix, which this model takes only as a part of the prefix."""
     FAILED = "failed"
 
 
@@ -52,15 +54,22 @@ class JobWork:
 
 @dataclass(slots=True, eq=False)
 class PrefixSpan:
-    """What of a user's history is the prefix: resolved, windowed, and its identity."""
+    """What of a user's history is the prefix: resolved, windowed, and its identity; and what follows it."""
 
     key: PrefixKey
     features: NDArray[np.int64]
     behaviours: Behaviours
+    suffix: Behaviours
+    """What is ranked after the prefix: a request's short-term behaviours, where they are not a part of the prefix."""
+    query_time_ms: int
     tokens: int
     version: HistoryVersion | None
     stale: bool
     loading: bool
+    revision: str
+    """The model that all this is cut for."""
+    for_one_impression: bool
+    """Its K,V are of no use to the user's next requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +83,13 @@ class RankingWork:
     deadline_us: int
     reply_margin_us: int = 0
     """What the answer's way back takes: it should leave so long before the deadline."""
+    scored_tokens: int = 0
+    """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
     span: PrefixSpan | None = None
+    ranked_prefix_tokens: int = 0
+    """Tokens of the prefix that are in `pages` when it is ranked; the rest of it is then part of `suffix`."""
+    suffix: Behaviours = field(default_factory=Behaviours.empty)
     path: Path = Path.FULL
     prefix_source: PrefixSource = PrefixSource.COMPUTED
     tokens_cached: int = 0
@@ -111,11 +125,6 @@ class RankingWork:
     def answer_by_us(self) -> int:
         """When the answer should leave."""
         return self.deadline_us - self.reply_margin_us
-
-    @property
-    def scored_tokens(self) -> int:
-        """Suffix behaviours + candidates, as the latency model counts them."""
-        return len(self.request.suffix) + int(self.request.candidates.size)
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,7 @@ class World:
         self.waits = QueueWaits()
         self.registry = CollectorRegistry()
         self.answers = Answers(
-            self.producer, "worker-00", "model-1", SKEW_US // 1000, self.finished.append,
+            self.producer, "worker-00", SKEW_US // 1000, self.finished.append,
             WorkerMetrics(self.registry), self.waits, self.clock,
         )  # fmt: skip
 
@@ -50,7 +50,19 @@ class World:
         reply = RankingHeaders("r", "g", "relaygr.results", 2, deadline_us)
         message = received("relaygr.ranking", b"", b"u", received_us=self.clock.monotonic_us())
         work = RankingWork(request, reply, message, self.clock.wall_us(), self.clock.monotonic_us() + budget_us)
-        work.span = PrefixSpan(None, np.empty(0, "<i8"), Behaviours.empty(), tokens, None, False, True)  # type: ignore[arg-type]
+        work.span = PrefixSpan(
+            key=None,  # type: ignore[arg-type]
+            features=np.empty(0, "<i8"),
+            behaviours=Behaviours.empty(),
+            suffix=Behaviours.empty(),
+            query_time_ms=0,
+            tokens=tokens,
+            version=None,
+            stale=False,
+            loading=True,
+            revision="model-1",
+            for_one_impression=False,
+        )
         return work
 
     def rank(self, scores=None, **fields) -> RankingWork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -28,11 +28,13 @@ from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import Hit, PrefixCache, PrefixKey
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+from workers.device import CpuDevice, Device
 from workers.executor import Executor
 from workers.history.record import StoredHistory
 from workers.kv import KvDtype, KvGeometry, PrefixLayout
 from workers.metrics import WorkerMetrics
 from workers.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
+from workers.model.rules import PrefixRules
 from workers.settings import WorkerSettings
 from workers.work import JobOutcome, JobWork, RankingWork
 
@@ -43,7 +45,7 @@ GEOMETRY = KvGeometry(1, 1, 4, 4, PAGE_TOKENS, KvDtype.FLOAT32)
 LAYOUT = PrefixLayout(0, 1)
 LIMITS = EngineLimits(512, 64, 100)
 COEFFICIENTS = LatencyCoefficients(
-    a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=HIT_US, c1=0, c2=0, d0=100, d1=0
+    a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=0, c1=HIT_US / 10, c2=0, d0=100, d1=0
 )
 
 
@@ -69,25 +71,18 @@ class FakeEngine:
     layout: PrefixLayout = LAYOUT
     limits: EngineLimits = LIMITS
     namespace: bytes = b"model-1"
+    revision: str = "model-1"
     chunks: list[tuple[int, int]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     fail_next: Exception | None = None
     fail_candidates: int | None = None
-    fail_sync: Exception | None = None
+    rules: PrefixRules = field(default_factory=PrefixRules)
+    device: Device = field(default_factory=CpuDevice)
 
-    @property
-    def device(self):
-        return self
-
-    def synchronize(self) -> None:
-        if self.fail_sync is not None:
-            error, self.fail_sync = self.fail_sync, None
-            raise error
-
-    def prefix_inputs(self, features, behaviours):
+    def prefix_inputs(self, features, behaviours, query_time_ms):
         return Inputs(len(behaviours))
 
-    def rank_inputs(self, prefix_tokens, pages, suffix, candidates):
+    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms):
         if candidates.size > self.limits.max_candidates:
             raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
         assert len(pages) * PAGE_TOKENS >= prefix_tokens
@@ -669,6 +664,35 @@ def test_a_request_whose_version_is_ready_does_not_wait_while_a_newer_one_is_com
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
 
 
+def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with_the_rest_as_suffix():
+    world = World(hbm_pages=8)
+    world.rank(version=world.store.put("u", 64), request_id="r0")
+    world.run()
+    world.job("v", world.store.put("v", 64), "r1")
+    world.run()
+    chunks = list(world.engine.chunks)
+    work = world.rank(version=world.store.put("u", 64 + LIMITS.max_suffix_behaviours, number=2), request_id="r2")
+    world.run()
+    assert (work.path, work.tokens_cached) == (Path.HBM, 64)
+    assert (work.span.tokens, len(work.suffix)) == (128, 64)
+    assert world.engine.chunks == chunks, "nothing was computed for the cache"
+
+
+def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_nothing_of_it_kept():
+    world = World()
+    world.rank(version=world.store.put("u", 400), request_id="r0")
+    world.run()
+    grown = world.store.put("u", 440, number=2)
+    # 40 tokens take 400 µs as an append, 4,000 µs as suffix rows: make the append's share the dearer one.
+    world.corrector.calibrated = world.corrector._model = LatencyModel(replace(COEFFICIENTS, b0=20_000.0))
+    work = world.rank(version=grown, request_id="r2", budget_us=10_000)
+    world.run()
+    assert (work.path, work.tokens_cached, work.ranked_prefix_tokens) == (Path.HBM, 400, 400)
+    assert np.array_equal(work.suffix.items, np.arange(400, 440))
+    key = PrefixKeys.of(world, "u")
+    assert world.cache.peek(key).hbm_behaviours == 400
+
+
 def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference_and_says_so():
     world = World(hbm_pages=8)
     world.rank(version=world.store.put("u", 64), request_id="r0")
@@ -676,10 +700,10 @@ def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference
     world.job("v", world.store.put("v", 64), "r1")
     world.run()
     assert world.cache.stats().hbm.leased == 4
-    work = world.rank(version=world.store.put("u", 128, number=2), request_id="r2")
+    work = world.rank(version=world.store.put("u", 129, number=2), request_id="r2")
     world.run()
     assert (work.path, work.tokens_cached, work.prefix_source) == (Path.FULL, 0, PrefixSource.COMPUTED)
-    assert world.engine.chunks[-2:] == [(0, 96), (96, 128)]
+    assert world.engine.chunks[-2:] == [(0, 96), (96, 129)]
 
 
 def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():

@@ -60,7 +60,7 @@ class World:
         self.registry = CollectorRegistry()
         metrics = WorkerMetrics(self.registry)
         self.answers = Answers(
-            self.producer, "worker-00", "model-1", SKEW_US // 1000, self.finished.append, metrics, QueueWaits(),
+            self.producer, "worker-00", SKEW_US // 1000, self.finished.append, metrics, QueueWaits(),
             self.clock,
         )  # fmt: skip
         self.handler = WorkerHandler(

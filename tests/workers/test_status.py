@@ -12,10 +12,10 @@ from tests.workers.kafka_fakes import FakeProducer, refused
 from workers.kv import KvDtype, KvGeometry, PrefixLayout
 from workers.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
 
-FACTS = WorkerFacts(
-    "worker-00", "model-1", KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32), PrefixLayout(1, 2), 512, 4096, 0
-)
+FACTS = WorkerFacts("worker-00", KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32), PrefixLayout(1, 2), 4096, 0)
 READING = WorkerReading(
+    model_revision="model-1",
+    max_prefix_behaviours=512,
     partitions=frozenset({3, 1}),
     assignment_epoch=7,
     hbm_free_bytes=1024,

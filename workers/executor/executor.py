@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from streams.clock import Clock
@@ -15,6 +14,7 @@ from streams.latency import Corrector
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import PageCopy, PrefixCache
+from workers.executor.batches import BatchFlow
 from workers.executor.jobs import JobFlow
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.ranking import RankingFlow
@@ -24,8 +24,6 @@ from workers.model.interface import Engine
 from workers.settings import WorkerSettings
 from workers.spans import Histories, SpanResolver
 from workers.work import JobWork, RankingWork
-
-log = structlog.get_logger()
 
 LEASE_CHECK_INTERVAL_US = 100_000
 
@@ -66,8 +64,9 @@ class Executor:
         )
         self._prefixes = PrefixFlow(self._shared, scratch_pages, copy_page)
         self._requests = RankingFlow(self._shared, self._prefixes)
+        self._batches = BatchFlow(self._shared, self._prefixes, self._requests)
         self._jobs = JobFlow(self._shared, self._prefixes, self._requests.answered)
-        self._prefixes.connect(self._requests, self._jobs)
+        self._prefixes.connect(self._requests, self._jobs, self._batches)
         self._expire_leases()
 
     # -- from any thread ---------------------------------------------------------------------------
@@ -93,6 +92,11 @@ class Executor:
         return self._shared.last_progress_us
 
     @property
+    def engine(self) -> Engine:
+        """The model that answers now."""
+        return self._shared.engine
+
+    @property
     def ranking_outstanding(self) -> int:
         """Ranking requests that were taken and not answered."""
         return self._requests.outstanding
@@ -116,18 +120,16 @@ class Executor:
         shared = self._shared
         now_us = shared.last_progress_us = shared.now_us()
         shared.timers.run_due(now_us)
+        # All of the above went on beside the piece that the device was given last.
+        self._prefixes.settle()
+        now_us = shared.now_us()
         work = shared.scheduler.pick(now_us)
         if work is None:
             return shared.timers.next_in_us(now_us)
         if isinstance(work, RankingWork):
-            self._requests.rank_batch(now_us)
-            return 0
-        try:
+            self._batches.rank_batch(now_us)
+        else:
             self._prefixes.run_chunk(work, now_us)
-        except Exception as error:
-            # One prefix may not take the process, and so everybody else's requests, with it.
-            log.exception("a prefix failed", tokens=work.total_tokens)
-            self._prefixes.fail(work, error)
         return 0
 
     def submit_ranking(self, work: RankingWork) -> None:
@@ -148,6 +150,26 @@ class Executor:
         """A tombstone: what is cached of this user goes, and what is about to be is not kept."""
         self._shared.cache.invalidate_user(user_id)
         self._prefixes.forget_user(user_id)
+
+    def serve_with(self, engine: Engine) -> None:
+        """From now on this model, bound to the same arena, answers. Old prefixes no longer match.
+
+        What is in flight begins again: every answer is of one model alone. The latency model stays, and is corrected
+        as ever. Raises ValueError for a model whose K,V do not fit the pages and the tiers' books.
+        """
+        shared = self._shared
+        now = shared.engine
+        if (engine.geometry, engine.layout) != (now.geometry, now.layout):
+            raise ValueError("the new model's K,V have another form than the arena")
+        self._prefixes.settle()
+        shared.engine, shared.spans = engine, shared.spans.for_engine(engine)
+        shared.cache.admit_only(engine.namespace)
+        for work in [*shared.scheduler.ranking, *shared.scheduler.preinfer]:
+            if isinstance(work, RankingWork):
+                shared.scheduler.remove(work)
+                self._requests.start_over(work)
+            else:
+                self._prefixes.start_over(work)
 
     def _expire_leases(self) -> None:
         now_us = self._shared.now_us()

@@ -7,7 +7,7 @@ from functools import partial
 
 import structlog
 
-from workers.cache import Handle, Hit, Pending, Purpose
+from workers.cache import Handle, Hit, Pending, Purpose, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
@@ -51,6 +51,8 @@ class JobFlow:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
+        if job.expected_suffix and not self._shared.engine.rules.grows:
+            return self._end(work, JobOutcome.NOT_USABLE)
         try:
             resolved = self._shared.spans.resolve(
                 job.user_id, job.history_version, job.history, work.received.partition
@@ -64,10 +66,12 @@ class JobFlow:
             return None
         if resolved.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
-        self.pre_infer(work, self._shared.spans.span(job.user_id, resolved))
+        self.pre_infer(work, self._shared.spans.span(job.user_id, resolved, job.retrieval_at_us // 1000))
 
     def pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
         """Sees to it that the prefix is, or will be, in HBM; or ends the job."""
+        if not self._shared.is_current(span):
+            return self.submit(work)
         now_us = self._shared.now_us()
         if span.tokens == 0:
             return self._end(work, JobOutcome.ALREADY_CACHED)
@@ -102,6 +106,8 @@ class JobFlow:
         self.begin(work)
 
         def arrived(work: JobWork) -> None:
+            if not self._shared.is_current(span):
+                return self.submit(work)
             now_us = self._shared.now_us()
             found = self._shared.cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
             if not isinstance(found, Hit):
@@ -120,8 +126,7 @@ class JobFlow:
         refusal = self._refusal(work, span, now_us, done)
         coming = self._prefixes.coming_of(span.key.user_id)
         if refusal is None and coming is None:
-            inputs = self._shared.engine.prefix_inputs(span.features, span.behaviours)
-            self._prefixes.enqueue(PrefixWork(span, inputs, done, jobs=[work], base=base))
+            self._prefixes.enqueue(PrefixWork(span, self._shared.prefix_inputs(span), done, jobs=[work], base=base))
             return self._shed()
         if base is not None:
             self._shared.cache.release(base)
@@ -137,14 +142,19 @@ class JobFlow:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
-        return self._shared.admission.refuse(work, span, done_tokens, self._shared.latency)
+        shared, job = self._shared, work.job
+        scored_tokens = shared.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
+        prepare_us = shared.chunking.duration_us(done_tokens, span.tokens, shared.latency)
+        return shared.admission.refuse(work, span, done_tokens, scored_tokens, prepare_us, shared.latency)
 
     def lease(self, work: JobWork, span: PrefixSpan) -> None:
         """Keeps the prefix until its request has come, or should have."""
-        if work.job.request_id in self._answered:
-            return
+        cache, request_id = self._shared.cache, work.job.request_id
         until_us = work.expires_us + self._shared.admission_settings.lease_margin_ms * 1000
-        self._shared.cache.lease(span.key, work.job.request_id, until_us)
+        leased = cache.lease(span.key, request_id, until_us)
+        if leased and request_id in self._answered:
+            # It was ranked without: unless somebody else uses it, computing it was for nothing.
+            cache.end_lease(request_id, WasteReason.OVERTAKEN)
 
     def _shed(self) -> None:
         """At the bound of the pre-infer queue: expired jobs go first, then the one with the least time saved."""

@@ -7,6 +7,7 @@ which serve one request at a time. Between two chunks anything more urgent may r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +18,9 @@ from schemas.messages import Path, PrefixSource
 from streams.latency import Stage
 from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PrefixKey, Purpose
 from workers.cache.identity import common_behaviours
+from workers.executor.pieces import Piece, RunningPiece
 from workers.executor.shared import Shared
-from workers.model.interface import PrefixChunk
+from workers.scheduler.chunks import Chunking
 from workers.scheduler.plan import RoutePlan, plan_truncation
 from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork, RankingWork
 
@@ -32,16 +34,24 @@ class Requests(Protocol):
     def plan(self, work: RankingWork, span: PrefixSpan, handle: Handle | None, now_us: int) -> None: ...
     def serve_in_full(self, work: RankingWork, span: PrefixSpan, plan: RoutePlan) -> None: ...
     def ready(self, work: RankingWork) -> None: ...
-    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None: ...
+    def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool: ...
+    def start_over(self, work: RankingWork) -> None: ...
     def fail_on(self, work: RankingWork, error: Exception) -> None: ...
 
 
 class Jobs(Protocol):
     """Pre-infer jobs, likewise (`workers.executor.jobs`)."""
 
+    def submit(self, work: JobWork) -> None: ...
     def pre_infer(self, work: JobWork, span: PrefixSpan) -> None: ...
     def begin(self, work: JobWork) -> None: ...
     def lease(self, work: JobWork, span: PrefixSpan) -> None: ...
+
+
+class Batches(Protocol):
+    """The ranking pass, likewise (`workers.executor.batches`)."""
+
+    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None: ...
 
 
 class PrefixFlow:
@@ -49,6 +59,7 @@ class PrefixFlow:
 
     _requests: Requests
     _jobs: Jobs
+    _batches: Batches
 
     def __init__(self, shared: Shared, scratch_pages: NDArray[np.int32], copy_page: Callable[[PageCopy], None]) -> None:
         """`scratch_pages` are arena pages outside the cache, enough for the longest prefix."""
@@ -57,10 +68,11 @@ class PrefixFlow:
         self._copy_page = copy_page
         self._scratch_user: PrefixWork | RankingWork | None = None
         self._coming: dict[str, PrefixWork] = {}
+        self._running: RunningPiece | None = None
 
-    def connect(self, requests: Requests, jobs: Jobs) -> None:
+    def connect(self, requests: Requests, jobs: Jobs, batches: Batches) -> None:
         """Who waits for prefixes. Once, before any work."""
-        self._requests, self._jobs = requests, jobs
+        self._requests, self._jobs, self._batches = requests, jobs, batches
 
     @property
     def preinfer_backlog_us(self) -> int:
@@ -105,41 +117,89 @@ class PrefixFlow:
         self._shared.scheduler.push(prefix)
 
     def run_chunk(self, prefix: PrefixWork, now_us: int) -> None:
-        self._drop_hopeless(prefix, now_us)
-        if not prefix.waiters and not prefix.jobs:
-            return self.abandon(prefix, JobOutcome.OVERTAKEN)
-        if not prefix.waiters and all(job.expires_us < now_us for job in prefix.jobs):
-            return self.abandon(prefix, JobOutcome.EXPIRED)
-        if not prefix.started and not self._take_pages(prefix, now_us):
+        """Gives the device the next piece. What the host has to do meanwhile, it may; `settle` waits for the end."""
+        device = self._shared.engine.device
+        try:
+            piece = self._next_piece(prefix, now_us, self._shared.chunking)
+            if piece is None:
+                return
+            self._shared.engine.pre_infer(piece.chunk)
+            self._running = RunningPiece(piece, now_us, device.current_stream().record())
+        except Exception as error:
+            # One prefix may not take the process, and so everybody else's requests, with it.
+            return self._failed(prefix, error)
+        if device.is_cpu:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the piece that the device has, if it has one: only then it is written, and its time known."""
+        running, self._running = self._running, None
+        if running is None:
             return
+        piece = running.piece
+        # Who comes late cannot tell when it ended; on the CPU it ended with its call.
+        is_timed = self._shared.engine.device.is_cpu or not running.event.done()
+        try:
+            running.event.wait()
+        except Exception as error:
+            return self._failed(piece.prefix, error)
+        ended_us = self._shared.now_us()
+        duration_us = ended_us - running.started_us
+        if is_timed:
+            calibrated = self._shared.corrector.calibrated
+            self._shared.corrector.observe(Stage.PRE, piece.predicted_us(calibrated), duration_us)
+        self.computed(piece, duration_us, ended_us)
+
+    def piece_within(self, slack_us: float, now_us: int) -> Piece | None:
+        """The next piece of the most urgent pre-infer work that is predicted to fit, its pages taken."""
+        prefix = self._shared.scheduler.preinfer.peek()
+        if not isinstance(prefix, PrefixWork):
+            return None
+        shared = self._shared
+        chunking = replace(shared.chunking, chunk_us=min(shared.chunk_us, slack_us))
+        end = chunking.end(prefix.done_tokens, prefix.total_tokens, shared.latency)
+        if Piece(prefix, end).predicted_us(shared.latency) > slack_us:
+            return None
+        try:
+            piece = self._next_piece(prefix, now_us, chunking)
+        except Exception as error:
+            self._failed(prefix, error)
+            return None
+        fits = piece is not None and piece.predicted_us(shared.latency) <= slack_us
+        return piece if fits else None
+
+    def _next_piece(self, prefix: PrefixWork, now_us: int, chunking: Chunking) -> Piece | None:
+        """None if there is nothing to compute, or no place: what becomes of the prefix is then settled."""
+        self._drop_hopeless(prefix, now_us)
+        if not prefix.waiters and all(job.expires_us < now_us for job in prefix.jobs):
+            self.abandon(prefix, JobOutcome.EXPIRED)
+            return None
+        if not prefix.started and not self._take_pages(prefix, now_us):
+            return None
         for job in prefix.jobs:
             self._jobs.begin(job)
         for waiter in prefix.waiters:
             waiter.started_us = waiter.started_us or now_us
-        shared = self._shared
-        end = shared.chunking.end(prefix.done_tokens, prefix.total_tokens, shared.latency)
-        predicted_us = self._shared.corrector.calibrated.append_us(prefix.done_tokens, end - prefix.done_tokens)
-        try:
-            self._shared.engine.pre_infer(PrefixChunk(prefix.inputs, prefix.done_tokens, end, prefix.pages))
-            # What is published or given back must be written, and what is charged must have been spent.
-            self._shared.engine.device.synchronize()
-        except Exception as error:
-            log.warning("pre-infer failed", tokens=prefix.total_tokens, error=repr(error))
-            return self.fail(prefix, error)
-        ended_us = self._shared.now_us()
-        duration_us = ended_us - now_us
-        self._shared.corrector.observe(Stage.PRE, predicted_us, duration_us)
-        self._shared.charge(prefix.work_class, duration_us, ended_us)
+        return Piece(prefix, chunking.end(prefix.done_tokens, prefix.total_tokens, self._shared.latency))
+
+    def computed(self, piece: Piece, duration_us: int, now_us: int) -> None:
+        """The piece is written: charges its time, and queues the next one or hands the prefix over."""
+        prefix = piece.prefix
+        self._shared.charge(prefix.work_class, duration_us, now_us)
         for waiter in prefix.waiters:
             waiter.pre_infer_us += duration_us
-        prefix.done_tokens = end
+        prefix.done_tokens = piece.end_tokens
         if prefix.fill is not None:
-            prefix.fill.progress(end)
+            prefix.fill.progress(prefix.done_tokens)
         if prefix.done_tokens < prefix.total_tokens:
             self._predict(prefix)
             self._shared.scheduler.push(prefix)
         else:
-            self._complete(prefix, ended_us)
+            self._complete(prefix, now_us)
+
+    def _failed(self, prefix: PrefixWork, error: Exception) -> None:
+        log.warning("pre-infer failed", tokens=prefix.total_tokens, exc_info=error)
+        self.fail(prefix, error)
 
     def _take_pages(self, prefix: PrefixWork, now_us: int) -> bool:
         """Reserves cache pages, or the scratch pages if there is no room; False if it cannot run now."""
@@ -157,6 +217,7 @@ class PrefixFlow:
             if isinstance(reserved, Pending):
                 self._look_again(prefix)
                 return False
+            self._rank_on_what_is_cached(prefix, now_us)
             if not prefix.waiters:
                 self.abandon(prefix, JobOutcome.NO_ROOM)
                 return False
@@ -167,7 +228,7 @@ class PrefixFlow:
             if isinstance(self._scratch_user, PrefixWork):
                 self.run_chunk(self._scratch_user, now_us)
             else:
-                self._requests.rank_batch(now_us, self._scratch_user)
+                self._batches.rank_batch(now_us, self._scratch_user)
             return False
         for extra in prefix.waiters[1:]:
             self._requests.look_up(extra)
@@ -175,6 +236,22 @@ class PrefixFlow:
         self._scratch_user = prefix
         prefix.pages = self._scratch_pages[: self._shared.engine.geometry.pages_for(prefix.total_tokens)]
         return True
+
+    def _rank_on_what_is_cached(self, prefix: PrefixWork, now_us: int) -> None:
+        """There is no room to append: requests whose tail may be a suffix need none."""
+        if prefix.base is None:
+            return
+        kept = []
+        for waiter in prefix.waiters:
+            assert waiter.span is not None
+            # Its look-up was counted before.
+            found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.PRE_INFER)
+            if isinstance(found, Hit) and not self._requests.rank_with_tail(waiter, found.handle):
+                self._shared.cache.release(found.handle)
+                kept.append(waiter)
+            elif not isinstance(found, Hit):
+                kept.append(waiter)
+        prefix.waiters[:] = kept
 
     def _leave_cache(self, prefix: PrefixWork) -> None:
         self._forget(prefix)
@@ -264,6 +341,14 @@ class PrefixFlow:
             self.free_scratch(prefix)
             self._requests.serve_in_full(waiter, waiter.span, plan)
         prefix.waiters[:] = kept
+
+    def start_over(self, prefix: PrefixWork) -> None:
+        """Another model serves now: all who wait here begin again, with that one."""
+        self._discard(prefix)
+        for waiter in prefix.waiters:
+            self._requests.start_over(waiter)
+        for job in prefix.jobs:
+            self._jobs.submit(job)
 
     def abandon(self, prefix: PrefixWork, outcome: JobOutcome) -> None:
         self._discard(prefix)

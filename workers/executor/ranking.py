@@ -15,15 +15,13 @@ from functools import partial
 import numpy as np
 import structlog
 
-from schemas.messages import FailureReason, Path, PrefixSource
-from streams.latency import Stage
+from schemas.messages import Behaviours, FailureReason, Path, PrefixSource
 from workers.cache import Handle, Hit, Pending, PendingKind, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
 from workers.model.interface import EngineLimits, RankOutputs, TooLongError
 from workers.remembered import Remembered
-from workers.scheduler.order import WorkClass
 from workers.scheduler.plan import Route, RoutePlan, plan_ranking
 from workers.work import PrefixSpan, PrefixWork, RankingWork
 
@@ -48,6 +46,7 @@ class RankingFlow:
         """Takes a ranking request; its answer goes to the outbox."""
         self.outstanding += 1
         self.outstanding_bytes += work.held_bytes
+        work.scored_tokens = self._shared.spans.scored_tokens(work.request.suffix, work.request.candidates.size)
         too_long = _too_long(work, self._shared.engine.limits)
         if too_long is not None:
             return self.fail(work, FailureReason.TOO_LONG, too_long)
@@ -70,7 +69,7 @@ class RankingFlow:
         now_us = self._shared.now_us()
         if now_us > work.deadline_us + self._shared.skew_us:
             return self._expire(work)
-        if work.span is None:
+        if work.span is None or not self._shared.is_current(work.span):
             request = work.request
             try:
                 resolved = self._shared.spans.resolve(
@@ -80,11 +79,11 @@ class RankingFlow:
                 return self.fail(work, FailureReason.UNDECODABLE, str(error))
             if resolved.is_behind and self._wait_for_history(work):
                 return None
-            work.span = self._shared.spans.span(work.request.user_id, resolved)
+            work.span = self._shared.spans.span(request.user_id, resolved, request.query_time_ms, request.suffix)
         span = work.span
         work.lookups += 1
         work.looked_up_us = now_us
-        work.predicted_us = self._shared.latency.hit_us(span.tokens, work.scored_tokens)
+        self._rank_on(work, span.tokens, span.suffix)
         if span.tokens == 0:
             return self.ready(work)
         if not self._uses_cache(work):
@@ -108,6 +107,12 @@ class RankingFlow:
             return self._wait_for(work, pending)
         return self.plan(work, span, handle, now_us)
 
+    def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours) -> None:
+        """What the ranking pass itself will be: so many tokens in pages, this suffix, and the candidates."""
+        work.ranked_prefix_tokens, work.suffix = prefix_tokens, suffix
+        work.scored_tokens = self._shared.spans.scored_tokens(suffix, work.request.candidates.size)
+        work.predicted_us = self._shared.latency.hit_us(prefix_tokens, work.scored_tokens)
+
     def _uses_cache(self, work: RankingWork) -> bool:
         return self._shared.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
 
@@ -120,36 +125,51 @@ class RankingFlow:
             self._remaining_us(work, now_us),
             self._shared.latency,
             self._shared.chunking,
+            handle is not None and self._shared.spans.tail_as_suffix(span, handle.behaviours) is not None,
         )
+        if handle is not None and plan.route is Route.TAIL_AS_SUFFIX:
+            self.rank_with_tail(work, handle)
+            return None
         if handle is None or plan.route is not Route.WHOLE:
             if handle is not None:
                 self._shared.cache.release(handle)
             return self.serve_in_full(work, span, plan)
-        prefix = PrefixWork(
-            span, self._shared.engine.prefix_inputs(span.features, span.behaviours), handle.tokens, base=handle
-        )
-        prefix.waiters.append(work)
-        self._prefixes.enqueue(prefix)
+        self._compute(work, PrefixWork(span, self._shared.prefix_inputs(span), handle.tokens, base=handle))
+
+    def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool:
+        """Ranks on what is cached, with the rest of the prefix as part of the suffix; False where that may not be.
+
+        Exact, but nothing is kept of the tail. The handle is the request's from here on, if it may.
+        """
+        assert work.span is not None
+        suffix = self._shared.spans.tail_as_suffix(work.span, handle.behaviours)
+        if suffix is None:
+            return False
+        work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
+        work.handle, work.pages = handle, handle.pages
+        self._rank_on(work, handle.tokens, suffix)
+        self.ready(work)
+        return True
 
     def serve_in_full(self, work: RankingWork, span: PrefixSpan, plan: RoutePlan) -> None:
         """Full inference, over the whole prefix or its newest part; or a refusal."""
         if plan.route is Route.REJECT:
-            return self._reject(work)
+            return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
         on_scratch = not self._uses_cache(work)
         if plan.route is Route.TRUNCATE:
             shorter = self._shared.spans.shortened(span, plan.prefix_tokens)
             if shorter.tokens >= span.tokens:
-                return self._reject(work)
+                return self.reject(work)
             span, on_scratch = shorter, True
         work.path = Path.TRUNCATED if plan.route is Route.TRUNCATE else Path.FULL
         work.span = span
-        work.predicted_us = self._shared.latency.hit_us(span.tokens, work.scored_tokens)
+        self._rank_on(work, span.tokens, span.suffix)
         if span.tokens == 0:
             return self.ready(work)
-        prefix = PrefixWork(
-            span, self._shared.engine.prefix_inputs(span.features, span.behaviours), on_scratch=on_scratch
-        )
+        return self._compute(work, PrefixWork(span, self._shared.prefix_inputs(span), on_scratch=on_scratch))
+
+    def _compute(self, work: RankingWork, prefix: PrefixWork) -> None:
         prefix.waiters.append(work)
         self._prefixes.enqueue(prefix)
 
@@ -195,7 +215,17 @@ class RankingFlow:
 
     def _compute_instead(self, work: RankingWork) -> None:
         assert work.span is not None
-        self.plan(work, work.span, None, self._shared.now_us())
+        if not self._shared.is_current(work.span):
+            return self.look_up(work)
+        return self.plan(work, work.span, None, self._shared.now_us())
+
+    def start_over(self, work: RankingWork) -> None:
+        """Another model serves now: nothing that was found or computed for the request counts any more."""
+        self._let_go(work)
+        work.pages, work.inputs, work.unknown_items = np.empty(0, np.int32), None, 0
+        work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
+        work.lookups = 0
+        self.look_up(work)
 
     def _after_waiting(self, work: RankingWork) -> None:
         waited_for = work.path
@@ -205,87 +235,31 @@ class RankingFlow:
 
     def ready(self, work: RankingWork) -> None:
         assert work.span is not None
-        now_us = self._shared.now_us()
-        work.ready_us = now_us
+        work.ready_us = self._shared.now_us()
         try:
             work.inputs = self._shared.engine.rank_inputs(
-                work.span.tokens, work.pages, work.request.suffix, work.request.candidates
+                work.ranked_prefix_tokens,
+                work.pages,
+                work.suffix,
+                work.request.candidates,
+                query_time_ms=work.span.query_time_ms,
             )
         except TooLongError as error:
             return self.fail(work, FailureReason.TOO_LONG, str(error))
         work.unknown_items += work.inputs.unknown_items
         self._shared.scheduler.push(work)
 
-    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
-        batch = self._take_batch(now_us, first)
-        if not batch:
-            return
-        started_us = self._shared.now_us()
-        predicted_us = 0.0
-        for work in batch:
-            assert work.span is not None
-            work.started_us = work.started_us or started_us
-            predicted_us += self._shared.corrector.calibrated.hit_us(work.span.tokens, work.scored_tokens)
-        outputs = self._rank(batch)
-        ended_us = self._shared.now_us()
-        self._shared.corrector.observe(Stage.HIT, predicted_us, ended_us - started_us)
-        self._shared.charge(WorkClass.RANKING, ended_us - started_us, ended_us)
-        for work, output in zip(batch, outputs, strict=True):
-            work.rank_us = ended_us - started_us
-            if not isinstance(output, RankOutputs):
-                self.fail_on(work, output)
-            elif not np.isfinite(output.scores).all():
-                # What made them may be in the cached prefix, and would come again with it.
-                self._shared.cache.invalidate_user(work.request.user_id)
-                self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
-            else:
-                self._shared.outbox.ranked(work, output)
-                self._finish_ranking(work, ranked=True)
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+        """Answers with the scores, if they are numbers."""
+        if not np.isfinite(outputs.scores).all():
+            # What made them may be in the cached prefix, and would come again with it.
+            self._shared.cache.invalidate_user(work.request.user_id)
+            return self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+        self._shared.outbox.ranked(work, outputs)
+        self._finish_ranking(work, ranked=True)
 
-    def _take_batch(self, now_us: int, first: RankingWork | None) -> list[RankingWork]:
-        """`first`, then ready requests in laxity order, as long as none misses its deadline for company."""
-        settings = self._shared.settings
-        batch: list[RankingWork] = []
-        passed_over: list[PrefixWork | RankingWork] = []
-        ends_us, earliest_deadline_us, rows = float(now_us), float("inf"), 0
-        queue = self._shared.scheduler.ranking
-        while max(len(batch), len(passed_over)) < settings.max_batch_requests:
-            work: PrefixWork | RankingWork | None = first if first is not None else queue.pop()
-            if first is not None:
-                queue.remove(first)
-                first = None
-            if work is None:
-                break
-            if isinstance(work, PrefixWork):
-                passed_over.append(work)
-                if work.latest_start_us < ends_us:
-                    break
-                continue
-            if now_us + work.predicted_us > work.deadline_us:
-                self._reject(work)
-                continue
-            ends_us += work.predicted_us
-            rows += work.scored_tokens
-            earliest_deadline_us = min(earliest_deadline_us, work.answer_by_us)
-            if batch and (ends_us > earliest_deadline_us or rows > settings.max_batch_rows):
-                passed_over.append(work)
-                break
-            batch.append(work)
-        for other in passed_over:
-            queue.push(other)
-        return batch
-
-    def _rank(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
-        """One forward; if it fails, each request alone, so that one cannot fail its neighbours."""
-        try:
-            return list(self._shared.engine.rank([work.inputs for work in batch if work.inputs is not None]))
-        except Exception as error:
-            log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
-            if len(batch) == 1:
-                return [error]
-        return [output for work in batch for output in self._rank([work])]
-
-    def _reject(self, work: RankingWork) -> None:
+    def reject(self, work: RankingWork) -> None:
+        """Answers that nothing could serve it in its time."""
         if self._shared.now_us() > work.deadline_us:
             return self._expire(work)
         return self.fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
@@ -309,11 +283,19 @@ class RankingFlow:
         self.outstanding -= 1
         self.outstanding_bytes -= work.held_bytes
         self.answered.add(work.request.request_id)
-        self._shared.cache.end_lease(work.request.request_id, None if ranked else WasteReason.REQUEST_EXPIRED)
+        # What was pre-inferred for it and has served nobody: the request went before it, or did not come in time.
+        wasted = WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED
+        self._shared.cache.end_lease(work.request.request_id, wasted)
+        if work.handle is not None and work.span is not None and ranked:
+            if work.span.for_one_impression:
+                self._shared.cache.demote([work.request.user_id])
+            elif self._shared.settings.dram_bytes:
+                self._shared.cache.spill(work.handle)
+        self._let_go(work)
+
+    def _let_go(self, work: RankingWork) -> None:
         self._prefixes.free_scratch(work)
         if work.handle is not None:
-            if ranked and self._shared.settings.dram_bytes:
-                self._shared.cache.spill(work.handle)
             self._shared.cache.release(work.handle)
             work.handle = None
 

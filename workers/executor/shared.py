@@ -14,7 +14,7 @@ from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import Handle, Pending, PrefixCache
 from workers.metrics import WorkerMetrics
-from workers.model.interface import Engine, RankOutputs
+from workers.model.interface import Engine, PrefixInputs, RankOutputs
 from workers.parking import ParkingLot
 from workers.scheduler.chunks import Chunking
 from workers.scheduler.order import Scheduler, WorkClass
@@ -83,12 +83,25 @@ class Shared:
     @property
     def chunking(self) -> Chunking:
         """How prefixes are cut."""
-        return Chunking(self.chunk_us, self.settings.max_chunk_tokens, self.engine.geometry.page_tokens)
+        return Chunking(
+            self.chunk_us,
+            self.settings.max_chunk_tokens,
+            self.engine.geometry.page_tokens,
+            in_one_piece=not self.engine.rules.chunks,
+        )
 
     def full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference as it is done here: the pieces of the prefix, then ranking."""
         computed_us = self.chunking.duration_us(0, prefix_tokens, self.latency)
         return computed_us + self.latency.hit_us(prefix_tokens, scored_tokens)
+
+    def prefix_inputs(self, span: PrefixSpan) -> PrefixInputs:
+        """The prefix, looked up. Raises what the engine does."""
+        return self.engine.prefix_inputs(span.features, span.behaviours, query_time_ms=span.query_time_ms)
+
+    def is_current(self, span: PrefixSpan) -> bool:
+        """Whether the span is cut for the model that serves now."""
+        return span.revision == self.engine.revision
 
     def now_us(self) -> int:
         """Monotonic."""

@@ -75,7 +75,6 @@ class Parts:
         self.answers = Answers(
             prepared.producer,
             settings.worker_id,
-            engine.revision,
             settings.max_clock_skew_ms,
             finish=lambda token: self.loop.finish(token),
             metrics=self.metrics,

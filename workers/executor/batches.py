@@ -1,0 +1,157 @@
+"""The ranking pass: which ready requests go together, what else fits beside them, and what comes of it.
+
+A batch is ready requests in laxity order, as long as none misses its deadline for company. Where the earliest of
+its deadlines leaves time, the next piece of pre-infer work may run in the same forward (`worker.mix_chunks`): an
+accelerator that a few candidates do not fill does both in the time of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from streams.latency import Stage
+from workers.executor.pieces import Piece
+from workers.executor.prefixes import PrefixFlow
+from workers.executor.shared import Shared
+from workers.model.interface import RankOutputs
+from workers.scheduler.order import WorkClass
+from workers.work import PrefixWork, RankingWork
+
+log = structlog.get_logger()
+
+
+class Answering(Protocol):
+    """What becomes of a request of a batch (`workers.executor.ranking`)."""
+
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None: ...
+    def reject(self, work: RankingWork) -> None: ...
+    def fail_on(self, work: RankingWork, error: Exception) -> None: ...
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Requests of one forward. Times predicted, in µs on the worker's monotonic clock."""
+
+    works: list[RankingWork]
+    ends_us: float
+    must_end_us: float
+    """When the first of them, or of those that are left in the queue, would be late."""
+
+
+class BatchFlow:
+    """Belongs to the device thread."""
+
+    def __init__(self, shared: Shared, prefixes: PrefixFlow, requests: Answering) -> None:
+        self._shared = shared
+        self._prefixes = prefixes
+        self._requests = requests
+        mix = shared.settings.mix_chunks
+        self._mixes = not shared.engine.device.is_cpu if mix is None else mix
+
+    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
+        """Ranks `first`, if one is given, and what goes with it."""
+        batch = self._take(now_us, first)
+        if not batch.works:
+            return
+        started_us = self._shared.now_us()
+        for work in batch.works:
+            work.started_us = work.started_us or started_us
+        piece = self._piece_beside(batch, started_us) if self._mixes else None
+        outputs = self._forward_mixed(batch.works, piece, started_us) if piece is not None else None
+        mixed = outputs is not None
+        if outputs is None:
+            outputs = self._forward(batch.works)
+        ended_us = self._shared.now_us()
+        if not mixed:
+            self._shared.corrector.observe(Stage.HIT, self._predicted_us(batch.works), ended_us - started_us)
+            self._shared.charge(WorkClass.RANKING, ended_us - started_us, ended_us)
+        for work, output in zip(batch.works, outputs, strict=True):
+            work.rank_us = ended_us - started_us
+            if isinstance(output, RankOutputs):
+                self._requests.ranked(work, output)
+            else:
+                self._requests.fail_on(work, output)
+        if piece is not None and not mixed:
+            self._prefixes.run_chunk(piece.prefix, ended_us)
+
+    def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
+        settings, queue = self._shared.settings, self._shared.scheduler.ranking
+        batch = _Batch([], float(now_us), float("inf"))
+        passed_over: list[PrefixWork | RankingWork] = []
+        rows = 0
+        while max(len(batch.works), len(passed_over)) < settings.max_batch_requests:
+            work: PrefixWork | RankingWork | None = first if first is not None else queue.pop()
+            if first is not None:
+                queue.remove(first)
+                first = None
+            if work is None:
+                break
+            if isinstance(work, PrefixWork):
+                passed_over.append(work)
+                if work.latest_start_us < batch.ends_us:
+                    break
+                continue
+            if now_us + work.predicted_us > work.deadline_us:
+                self._requests.reject(work)
+                continue
+            # The fixed part of a pass is paid once.
+            shared_us = self._shared.latency.coefficients.c0 if batch.works else 0.0
+            ends_us = batch.ends_us + work.predicted_us - shared_us
+            must_end_us = min(batch.must_end_us, work.answer_by_us)
+            rows += work.scored_tokens
+            if batch.works and (ends_us > must_end_us or rows > settings.max_batch_rows):
+                passed_over.append(work)
+                break
+            batch.works.append(work)
+            batch.ends_us, batch.must_end_us = ends_us, must_end_us
+        for other in passed_over:
+            queue.push(other)
+        waiting = queue.peek()
+        if waiting is not None:
+            batch.must_end_us = min(batch.must_end_us, waiting.latest_start_us)
+        return batch
+
+    def _piece_beside(self, batch: _Batch, now_us: int) -> Piece | None:
+        slack_us = batch.must_end_us - batch.ends_us
+        return self._prefixes.piece_within(slack_us, now_us) if slack_us > 0 else None
+
+    def _forward_mixed(
+        self, batch: list[RankingWork], piece: Piece, started_us: int
+    ) -> list[RankOutputs | Exception] | None:
+        """Requests and piece in one forward; None if it failed, and the piece is as before."""
+        shared = self._shared
+        calibrated = shared.corrector.calibrated
+        rank_us, piece_us = self._predicted_us(batch), piece.predicted_us(calibrated)
+        try:
+            outputs = shared.engine.forward([piece.chunk], [work.inputs for work in batch if work.inputs is not None])
+            # What is published must be written.
+            shared.engine.device.current_stream().record().wait()
+        except Exception as error:
+            # Whose fault it was shows when each runs alone.
+            log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
+            return None
+        ended_us = shared.now_us()
+        duration_us = ended_us - started_us
+        share = rank_us / (rank_us + piece_us) if rank_us + piece_us else 0.5
+        shared.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
+        self._prefixes.computed(piece, round(duration_us * (1 - share)), ended_us)
+        return list(outputs)
+
+    def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
+        """One forward; if it fails, each request alone, so that one cannot fail its neighbours."""
+        try:
+            return list(self._shared.engine.rank([work.inputs for work in batch if work.inputs is not None]))
+        except Exception as error:
+            log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
+            if len(batch) == 1:
+                return [error]
+        return [output for work in batch for output in self._forward([work])]
+
+    def _predicted_us(self, batch: list[RankingWork]) -> float:
+        """What the calibration says of one forward of these."""
+        model = self._shared.corrector.calibrated
+        each = [model.hit_us(work.ranked_prefix_tokens, work.scored_tokens) for work in batch]
+        return sum(each) - model.coefficients.c0 * (len(batch) - 1)
