@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from workers.cache.codec import make_codec
+from workers.cache.journal import NoGuard, PageGuard
 from workers.cache.pages import PageArray
 from workers.cache.results import PageCopy
 from workers.cache.tiers import Tier
@@ -76,9 +77,16 @@ class ArenaCopier:
     """
 
     def __init__(
-        self, device: Device, hbm_arena: torch.Tensor, dram_arena: torch.Tensor, geometry: DramGeometry
+        self,
+        device: Device,
+        hbm_arena: torch.Tensor,
+        dram_arena: torch.Tensor,
+        geometry: DramGeometry,
+        guard: PageGuard | None = None,
     ) -> None:
+        """`guard`: of a DRAM arena that outlives this process."""
         self._device = device
+        self._guard: PageGuard = guard if guard is not None else NoGuard()
         self._num_layers = geometry.kv.num_layers
         self._hbm = _by_layer(hbm_arena, self._num_layers)
         self._dram = _by_layer(dram_arena, self._num_layers)
@@ -89,6 +97,8 @@ class ArenaCopier:
 
     def copy(self, request: CopyRequest) -> None:
         """Blocks its thread, without the interpreter's lock, until the bytes are there."""
+        if request.source is Tier.DRAM:
+            self._guard.verify(request.source_pages)
         stream = self._stream(request.priority)
         runs = copy_runs(request.source_pages, request.target_pages)
         move = self._reload if request.target is Tier.HBM else self._spill
@@ -103,6 +113,8 @@ class ArenaCopier:
             events[0].wait()
             request.arrival.begin()
         events[-1].wait()
+        if request.target is Tier.DRAM:
+            self._guard.seal(request.target_pages)
 
     def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
         """All layers at once, or in as many groups as keep the launches few."""

@@ -11,11 +11,23 @@ from workers.cache.arena import ArenaCopier, allocate_arena
 from workers.cache.cache import PrefixCache
 from workers.cache.copy_queue import CopyLimits
 from workers.cache.events import CacheListener
+from workers.cache.journal import PageGuard, TierJournal
 from workers.cache.mover import ThreadMover
 from workers.cache.policies import TierPolicies
 from workers.cache.tiers import Tier
 from workers.device import Device
 from workers.kv import DramGeometry, DramKvDtype, KvGeometry, PrefixLayout
+
+
+@dataclass(frozen=True, slots=True)
+class DramMemory:
+    """A DRAM tier that others keep: its memory, uint8 [dram_pages, the tier's page_bytes], the journal of its
+    entries, and the guard of its pages.
+    """
+
+    arena: torch.Tensor
+    journal: TierJournal
+    guard: PageGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +52,13 @@ def build_cache(
     clock: Clock | None = None,
     limits: CopyLimits | None = None,
     dram_kv_dtype: DramKvDtype = DramKvDtype.SAME,
+    dram: DramMemory | None = None,
     policies: TierPolicies | None = None,
     listener: CacheListener | None = None,
 ) -> BuiltCache:
     """Takes (hbm_pages + extra_hbm_pages) x page_bytes and dram_pages x the DRAM tier's page_bytes, and starts the
     copy threads if there are two tiers. `PrefixCache.close` ends them. Raises RelayError if the memory is not there.
-    Reloads go layer by layer where the device has streams.
+    Reloads go layer by layer where the device has streams. With `dram` that memory is used instead of taking any.
     """
     page_bytes = geometry.page_bytes
     dram_geometry = DramGeometry(geometry, dram_kv_dtype)
@@ -53,8 +66,11 @@ def build_cache(
     if not dram_pages:
         cache = PrefixCache(geometry, layout, hbm_pages, policies=policies, listener=listener)
         return BuiltCache(cache, hbm_arena, None)
-    dram_arena = allocate_arena(device, Tier.DRAM, dram_pages, dram_geometry.page_bytes)
-    copier = ArenaCopier(device, hbm_arena, dram_arena, dram_geometry)
+    if dram is None:
+        dram_arena, journal, guard = allocate_arena(device, Tier.DRAM, dram_pages, dram_geometry.page_bytes), None, None
+    else:
+        dram_arena, journal, guard = dram.arena, dram.journal, dram.guard
+    copier = ArenaCopier(device, hbm_arena, dram_arena, dram_geometry, guard)
     clock = clock if clock is not None else SystemClock()
     mover = ThreadMover(copier, dram_geometry.page_bytes, clock, limits)
     cache = PrefixCache(
@@ -65,6 +81,7 @@ def build_cache(
         mover,
         policies=policies,
         listener=listener,
+        dram_journal=journal,
         dram_geometry=dram_geometry,
         layer_wise=device.has_streams,
     )
