@@ -198,7 +198,7 @@ class PrefixFlow:
             self._complete(prefix, now_us)
 
     def _failed(self, prefix: PrefixWork, error: Exception) -> None:
-        log.warning("pre-infer failed", tokens=prefix.total_tokens, exc_info=error)
+        log.warning("pre-infer failed", tokens=prefix.total_tokens, error=repr(error))
         self.fail(prefix, error)
 
     def _take_pages(self, prefix: PrefixWork, now_us: int) -> bool:
