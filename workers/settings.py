@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,13 @@ from workers.cache.policies import PolicyName
 from workers.kv import KvDtype
 
 _MIB = 1024 * 1024
+
+
+class StandbyMemory(enum.StrEnum):
+    """When a standby takes its device memory."""
+
+    RESERVED = "reserved"
+    AT_TAKEOVER = "at_takeover"
 
 
 class WorkerSettings(Section):
@@ -38,6 +46,14 @@ class WorkerSettings(Section):
     prefix_ttl_s: Annotated[
         float, Field(gt=0, description="policy ttl: how long a prefix stays that nobody uses, seconds")
     ] = 600.0
+    shared_path: Path | None = Field(
+        None,
+        description="folder of what outlives a worker, on tmpfs: lock, DRAM tier, offsets; "
+        "none: /dev/shm/relaygr-USER where there is one",
+    )
+    standby_memory: StandbyMemory = Field(
+        StandbyMemory.RESERVED, description="the HBM tier of a standby: taken ahead, or at_takeover"
+    )
     reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
@@ -73,3 +89,7 @@ class WorkerSettings(Section):
     drain_s: Annotated[float, Field(ge=0, description="on SIGTERM, time to finish what was received")] = 5.0
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
+
+    def mixes_chunks(self, on_cpu: bool) -> bool:
+        """Whether pre-infer chunks run beside ranking requests on such a device."""
+        return not on_cpu if self.mix_chunks is None else self.mix_chunks

@@ -48,8 +48,7 @@ class BatchFlow:
         self._shared = shared
         self._prefixes = prefixes
         self._requests = requests
-        mix = shared.settings.mix_chunks
-        self._mixes = not shared.engine.device.is_cpu if mix is None else mix
+        self._mixes = shared.settings.mixes_chunks(shared.engine.device.is_cpu)
 
     def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
         """Ranks `first`, if one is given, and what goes with it."""

@@ -41,18 +41,28 @@ def plan_memory(engine: Engine, settings: WorkerSettings) -> MemoryPlan:
     """Bytes at most, by kind, before anything but the weights is taken."""
     geometry = engine.geometry
     scratch_tokens = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-    one_request = engine.limits.max_candidates + engine.limits.max_suffix_behaviours
-    batch_rows = max(one_request, settings.max_batch_rows)
     return MemoryPlan(
         weights_bytes=engine.weights_bytes,
         hbm_bytes=int(settings.hbm_bytes),
-        scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
-        + engine.scratch_bytes(min(scratch_tokens, settings.max_chunk_tokens), batch_rows),
+        scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes + forward_bytes(engine, settings),
         dram_bytes=int(settings.dram_bytes),
         queues_bytes=queues_bytes(settings),
         history_bytes=int(settings.history_max_bytes),
         process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
     )
+
+
+def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
+    """What one forward of the executor takes at most, beside weights and arena."""
+    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
+    # A model whose rows see later rows gets its prefix in one piece; of others a piece is a page at least.
+    piece = max(settings.max_chunk_tokens, settings.page_tokens) if engine.rules.chunks else longest
+    suffix = engine.limits.max_suffix_behaviours * engine.layout.tokens_per_behaviour
+    rows = max(engine.limits.max_candidates + suffix, settings.max_batch_rows)
+    piece = min(piece, longest)
+    if settings.mixes_chunks(engine.device.is_cpu):
+        return engine.scratch_bytes(piece, rows)
+    return max(engine.scratch_bytes(piece, 0), engine.scratch_bytes(0, rows))
 
 
 def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
