@@ -23,6 +23,7 @@ from streams.errors import RelayError
 from workers.model.config import CONFIG_FILE, Family, ModelConfig, read_config
 from workers.model.inputs.shapes import input_shapes
 from workers.model.inputs.vocabulary import IDS_TENSOR, Vocabulary
+from workers.model.layers import layer_shapes
 from workers.model.readout.shapes import readout_shapes
 
 WEIGHTS_FILE = "model.safetensors"
@@ -59,25 +60,6 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.family is Family.NULL:
         return {}
     return input_shapes(config) | layer_shapes(config) | readout_shapes(config)
-
-
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the layers."""
-    d, values = config.embedding_dim, config.num_heads * config.hidden_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    for index in range(config.num_layers):
-        layer = f"layers.{index}"
-        if config.norm_affine:
-            out_norm = (config.num_heads,) if config.group_norm else (values,)
-            shapes |= {f"{layer}.input_norm.weight": (d,), f"{layer}.input_norm.bias": (d,)}
-            shapes |= {f"{layer}.output_norm.weight": out_norm, f"{layer}.output_norm.bias": out_norm}
-        shapes[f"{layer}.projection.weight"] = (d, config.projection_width)
-        if config.projection_bias:
-            shapes[f"{layer}.projection.bias"] = (config.projection_width,)
-        shapes[f"{layer}.output.weight"] = (config.output_width, d)
-        if config.output_bias:
-            shapes[f"{layer}.output.bias"] = (d,)
-    return shapes
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -142,6 +124,8 @@ def _random_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, gener
         return noise
     if name.startswith(("positions.", "times.")):
         return noise * 0.3
+    if kind[0] == "relative_bias":
+        return noise
     if kind[0].endswith("norm") and kind[1] == "weight":
         return 1.0 + 0.1 * noise
     if kind[-1] == "bias":

@@ -1,6 +1,6 @@
-"""Layers over one sequence at a time with any mask and bias: the reference path for what the paged one leaves out.
+"""Layers over one sequence at a time with any mask and bias, materialised: what test vectors are run through.
 
-It uses the engine's own layers (`hstu.py`) and the plain attention formula, and materialises [heads, rows, keys].
+It uses the engine's own layers (`hstu.py`) and the plain attention formula, and holds [heads, rows, keys] at once.
 """
 
 from __future__ import annotations
@@ -9,9 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.model.attention import dense_attention
-from workers.model.hstu import HstuLayer
+from workers.model.stack import Layer
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    alpha: float,
+    normalizer: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A = mask * SiLU(alpha * q k^T + bias) / N * v, as it stands.
+
+    q, k [heads, rows or keys, attention_dim]; v [heads, keys, hidden_dim]; mask bool and bias [rows, keys].
+    Returns [heads, rows, hidden_dim].
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)) * alpha
+    if bias is not None:
+        scores = scores + bias
+    weights = F.silu(scores) / normalizer * mask.to(scores.dtype)
+    return torch.matmul(weights, v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +48,7 @@ class DenseRun:
 class DenseStack:
     """All layers with one alpha and one N."""
 
-    layers: Sequence[HstuLayer]
+    layers: Sequence[Layer]
     alpha: float
     normalizer: float
 
@@ -42,16 +63,22 @@ class DenseStack:
 
         `before`: K, V of earlier tokens, which come first among the keys.
         """
-        rows, keys, values = [], [], []
-        for index, layer in enumerate(self.layers):
-            p = layer.project(x)
-            k, v = p.k, p.v
+        rows: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            index = len(keys)
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
             if before is not None:
                 k, v = torch.cat((before.keys[index], k), 1), torch.cat((before.values[index], v), 1)
-            bias = None if biases is None else biases[index]
-            a = dense_attention(p.q, k, v, mask, self.alpha, self.normalizer, bias)
-            x = layer.combine(x, p.u, a.transpose(0, 1).flatten(1))
-            rows.append(x)
             keys.append(k)
             values.append(v)
+            bias = None if biases is None else biases[index]
+            a = dense_attention(q.transpose(0, 1), k, v, mask, self.alpha, self.normalizer, bias)
+            return a.transpose(0, 1).flatten(1)
+
+        for layer in self.layers:
+            x = layer(x, attend)
+            rows.append(x)
         return DenseRun(tuple(rows), tuple(keys), tuple(values))

@@ -8,7 +8,6 @@ from workers.device import Device, open_device, set_threads
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, load_checkpoint
 from workers.model.config import Family
-from workers.model.hstu_engine import HstuEngine
 from workers.model.interface import (
     Engine,
     EngineLimits,
@@ -19,6 +18,8 @@ from workers.model.interface import (
     TooLongError,
 )
 from workers.model.null_engine import NullEngine
+from workers.model.paged_engine import PagedEngine
+from workers.model.precision import ComputeDtype
 
 __all__ = [
     "Engine",
@@ -41,6 +42,7 @@ def load_engine(
     kv_dtype: KvDtype = KvDtype.FLOAT32,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     threads: int | None = None,
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
 ) -> Engine:
     """The checkpoint in folder `path`, on the device that the setting names (None: the accelerator, else the CPU).
 
@@ -50,10 +52,16 @@ def load_engine(
     if threads is not None:
         set_threads(threads)
     opened = open_device(device)
-    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens)
+    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype)
 
 
-def build_engine(checkpoint: Checkpoint, device: Device, kv_dtype: KvDtype, page_tokens: int) -> Engine:
+def build_engine(
+    checkpoint: Checkpoint,
+    device: Device,
+    kv_dtype: KvDtype,
+    page_tokens: int,
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+) -> Engine:
     """An engine for a checkpoint that is in memory."""
-    family = NullEngine if checkpoint.config.family is Family.NULL else HstuEngine
-    return family(checkpoint, device, kv_dtype, page_tokens)
+    family = NullEngine if checkpoint.config.family is Family.NULL else PagedEngine
+    return family(checkpoint, device, kv_dtype, page_tokens, compute_dtype)

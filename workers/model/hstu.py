@@ -1,7 +1,7 @@
-"""HSTU layers, composed once from small modules, and the stack that runs them over pages.
+"""HSTU layers, composed once from small modules.
 
     z = norm(x) W + b ;  U, V, Q, K = split(z) ;  SiLU on U or on all four
-    A = attention(Q, K, V)                                     (`attention.py`)
+    A = attention(Q, K, V)                                     (`attention/`)
     y = x + concat(U, A, U * norm(A)) Wo                       or  x + (U * norm(A)) Wo + bo
                                                                or  x + concat(U, norm(A), U * norm(A)) Wo + bo
 
@@ -13,24 +13,16 @@ asks for them when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from numpy.typing import NDArray
 
-from workers.kv import KvDtype
-from workers.model.attention import (
-    PagedKv,
-    attend_causal,
-    attend_prefix,
-    attend_self,
-    attend_suffix,
-    rounding,
-)
 from workers.model.config import Activated, ModelConfig, OutputForm
+from workers.model.norms import HeadNorm, LayerNorm
+from workers.model.products import added_product
+from workers.model.stack import Attend
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
 OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,11 +39,12 @@ class LayerOptions:
     activated: Activated
     output_form: OutputForm
     group_norm: bool
+    compute_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer; None where the layer has none."""
+    """Weights of one layer, float32; None where the layer has none."""
 
     input_norm_weight: torch.Tensor | None
     input_norm_bias: torch.Tensor | None
@@ -65,7 +58,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """One layer's view of some rows: u [rows, H dv]; v, q, k [H, rows, dim]."""
+    """One layer's view of some rows: u [rows, H dv]; v [rows, H, dv]; q, k [rows, H, dqk]."""
 
     u: torch.Tensor
     v: torch.Tensor
@@ -73,35 +66,13 @@ class Projected:
     k: torch.Tensor
 
 
-class LayerNorm:
-    """LayerNorm over the last dimension, with or without weight and bias."""
-
-    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, width: int, eps: float) -> None:
-        self._weight, self._bias, self._shape, self._eps = weight, bias, (width,), eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
-
-
-class HeadNorm:
-    """Each head normalised on its own, with one weight and one bias a head."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, num_heads: int, eps: float) -> None:
-        self._weight, self._bias, self._num_heads, self._eps = weight[:, None], bias[:, None], num_heads, eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, columns = x.shape
-        heads = x.view(rows, self._num_heads, columns // self._num_heads)
-        normal = F.layer_norm(heads, heads.shape[-1:], None, None, self._eps)
-        return torch.addcmul(self._bias, normal, self._weight).flatten(-2)
-
-
 class Projection:
     """Rows to U, V, Q, K: one matrix product, and SiLU in place on the first `activated_columns`."""
 
     def __init__(self, options: LayerOptions, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias if bias is not None else weight.new_zeros(weight.shape[1])
+        self._dtype = options.compute_dtype
+        self._weight = weight.to(self._dtype)
+        self._bias = bias.to(self._dtype) if bias is not None else self._weight.new_zeros(weight.shape[1])
         self._heads = options.num_heads
         u = options.num_heads * options.hidden_dim
         qk = options.num_heads * options.attention_dim
@@ -109,52 +80,54 @@ class Projection:
         self._activated_columns = u if options.activated is Activated.U else weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> Projected:
-        z = torch.addmm(self._bias, x, self._weight)
+        z = torch.addmm(self._bias, x.to(self._dtype), self._weight)
         F.silu(z[:, : self._activated_columns], inplace=True)
         u, v, q, k = torch.split(z, self._split, dim=1)
         return Projected(u, self._by_head(v), self._by_head(q), self._by_head(k))
 
     def _by_head(self, block: torch.Tensor) -> torch.Tensor:
-        rows, columns = block.shape
-        return block.view(rows, self._heads, columns // self._heads).transpose(0, 1)
+        return block.view(block.shape[0], self._heads, block.shape[1] // self._heads)
 
 
 class GatedOutput:
     """y = x + (U * norm(A)) Wo [+ bo]"""
 
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._norm, self._weight, self._bias = norm, weight, bias
+    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self._norm, self._bias = norm, bias
+        self._product = added_product(weight, dtype)
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        y = torch.addmm(x, self._norm(a).mul_(u), self._weight)
+        y = self._product(x, self._norm(a).mul_(u))
         return y if self._bias is None else y.add_(self._bias)
 
 
 class ConcatenatedOutput:
     """y = x + [U, A, U * norm(A)] Wo [+ bo], as three products, so that nothing is concatenated."""
 
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._gated = GatedOutput(norm, weight.chunk(3)[2], bias)
-        self._of_u, self._of_a, _ = weight.chunk(3)
+    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        of_u, of_a, of_gated = weight.chunk(3)
+        self._gated = GatedOutput(norm, of_gated, bias, dtype)
+        self._of_u, self._of_a = added_product(of_u, dtype), added_product(of_a, dtype)
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        return self._gated(x, u, a).addmm_(u, self._of_u).addmm_(a, self._of_a)
+        return self._of_a.add_to(self._of_u.add_to(self._gated(x, u, a), u), a)
 
 
 class ConcatenatedNormOutput:
     """y = x + [U, norm(A), U * norm(A)] Wo [+ bo], as three products."""
 
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self._norm, self._bias = norm, bias
-        self._of_u, self._of_normal, self._of_gated = weight.chunk(3)
+        self._of_u, self._of_normal, self._of_gated = (added_product(part, dtype) for part in weight.chunk(3))
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         normal = self._norm(a)
-        y = torch.addmm(x, u, self._of_u).addmm_(normal, self._of_normal).addmm_(normal.mul_(u), self._of_gated)
+        y = self._of_normal.add_to(self._of_u(x, u), normal)
+        y = self._of_gated.add_to(y, normal.mul_(u))
         return y if self._bias is None else y.add_(self._bias)
 
 
-_OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | None], OutputFunction]] = {
+_OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | None, torch.dtype], OutputFunction]] = {
     OutputForm.U_A_UNORM: ConcatenatedOutput,
     OutputForm.U_NA_UNORM: ConcatenatedNormOutput,
     OutputForm.UNORM: GatedOutput,
@@ -162,7 +135,7 @@ _OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | N
 
 
 class HstuLayer:
-    """One layer: what comes before attention, and what comes after. The caller brings the attention."""
+    """One layer. The caller brings the attention."""
 
     def __init__(self, options: LayerOptions, weights: LayerWeights) -> None:
         """Raises ValueError if a weight's shape does not fit the options."""
@@ -190,92 +163,16 @@ class HstuLayer:
             norm = HeadNorm(w.output_norm_weight, w.output_norm_bias, options.num_heads, options.norm_eps)
         else:
             norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
-        self._output = _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias)
+        self._output = _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias, options.compute_dtype)
 
-    def project(self, x: torch.Tensor) -> Projected:
-        """x [rows, D] -> U, V, Q, K."""
-        return self._project(self._input_norm(x))
-
-    def combine(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """x [rows, D], u [rows, H dv], a [rows, H dv] (divided by N) -> y [rows, D]."""
-        return self._output(x, u, a)
+    def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [rows, D] -> y [rows, D], both float32."""
+        p = self._project(self._input_norm(x))
+        # Norms and the residual stream are float32; for a result that is so already this does nothing.
+        return self._output(x, p.u, attend(p.q, p.k, p.v).float())
 
 
-@dataclass(frozen=True, slots=True)
-class RankRows:
-    """One request's part of the rows of a ranking batch."""
-
-    start: int
-    suffix_rows: int
-    candidate_rows: int
-    prefix_tokens: int
-    pages: NDArray[np.int32]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.suffix_rows + self.candidate_rows
-
-
-class HstuStack:
-    """All layers, over K,V in pages. Takes embedded rows and gives rows; knows nothing of items or tasks."""
-
-    def __init__(
-        self, layers: Sequence[HstuLayer], options: LayerOptions, alpha: float, normalizer: float, kv_dtype: KvDtype
-    ) -> None:
-        self._layers = tuple(layers)
-        self._heads = options.num_heads
-        self._hidden = options.hidden_dim
-        self._alpha = alpha
-        self._scale = 1.0 / normalizer
-        self._rounded = rounding(kv_dtype)
-
-    def pre_infer(self, kv: PagedKv, x: torch.Tensor, start: int, pages: NDArray[np.int32]) -> torch.Tensor:
-        """Stores K,V of rows x [tokens, D] at places start, start+1, ...; those before are in the pages already.
-
-        Returns the rows after the last layer, which a prefix has no use for.
-        """
-        end = start + x.shape[0]
-        spans, slots = kv.spans(pages, end), kv.slots(pages, start, end)
-        for index, layer in enumerate(self._layers):
-            p = layer.project(x)
-            kv.write(index, slots, p.k, p.v)
-            sums = self._sums(x)
-            attend_causal(kv, index, spans, start, p.q * self._alpha, sums)
-            x = layer.combine(x, p.u, self._by_row(sums))
-        return x
-
-    def rank(self, kv: PagedKv, x: torch.Tensor, requests: Sequence[RankRows]) -> torch.Tensor:
-        """Rows x [all rows of all requests, D]; each request's are its suffix, then its candidates.
-
-        Returns the rows after the last layer. Requests share the matrix products and nothing else.
-        """
-        spans = [kv.spans(request.pages, request.prefix_tokens) for request in requests]
-        for index, layer in enumerate(self._layers):
-            p = layer.project(x)
-            q, k, v = p.q * self._alpha, self._rounded(p.k), self._rounded(p.v)
-            sums = self._sums(x)
-            for request, own_spans in zip(requests, spans, strict=True):
-                rows = slice(request.start, request.end)
-                suffix = slice(request.start, request.start + request.suffix_rows)
-                candidates = slice(suffix.stop, request.end)
-                attend_prefix(kv, index, own_spans, q[:, rows], sums[:, rows])
-                if request.suffix_rows:
-                    attend_suffix(q[:, rows], k[:, suffix], v[:, suffix], sums[:, rows])
-                attend_self(q[:, candidates], k[:, candidates], v[:, candidates], sums[:, candidates])
-            x = layer.combine(x, p.u, self._by_row(sums))
-        return x
-
-    def _sums(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros((self._heads, x.shape[0], self._hidden))
-
-    def _by_row(self, sums: torch.Tensor) -> torch.Tensor:
-        """[H, rows, dv] sums -> attention [rows, H dv]."""
-        out = sums.new_empty((sums.shape[1], self._heads, self._hidden))
-        torch.mul(sums.transpose(0, 1), self._scale, out=out)
-        return out.flatten(1)
-
-
-def options_of(config: ModelConfig) -> LayerOptions:
+def options_of(config: ModelConfig, compute_dtype: torch.dtype) -> LayerOptions:
     """The layer options that a configuration asks for."""
     return LayerOptions(
         num_heads=config.num_heads,
@@ -285,31 +182,42 @@ def options_of(config: ModelConfig) -> LayerOptions:
         activated=config.activated,
         output_form=config.output_form,
         group_norm=config.group_norm,
+        compute_dtype=compute_dtype,
     )
 
 
-def layer_weights(tensors: Mapping[str, torch.Tensor], layer: int) -> LayerWeights:
-    """The weights of one layer of a checkpoint."""
+def hstu_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name (without the layer's) and shape of each tensor of a layer."""
+    d, values = config.embedding_dim, config.num_heads * config.hidden_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.norm_affine:
+        out_norm = (config.num_heads,) if config.group_norm else (values,)
+        shapes |= {"input_norm.weight": (d,), "input_norm.bias": (d,)}
+        shapes |= {"output_norm.weight": out_norm, "output_norm.bias": out_norm}
+    shapes["projection.weight"] = (d, config.projection_width)
+    if config.projection_bias:
+        shapes["projection.bias"] = (config.projection_width,)
+    shapes["output.weight"] = (config.output_width, d)
+    if config.output_bias:
+        shapes["output.bias"] = (d,)
+    return shapes
 
-    def find(name: str) -> torch.Tensor | None:
-        return tensors.get(f"layers.{layer}.{name}")
 
-    return LayerWeights(
-        input_norm_weight=find("input_norm.weight"),
-        input_norm_bias=find("input_norm.bias"),
-        projection_weight=tensors[f"layers.{layer}.projection.weight"],
-        projection_bias=find("projection.bias"),
-        output_norm_weight=find("output_norm.weight"),
-        output_norm_bias=find("output_norm.bias"),
-        output_weight=tensors[f"layers.{layer}.output.weight"],
-        output_bias=find("output.bias"),
+def build_hstu_layer(config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> HstuLayer:
+    """The layer that a configuration asks for; weights by the names of `hstu_shapes`, float32."""
+    return HstuLayer(
+        options_of(config, compute_dtype),
+        LayerWeights(
+            input_norm_weight=weights.get("input_norm.weight"),
+            input_norm_bias=weights.get("input_norm.bias"),
+            projection_weight=weights["projection.weight"],
+            projection_bias=weights.get("projection.bias"),
+            output_norm_weight=weights.get("output_norm.weight"),
+            output_norm_bias=weights.get("output_norm.bias"),
+            output_weight=weights["output.weight"],
+            output_bias=weights.get("output.bias"),
+        ),
     )
-
-
-def build_layers(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> list[HstuLayer]:
-    """The layers of a checkpoint whose tensors were checked (`checkpoint.py`)."""
-    options = options_of(config)
-    return [HstuLayer(options, layer_weights(tensors, index)) for index in range(config.num_layers)]
 
 
 def _check(name: str, weight: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ requests, `forward` may return before the device is done: an event recorded afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
+from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Tokens
 from workers.model.rules import PrefixRules
 
@@ -52,6 +53,8 @@ class PrefixInputs:
 
     rows: Tokens
     unknown_items: int
+    query_time: int = 0
+    """Seconds; 0 where the model does not use it."""
 
     @property
     def tokens(self) -> int:
@@ -78,6 +81,11 @@ class RankInputs:
     suffix_tokens: int
     num_candidates: int
     unknown_items: int
+    prefix_times: Int64Array | None = None
+    """Seconds of each prefix token, where the model has a bias by time."""
+    layer_ready: Callable[[int], None] | None = None
+    """Called with each layer's number before that layer reads the pages: they may still be on their way. It may make
+    the current stream wait, and may raise, as `forward` then does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,10 @@ class Engine(Protocol):
     def num_tasks(self) -> int: ...
 
     @property
+    def backend(self) -> str:
+        """What computes attention, as logs and reports name it."""
+
+    @property
     def weights_bytes(self) -> int: ...
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
@@ -142,8 +154,12 @@ class Engine(Protocol):
         suffix: Behaviours,
         candidates: Int64Array,
         query_time_ms: int = 0,
+        prefix_timestamps_ms: Int64Array | None = None,
     ) -> RankInputs:
-        """Looks a request up. Raises TooLongError, and RuleError for a suffix that the model's rules forbid."""
+        """Looks a request up. Raises TooLongError, and RuleError for a suffix that the model's rules forbid.
+
+        `prefix_timestamps_ms`: of the prefix's behaviours, for models with a bias by time; others do not read them.
+        """
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         """Computes K,V of the chunks into their pages, and scores each request, in its order, in one pass.
@@ -157,6 +173,11 @@ class Engine(Protocol):
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
         """`forward` of requests."""
+
+
+def limits_of(config: ModelConfig) -> EngineLimits:
+    """The limits that a configuration states."""
+    return EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates)
 
 
 def check_limit(count: int, limit: int, what: str) -> None:

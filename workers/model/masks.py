@@ -30,11 +30,6 @@ class MaskOptions:
     causal: bool = True
     """False: history rows see later ones too."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the engine's paged path computes this mask."""
-        return self == MaskOptions()
-
 
 def attention_mask(size: int, length: int, num_targets: int | None, options: MaskOptions) -> torch.Tensor:
     """bool [size, size] of one sequence of `length` tokens; what is beyond them is masked like more targets.

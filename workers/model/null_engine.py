@@ -16,7 +16,6 @@ from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint
-from workers.model.hstu_engine import kv_namespace, limits_of
 from workers.model.inputs.tokens import Column, Tokens, no_tokens
 from workers.model.interface import (
     Int32Array,
@@ -26,7 +25,10 @@ from workers.model.interface import (
     RankInputs,
     RankOutputs,
     check_limit,
+    limits_of,
 )
+from workers.model.namespace import kv_namespace
+from workers.model.precision import ComputeDtype
 from workers.model.rules import rules_of
 
 
@@ -39,14 +41,23 @@ def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
 class NullEngine:
     """Takes any checkpoint's configuration; needs no weights."""
 
-    def __init__(self, checkpoint: Checkpoint, device: Device, kv_dtype: KvDtype, page_tokens: int) -> None:
+    backend = "none"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        kv_dtype: KvDtype,
+        page_tokens: int,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    ) -> None:
         config = checkpoint.config
         self.device = device
         self.geometry = config.geometry(page_tokens, kv_dtype)
         self.layout = config.layout()
         self.limits = limits_of(config)
         self.revision = checkpoint.revision
-        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry)
+        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
         self.rules = rules_of(config)
         self.num_tasks = len(config.tasks)
         self.weights_bytes = 0
@@ -74,6 +85,7 @@ class NullEngine:
         suffix: Behaviours,
         candidates: Int64Array,
         query_time_ms: int = 0,  # noqa: ARG002
+        prefix_timestamps_ms: Int64Array | None = None,  # noqa: ARG002
     ) -> RankInputs:
         check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
         check_limit(candidates.size, self.limits.max_candidates, "candidates")

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from workers.kv import KvDtype, KvGeometry
-from workers.model.attention import PagedKv, dense_attention
+from workers.model.attention.choose import attention_for
+from workers.model.attention.paged_kv import PagedKv
+from workers.model.attention.segments import Segment
+from workers.model.attention.spec import AttentionSpec
 from workers.model.config import Activated, OutputForm
-from workers.model.dense import DenseRun, DenseStack
+from workers.model.dense import DenseRun, DenseStack, dense_attention
 from workers.model.dlrm import DlrmInputs, DlrmModel, DlrmOptions
 from workers.model.encodings import (
     TimeBuckets,
@@ -24,8 +27,9 @@ from workers.model.encodings import (
     relative_time_bias,
     time_rows,
 )
-from workers.model.hstu import HstuLayer, HstuStack, LayerOptions, LayerWeights, RankRows
+from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights
 from workers.model.masks import MaskOptions, attention_mask, grouped_mask
+from workers.model.stack import Stack
 from workers.model.vectors import (
     Case,
     CaseRunner,
@@ -110,30 +114,46 @@ class _Stu:
     def full(self, x: torch.Tensor, num_targets: int) -> DenseRun:
         return self.dense.run(x, self.mask(x.shape[0], num_targets))
 
-    @property
-    def has_paged_path(self) -> bool:
-        return self.mask_options.is_plain and self.target_aware
+    def has_paged_path(self, suffix_rows: int) -> bool:
+        """Whether the engine may compute it, with so many history rows behind the prefix."""
+        o = self.mask_options
+        grows = not (o.contextual_seq_len or o.min_full_attn_seq_len)
+        return self.target_aware and o.causal and (grows or not suffix_rows)
 
     def paged(
         self, x: torch.Tensor, prefix: int, num_targets: int, page_tokens: int, chunk_tokens: int
     ) -> torch.Tensor:
         """Rows [tokens, D] after the last layer: the prefix in chunks into pages, then the rest against them."""
-        o = self.options
+        o, m = self.options, self.mask_options
         geometry = KvGeometry(
             len(self._layers), o.num_heads, o.attention_dim, o.hidden_dim, page_tokens, KvDtype.FLOAT32
         )
         count = geometry.pages_for(prefix)
         kv = PagedKv(torch.zeros((count + 1, geometry.page_bytes), dtype=torch.uint8), geometry)
         pages = np.arange(count, 0, -1, dtype=np.int32)  # In descending order: the table counts, not the neighbourhood.
-        stack = HstuStack(self._layers, o, self._alpha, self._normalizer, KvDtype.FLOAT32)
-        rows = [
-            stack.pre_infer(kv, x[start : min(start + chunk_tokens, prefix)], start, pages)
-            for start in range(0, prefix, chunk_tokens)
+        spec = AttentionSpec(
+            num_heads=o.num_heads,
+            attention_dim=o.attention_dim,
+            hidden_dim=o.hidden_dim,
+            alpha=self._alpha,
+            normalizer=self._normalizer,
+            contextual_tokens=m.contextual_seq_len,
+            max_attn_len=m.max_attn_len,
+            min_full_attn_len=m.min_full_attn_seq_len,
+        )
+        attention, stack = attention_for(spec, None).attention, Stack(self._layers, KvDtype.FLOAT32)
+        step = prefix if m.contextual_seq_len else chunk_tokens
+        segments = [
+            Segment(pages, start, min(start + step, prefix) - start, 0, True, prefix)
+            for start in range(0, prefix, max(1, step))
         ]
-        rest = x[prefix:]
-        if rest.shape[0]:
-            request = RankRows(0, rest.shape[0] - num_targets, num_targets, prefix, pages)
-            rows.append(stack.rank(kv, rest, [request]))
+        suffix = x.shape[0] - prefix - num_targets
+        segments.append(Segment(pages, prefix, suffix, num_targets, False, prefix + suffix))
+        rows, first = [], 0
+        for segment in segments:
+            if segment.rows:
+                rows.append(stack(x[first : first + segment.rows], attention.begin(kv, [segment])))
+            first += segment.rows
         return torch.cat(rows) if rows else x
 
 
@@ -150,7 +170,7 @@ def run_stu(case: Case) -> list[Checked]:
     if case.has("per_layer"):
         per_layer = torch.stack([torch.cat(rows) for rows in zip(*(run.rows for run in runs), strict=True)])
         checked.append(compare("per_layer", per_layer, case.floats("per_layer")))
-    if stu.has_paged_path:
+    if stu.has_paged_path(0):
         for page_tokens, chunk_tokens in _PAGED:
             rows = [
                 stu.paged(x[own], own.stop - own.start - count, count, page_tokens, chunk_tokens)
@@ -180,7 +200,7 @@ def run_cached(case: Case) -> list[Checked]:
         before = stu.dense.run(rows[:prefix], stu.mask(prefix, 0))
         alone.append(before)
         rest.append(stu.dense.run(rows[prefix:], stu.mask(length, count)[prefix:], before=before).rows[-1])
-        if stu.has_paged_path and length - prefix >= count:
+        if length - prefix >= count and stu.has_paged_path(length - prefix - count):
             for page_tokens, chunk_tokens in _PAGED:
                 paged[page_tokens].append(stu.paged(rows, prefix, count, page_tokens, chunk_tokens)[prefix:])
 

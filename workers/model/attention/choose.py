@@ -1,0 +1,52 @@
+"""Which back end computes a model's attention on a device: chosen at load, and said in the log with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from workers.model.attention.bias import RelativeBiases
+from workers.model.attention.blocked import BlockedAttention
+from workers.model.attention.interface import Attention
+from workers.model.attention.softmax import SoftmaxAttention
+from workers.model.attention.spec import AttentionSpec
+from workers.model.attention.tiled import TiledAttention
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A back end, and why it is this one."""
+
+    attention: Attention
+    reason: str
+
+
+def choose_attention(spec: AttentionSpec, biases: RelativeBiases | None, device: torch.device) -> Attention:
+    """The fastest back end that computes what the model asks for."""
+    choice = attention_for(spec, biases)
+    log.info("attention back end", name=choice.attention.name, device=str(device), reason=choice.reason)
+    return choice.attention
+
+
+def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Choice:
+    """That back end, with the reason."""
+    if spec.normalizer is None:
+        return Choice(SoftmaxAttention(spec, biases), "the family is softmax")
+    if not spec.is_plain:
+        return Choice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
+    return Choice(BlockedAttention(spec), "the plain mask")
+
+
+def _options(spec: AttentionSpec) -> list[str]:
+    """What a plain mask lacks."""
+    asked = {
+        "the contextual mask": spec.contextual_tokens > 0,
+        "max_attn_len": spec.max_attn_len > 0,
+        "target groups": spec.target_group_size > 1,
+        "relative bias": spec.has_bias,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]

@@ -1,0 +1,132 @@
+"""The arena as tensors: K,V of every layer in pages, read in blocks of keys and written token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workers.kv import KvGeometry
+from workers.model.attention.dtypes import torch_dtype
+from workers.model.attention.segments import Segment
+
+KEY_BLOCK = 512
+"""Keys of one tile: K, V and the tile of a head together stay in a core's L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpan:
+    """Where a run of tokens lies in the arena."""
+
+    start: int
+    end: int
+    pages: torch.Tensor
+    """int64, the pages that hold tokens [start, end); `start` is a multiple of page_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Page and place in it of each of some tokens: int64 tensors of one length."""
+
+    pages: torch.Tensor
+    places: torch.Tensor
+
+
+class PagedKv:
+    """An arena of uint8 [num_pages, page_bytes] seen as K [pages, layers, heads, page_tokens, attention_dim] and V."""
+
+    def __init__(self, arena: torch.Tensor, geometry: KvGeometry) -> None:
+        """Raises ValueError if the arena is not of that form."""
+        if arena.dtype is not torch.uint8 or arena.dim() != 2 or arena.shape[1] != geometry.page_bytes:
+            raise ValueError(
+                f"arena is {arena.dtype} {list(arena.shape)}, not uint8 [num_pages, {geometry.page_bytes}]"
+            )
+        g = geometry
+        stored = arena.view(torch_dtype(g.dtype)).view(arena.shape[0], g.num_layers, -1)
+        k_elements = g.num_heads * g.page_tokens * g.attention_dim
+        self.geometry = geometry
+        self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
+        self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self._k.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored K,V."""
+        return self._k.dtype
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of one layer: a view [pages, heads, page_tokens, attention_dim] of the arena."""
+        return self._k[:, layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of one layer: a view [pages, heads, page_tokens, hidden_dim] of the arena."""
+        return self._v[:, layer]
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raises ValueError for a segment that has too few pages, or pages that the arena does not have."""
+        for segment in segments:
+            needed = self.geometry.pages_for(segment.stored_tokens)
+            if needed > len(segment.pages):
+                raise ValueError(
+                    f"{segment.stored_tokens} tokens need {needed} pages of {self.geometry.page_tokens}, "
+                    f"{len(segment.pages)} were given"
+                )
+            used = segment.pages[:needed]
+            if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
+                raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
+
+    def spans(self, pages: NDArray[np.int32], tokens: int) -> tuple[PageSpan, ...]:
+        """Tokens [0, tokens) in blocks of at most KEY_BLOCK, or of one page."""
+        size = self.geometry.page_tokens
+        needed = self.geometry.pages_for(tokens)
+        indices = torch.from_numpy(np.ascontiguousarray(pages[:needed], dtype=np.int64)).to(self.device)
+        step = max(1, KEY_BLOCK // size)
+        return tuple(
+            PageSpan(first * size, min((first + step) * size, tokens), indices[first : first + step])
+            for first in range(0, needed, step)
+        )
+
+    def slots(self, segments: Sequence[Segment]) -> TokenSlots | None:
+        """Where the causal rows of the segments that store go, in their order; None if none stores."""
+        size = self.geometry.page_tokens
+        pages, places = [], []
+        for segment in segments:
+            if segment.stores:
+                tokens = np.arange(segment.context_tokens, segment.causal_tokens, dtype=np.int64)
+                pages.append(np.asarray(segment.pages, dtype=np.int64)[tokens // size])
+                places.append(tokens % size)
+        if not pages:
+            return None
+        return TokenSlots(
+            torch.from_numpy(np.concatenate(pages)).to(self.device),
+            torch.from_numpy(np.concatenate(places)).to(self.device),
+        )
+
+    def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k, v [tokens, heads, dim] of one layer, rounded to the stored type."""
+        self._k[:, layer][slots.pages, :, slots.places] = k.to(self._k.dtype)
+        self._v[:, layer][slots.pages, :, slots.places] = v.to(self._v.dtype)
+
+    def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [heads, tokens, dim] of one layer, as `dtype`."""
+        tokens = span.end - span.start
+        return (
+            _gather(self._k[:, layer], span.pages, dtype)[:, :tokens],
+            _gather(self._v[:, layer], span.pages, dtype)[:, :tokens],
+        )
+
+
+def _gather(stored: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[pages, heads, page_tokens, dim] -> [heads, chosen * page_tokens, dim]"""
+    chosen = stored.index_select(0, pages)
+    out = torch.empty(
+        (chosen.shape[1], chosen.shape[0], chosen.shape[2], chosen.shape[3]), dtype=dtype, device=stored.device
+    )
+    out.copy_(chosen.transpose(0, 1))
+    return out.flatten(1, 2)

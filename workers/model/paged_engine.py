@@ -1,0 +1,164 @@
+"""A checkpoint's inputs, layers and read-out over K,V in pages, in torch. Contract: `interface.py`.
+
+One forward takes the rows of all its chunks and requests through the layers together: the matrix products are over
+every row there is and none is padding; attention keeps the segments apart (`attention/segments.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from schemas.messages import Behaviours
+from workers.device import Device
+from workers.kv import KvDtype
+from workers.model.attention.bias import relative_biases
+from workers.model.attention.choose import choose_attention
+from workers.model.attention.dtypes import torch_dtype
+from workers.model.attention.paged_kv import PagedKv
+from workers.model.attention.segments import Segment
+from workers.model.attention.spec import spec_of
+from workers.model.checkpoint import Checkpoint
+from workers.model.inputs import IDS_TENSOR, TokenEmbedding, TokenLookup
+from workers.model.inputs.times import query_seconds
+from workers.model.interface import (
+    Int32Array,
+    Int64Array,
+    PrefixChunk,
+    PrefixInputs,
+    RankInputs,
+    RankOutputs,
+    check_limit,
+    limits_of,
+)
+from workers.model.layers import build_layers
+from workers.model.namespace import kv_namespace
+from workers.model.precision import ComputeDtype
+from workers.model.readout import Readout
+from workers.model.rules import RuleError, rules_of
+from workers.model.segmenting import Segmenting
+from workers.model.stack import Stack
+
+_FLOAT_BYTES = 4
+
+
+class PagedEngine:
+    """Any family of layers on any device that torch knows."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        kv_dtype: KvDtype,
+        page_tokens: int,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    ) -> None:
+        config = checkpoint.config
+        self.device = device
+        self.geometry = config.geometry(page_tokens, kv_dtype)
+        self.layout = config.layout()
+        self.limits = limits_of(config)
+        self.revision = checkpoint.revision
+        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
+        self.rules = rules_of(config)
+        self.num_tasks = len(config.tasks)
+        self.weights_bytes = checkpoint.weights_bytes
+        self._config = config
+        self._compute_bytes = compute_dtype.size_bytes
+        self._lookup = TokenLookup(config, checkpoint.vocabulary())
+        self._segmenting = Segmenting(config)
+        tensors = {
+            name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
+        }
+        self._embedding = TokenEmbedding(config, tensors)
+        self._stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
+        self._attention = choose_attention(
+            spec_of(config, compute_dtype), relative_biases(config, tensors), device.torch_device
+        )
+        self._readout = Readout(config, tensors)
+        self._kv: PagedKv | None = None
+
+    @property
+    def backend(self) -> str:
+        return self._attention.name
+
+    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
+        c = self._config
+        values, keys = c.num_heads * c.hidden_dim, c.num_heads * c.attention_dim
+        # float32: x before and after the layer and normalised; A, and A normalised.
+        full = 3 * c.embedding_dim + 3 * values
+        # Of the compute type: the norms and a product's result once more, the projection and a copy of its K and V.
+        narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
+        readout = sum((c.embedding_dim, *c.readout_hidden, 2 * self.num_tasks))
+        rows = max_chunk_tokens + max_batch_rows
+        max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
+        return (
+            rows * (full * _FLOAT_BYTES + narrow * self._compute_bytes)
+            + max_batch_rows * readout * _FLOAT_BYTES
+            + self._attention.scratch_bytes(rows, max_tokens)
+        )
+
+    def bind(self, arena: torch.Tensor) -> None:
+        self._kv = PagedKv(arena, self.geometry)
+
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
+        check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
+        found = self._lookup.prefix(features, behaviours, query_time_ms)
+        return PrefixInputs(found.tokens, found.unknown_items, query_seconds(query_time_ms))
+
+    def rank_inputs(
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,
+        prefix_timestamps_ms: Int64Array | None = None,
+    ) -> RankInputs:
+        check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
+        check_limit(candidates.size, self.limits.max_candidates, "candidates")
+        if len(suffix) and not self.rules.grows:
+            raise RuleError("this model's prefixes cannot be followed by a suffix: send all behaviours in the history")
+        found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
+        return RankInputs(
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            rows=found.tokens,
+            suffix_tokens=found.tokens.shape[0] - candidates.size,
+            num_candidates=int(candidates.size),
+            unknown_items=found.unknown_items,
+            prefix_times=self._segmenting.prefix_times(prefix_tokens, prefix_timestamps_ms),
+        )
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        self.forward([chunk], [])
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        return self.forward([], batch)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        if self._kv is None:
+            raise ValueError("the engine has no arena yet: call bind first")
+        if not chunks and not requests:
+            return []
+        segments: list[Segment] = [self._segmenting.of_chunk(chunk) for chunk in chunks]
+        segments += [self._segmenting.of_request(request) for request in requests]
+        attention = self._attention.begin(self._kv, segments)
+        tokens = np.concatenate(
+            [chunk.inputs.rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in requests]
+        )
+        before = [request.layer_ready for request in requests if request.layer_ready is not None]
+        rows = self._stack(self._embedding(tokens), attention, before)
+        return self._scores(rows, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
+
+    def _scores(self, rows: torch.Tensor, start: int, requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        """Of the requests, whose rows begin at `start`."""
+        ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
+        counts = [request.num_candidates for request in requests]
+        asked = [rows[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+        tokens = np.concatenate([request.rows[request.suffix_tokens :] for request in requests])
+        scores = self._readout(torch.cat(asked), torch.from_numpy(tokens).to(rows.device, non_blocking=True))
+        return [RankOutputs(part) for part in np.split(scores.cpu().numpy(), np.cumsum(counts)[:-1])]
