@@ -24,7 +24,7 @@ from schemas.digest import BLOCK, DigestChain
 from schemas.messages import LatencyCoefficients
 from workers.cache.events import EventKind
 from workers.cache.policies import PolicyName
-from workers.kv import PrefixLayout
+from workers.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry, PrefixLayout
 
 FORMAT = "relaygr-cache-trace"
 VERSION = 1
@@ -35,10 +35,9 @@ MARK_BYTES = 4
 class TraceHeader:
     """The cache that was recorded, or that a made trace has in mind."""
 
-    page_bytes: int
-    page_tokens: int
-    contextual_tokens: int
-    tokens_per_behaviour: int
+    geometry: DramGeometry
+    """Of both tiers' pages."""
+    layout: PrefixLayout
     hbm_pages: int
     dram_pages: int
     hbm_policy: PolicyName
@@ -46,10 +45,6 @@ class TraceHeader:
     ttl_us: int
     latency: LatencyCoefficients | None
     """Of the device, where it was measured."""
-
-    @property
-    def layout(self) -> PrefixLayout:
-        return PrefixLayout(self.contextual_tokens, self.tokens_per_behaviour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +109,15 @@ def decode_header(value: object) -> TraceHeader:
         raise TraceFormatError(f"it is of version {value.get('version')!r}, this program reads {VERSION}")
     try:
         given: dict[str, Any] = {field.name: value[field.name] for field in fields(TraceHeader)}
+        kv = dict(given["geometry"]["kv"])
+        kv["dtype"] = KvDtype(kv["dtype"])
+        given["geometry"] = DramGeometry(KvGeometry(**kv), DramKvDtype(given["geometry"]["dtype"]))
+        given["layout"] = PrefixLayout(**given["layout"])
         given["hbm_policy"], given["dram_policy"] = PolicyName(given["hbm_policy"]), PolicyName(given["dram_policy"])
         if given["latency"] is not None:
             given["latency"] = LatencyCoefficients(**given["latency"])
         header = TraceHeader(**given)
-        if min(header.page_bytes, header.page_tokens, header.tokens_per_behaviour) < 1:
+        if min(header.geometry.page_bytes, header.geometry.kv.page_bytes, header.layout.tokens(1)) < 1:
             raise ValueError("a size is not positive")
     except (KeyError, TypeError, ValueError) as error:
         raise TraceFormatError(f"its header is not whole: {error}") from error
@@ -142,10 +141,10 @@ def encode_record(record: TraceRecord) -> bytes:
     return plain
 
 
-def decode_record(value: object) -> TraceRecord:
+def decode_record(value: Any) -> TraceRecord:
     """The record of a value. Raises TraceFormatError."""
     try:
-        kind, at_us, user, namespace, behaviours, marks, outcome = value  # type: ignore[misc]
+        kind, at_us, user, namespace, behaviours, marks, outcome = value
         record = TraceRecord(EventKind(kind), at_us, user, namespace, Sketch(behaviours, marks), outcome)
     except (TypeError, ValueError) as error:
         raise TraceFormatError(f"not a record: {error}") from error
