@@ -11,6 +11,8 @@ Contract:
   What comes back and is delivered again is skipped if it is in flight or finished here; the work of lost
   partitions may go on, but never touches an offset. A message that was begun and not finished when the
   process dies is delivered again to whoever owns the partition then.
+* What is finished is also noted in a `FinishedLog`, if one is given, and at the first assignment the predecessor's
+  notes count as finished here, where they may be believed (`streams.consumer.finished`).
 * `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
   Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
@@ -45,10 +47,11 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from streams.client_errors import ErrorCallback, cause_of
 from streams.clock import Clock, SystemClock
 from streams.consumer import metrics
+from streams.consumer.finished import FinishedLog, believed
 from streams.consumer.interface import Handler, LoopState, LoopStatus, Received, Token
 from streams.consumer.ownership import split_partitions
 from streams.consumer.settings import ConsumerSettings
-from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
+from streams.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
 from streams.errors import RelayError
 from streams.message_headers import headers_of
 
@@ -87,8 +90,10 @@ class ConsumerLoop:
         settings: ConsumerSettings | None = None,
         name: str = "workers",
         on_end: Callable[[LoopState], None] | None = None,
+        finished_log: FinishedLog | None = None,
     ) -> None:
         self._factory = consumer_factory
+        self._finished_log = finished_log
         self._topics = tuple(topics)
         self._handler = handler
         self._clock = clock or SystemClock()
@@ -305,9 +310,14 @@ class ConsumerLoop:
     # Offsets.
 
     def _take_finished(self) -> None:
+        moved = set()
         while self._finished:
             token = self._finished.popleft()
-            self._tracker.finish(TopicPartition(token.topic, token.partition), token.offset, token.generation)
+            tp = TopicPartition(token.topic, token.partition)
+            self._tracker.finish(tp, token.offset, token.generation)
+            moved.add(tp)
+        if moved and self._finished_log is not None and self._state is not LoopState.FENCED:
+            self._finished_log.note(self._tracker.progress(moved))
 
     def _store(self) -> None:
         """Hands the watermark to the client, which commits it once a second and before partitions go.
@@ -330,7 +340,12 @@ class ConsumerLoop:
     # Rebalances: called by the client inside poll() and consume(), on the poll thread.
 
     def _on_assign(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
-        self._tracker.assign(self._positions(consumer, partitions))
+        positions = self._positions(consumer, partitions)
+        self._tracker.assign(positions)
+        if self._finished_log is not None:
+            if self._epoch == 0:
+                self._take_up(consumer, self._finished_log.predecessor(), positions)
+            self._finished_log.note(self._tracker.progress(positions))
         self._epoch += 1
         self._assigned = True
         self._may_rejoin = False
@@ -354,7 +369,7 @@ class ConsumerLoop:
         gone = _from_kafka(partitions)
         self._take_finished()
         self._store()
-        self._tracker.revoke(gone)
+        self._let_go(gone)
         self._paused.difference_update(gone)
         self._note_ownership()
         self._log.info("revoked", partitions=len(partitions))
@@ -362,7 +377,7 @@ class ConsumerLoop:
 
     def _on_lost(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
-        self._tracker.revoke(gone)
+        self._let_go(gone)
         self._paused.difference_update(gone)
         self._assigned = False
         # Not after a stop of this process: another may have taken its place meanwhile.
@@ -395,6 +410,46 @@ class ConsumerLoop:
                 metrics.COMMITS.labels(self._name, "start").inc()
             break
         return positions
+
+    def _take_up(
+        self,
+        consumer: Consumer,
+        predecessor: Mapping[TopicPartition, Progress],
+        positions: Mapping[TopicPartition, int | None],
+    ) -> None:
+        """Takes for finished what the predecessor had finished and not committed, as far as that may be believed."""
+        ahead = {
+            tp: progress
+            for tp, progress in predecessor.items()
+            if (position := positions.get(tp)) is not None and progress.finished > position
+        }
+        if not ahead:
+            return
+        try:
+            found = consumer.offsets_for_times(
+                [KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._settings.request_timeout_s
+            )
+        except KafkaException as error:
+            # Then a second's work is done again.
+            self._count_error(error.args[0])
+            return
+        ends = _offsets(found)
+        finished = {
+            tp: progress.finished
+            for tp, progress in ahead.items()
+            if (position := positions[tp]) is not None and believed(progress, position, ends.get(tp, -1))
+        }
+        self._tracker.trust(finished)
+        taken = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
+        metrics.TAKEN_UP.labels(self._name).inc(taken)
+        self._log.info(
+            "takes up what its predecessor had finished", messages=taken, not_believed=len(ahead) - len(finished)
+        )
+
+    def _let_go(self, gone: list[TopicPartition]) -> None:
+        self._tracker.revoke(gone)
+        if self._finished_log is not None:
+            self._finished_log.forget(gone)
 
     def _note_ownership(self) -> None:
         owned = self._tracker.owned()

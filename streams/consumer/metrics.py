@@ -10,6 +10,11 @@ SKIPPED = Counter(
     "Messages delivered again and skipped: in flight or finished here, or of a partition that went away",
     ["loop", "state"],
 )
+TAKEN_UP = Counter(
+    "relaygr_consumer_taken_up_total",
+    "Messages that the process before had finished and not committed, so that this one need not work on them",
+    ["loop"],
+)
 ERRORS = Counter("relaygr_consumer_errors_total", "Errors that the consumer reported", ["loop", "error"])
 COMMITS = Counter("relaygr_consumer_commits_total", "Hand-overs of the watermark", ["loop", "kind"])
 REJOINS = Counter(

@@ -6,9 +6,11 @@ the offset after the last that was begun. A consumer delivers in order, so offse
 (compacted away, transaction markers) do not exist and hold nothing up.
 
     assign(positions)      the group gave us these partitions, to be read from these offsets
+    trust(progress)        of these, so much was finished by our predecessor
     begin(tp, offset)      a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (both: skip it)
     finish(tp, offset, g)  its work is done, in any order, from any assignment
     committable()          what to commit now, of partitions that are ours
+    progress(partitions)   what is finished now, for a successor
     revoke(partitions)     no longer ours; what is known about them is kept
 
 A rebalance of the classic protocol takes all partitions and gives most of them back, with everything that
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from streams.errors import RelayError
@@ -35,6 +38,14 @@ class TopicPartition(NamedTuple):
 
     topic: str
     partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Every offset in [start, finished) is finished or does not exist."""
+
+    start: int
+    finished: int
 
 
 class Begin(enum.StrEnum):
@@ -101,6 +112,24 @@ class WatermarkTracker:
             state.committed = None
             if position is not None:
                 self._placed(tp, position)
+
+    def trust(self, finished: Mapping[TopicPartition, int]) -> None:
+        """All before these offsets was finished before this process began. For partitions just assigned for the
+        first time, whose position is known; what is delivered from before is FINISHED, and committable.
+        """
+        for tp, offset in finished.items():
+            state = self._partitions[tp]
+            state.next_offset = max(state.next_offset, offset)
+            self._changed.add(tp)
+
+    def progress(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Progress]:
+        """What is finished of those that are ours and whose position is known."""
+        found = {}
+        for tp in partitions:
+            state = self._partitions.get(tp)
+            if state is not None and state.owned and state.low is not None and state.committed is not None:
+                found[tp] = Progress(state.low, state.watermark)
+        return found
 
     def revoke(self, partitions: Iterable[TopicPartition]) -> None:
         """These are no longer ours: nothing of them is committable until they are assigned again."""

@@ -30,15 +30,14 @@ from confluent_kafka import (
     KafkaError,
     KafkaException,
     Message,
-    TopicCollection,
     TopicPartition,
 )
 
 from schemas.topics import Topic
-from streams.admin import EMBEDDED_CLUSTER_ID
-from streams.clients import make_admin, make_assigned_consumer
+from streams.clients import make_assigned_consumer
 from streams.clock import Clock, SystemClock
 from streams.settings import KafkaSettings
+from streams.topic_identity import identify_topics
 from workers.history import metrics
 from workers.history.incoming import Rejected, read_record
 from workers.history.store import ApplyOutcome, HistoryBatch, HistoryRecord, HistoryStore, StoreFullError, StoreOrigin
@@ -214,16 +213,8 @@ class HistoryFollower:
         self._tend(consumer)
 
     def _origin(self) -> StoreOrigin:
-        admin = make_admin(self._kafka, f"{self._client_id}-origin")
-        metadata = admin.list_topics(self._topic, timeout=METADATA_S)
-        if metadata.topics[self._topic].error is not None:
-            raise KafkaException(metadata.topics[self._topic].error)
-        topic_id = ""
-        # librdkafka's own cluster gives topics no ids; asking would only time out.
-        if not (metadata.cluster_id or "").startswith(EMBEDDED_CLUSTER_ID):
-            answers = admin.describe_topics(TopicCollection([self._topic]), request_timeout=METADATA_S)
-            topic_id = str(answers[self._topic].result().topic_id)
-        return StoreOrigin(metadata.cluster_id or "", self._topic, topic_id)
+        found = identify_topics(self._kafka, [self._topic], f"{self._client_id}-origin", METADATA_S)
+        return StoreOrigin(found.cluster_id, self._topic, found.topic_ids[self._topic])
 
     def _take_over(self, consumer: Consumer) -> None:
         wanted = self._wanted

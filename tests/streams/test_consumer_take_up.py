@@ -1,0 +1,158 @@
+"""A loop whose predecessor left its finished offsets: what it does again, and what it does not.
+
+The consumer is scripted, so that nothing is committed in between but what the test says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from streams.consumer import ConsumerLoop, FinishedOffsets, Progress, Received, TopicPartition
+from streams.topic_identity import TopicIdentity
+
+TOPIC = "t.ranking"
+PLACE = TopicPartition(TOPIC, 0)
+COMMITTED, END = 5, 20
+
+
+class Delivered:
+    """One message, as far as the loop looks at it."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def offset(self) -> int:
+        return self._offset
+
+    def topic(self) -> str:
+        return TOPIC
+
+    def partition(self) -> int:
+        return 0
+
+    def timestamp(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: None
+
+
+class Log:
+    """A consumer that assigns the one partition and delivers it from the commit on."""
+
+    def __init__(self, ends_are_known: bool) -> None:
+        self._left: list[Delivered] = []
+        self._begun = False
+        self._ends_are_known = ends_are_known
+
+    def subscribe(self, topics: Any, on_assign: Any, on_revoke: Any, on_lost: Any) -> None:
+        self.on_assign, self.on_revoke = on_assign, on_revoke
+
+    def poll(self, timeout: float) -> Delivered | None:
+        if not self._begun:
+            self._begun = True
+            self.assign()
+        if self._left:
+            return self._left.pop(0)
+        threading.Event().wait(timeout)
+        return None
+
+    def assign(self) -> None:
+        self.on_assign(self, [KafkaPartition(TOPIC, 0)])
+        self._left = [Delivered(offset) for offset in range(COMMITTED, END)]
+
+    def committed(self, partitions: list[KafkaPartition], timeout: float) -> list[KafkaPartition]:
+        return [KafkaPartition(tp.topic, tp.partition, COMMITTED) for tp in partitions]
+
+    def offsets_for_times(self, partitions: list[KafkaPartition], timeout: float) -> list[KafkaPartition]:
+        if not self._ends_are_known:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return [KafkaPartition(tp.topic, tp.partition, END) for tp in partitions]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Successor:
+    """A loop that does what is delivered, but for the offsets that it `keeps` unfinished."""
+
+    def __init__(self, finished: FinishedOffsets, ends_are_known: bool = True, keeps: frozenset[int] = frozenset()):
+        self.worked_on: list[int] = []
+        self._keeps = keeps
+        self.consumer = Log(ends_are_known)
+        self.loop = ConsumerLoop(lambda _: self.consumer, [TOPIC], self, finished_log=finished)  # type: ignore[arg-type, return-value]
+        self.loop.start()
+
+    def on_message(self, message: Received) -> None:
+        self.worked_on.append(message.offset)
+        if message.offset not in self._keeps:
+            self.loop.finish(message.token)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end_s
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        self.loop.stop(0)
+        assert self.loop.join(10)
+
+
+def open_log(folder: Path, epoch: int) -> FinishedOffsets:
+    return FinishedOffsets(folder / "finished", TopicIdentity("c", {TOPIC: "id"}), 1, epoch, lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("left", "begins_at"),
+    [
+        pytest.param(Progress(0, 12), 12, id="finished and not committed"),
+        pytest.param(Progress(0, END), END, id="all of the log"),
+        pytest.param(Progress(0, 5), 5, id="no more than is committed"),
+        pytest.param(Progress(6, 12), 5, id="the group was set back"),
+        pytest.param(Progress(0, END + 1), 5, id="the log was cut"),
+    ],
+)
+def test_it_works_on_nothing_that_is_certainly_finished(tmp_path: Path, left: Progress, begins_at: int) -> None:
+    open_log(tmp_path, 1).note({PLACE: left})
+    successor = Successor(open_log(tmp_path, 2))
+    expected = list(range(begins_at, END))
+    successor.until(lambda: len(successor.consumer._left) == 0 and len(successor.worked_on) >= len(expected))
+    successor.stop()
+    assert successor.worked_on == expected
+
+
+def test_where_the_broker_does_not_tell_the_end_a_second_is_done_again(tmp_path: Path) -> None:
+    open_log(tmp_path, 1).note({PLACE: Progress(0, 12)})
+    successor = Successor(open_log(tmp_path, 2), ends_are_known=False)
+    successor.until(lambda: len(successor.worked_on) == END - COMMITTED)
+    successor.stop()
+    assert successor.worked_on[0] == COMMITTED
+
+
+def test_it_notes_for_its_own_successor_what_is_finished_without_a_gap(tmp_path: Path) -> None:
+    successor = Successor(open_log(tmp_path, 1), keeps=frozenset({9}))
+    successor.until(lambda: open_log(tmp_path, 2).predecessor() == {PLACE: Progress(COMMITTED, 9)})
+    successor.stop()
+
+
+def test_a_rebalance_ends_what_the_predecessor_knew(tmp_path: Path) -> None:
+    """Another owner was there in between; its commits are the truth."""
+    open_log(tmp_path, 1).note({PLACE: Progress(0, 12)})
+    log = open_log(tmp_path, 2)
+    successor = Successor(log, keeps=frozenset(range(END)))
+    successor.until(lambda: len(successor.worked_on) == END - 12)
+    successor.consumer.on_revoke(successor.consumer, [KafkaPartition(TOPIC, 0)])
+    assert open_log(tmp_path, 3).predecessor() == {}
+    successor.stop()

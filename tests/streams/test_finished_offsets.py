@@ -1,0 +1,155 @@
+"""The finished offsets that one process leaves to the next: what is believed, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.consumer import Begin, FinishedOffsets, Progress, TopicPartition, WatermarkTracker
+from streams.consumer.finished import believed
+from streams.errors import RelayError
+from streams.topic_identity import TopicIdentity
+
+IDENTITY = TopicIdentity("cluster-a", {"t.ranking": "id-1", "t.preinfer": "id-2"})
+RANKING_0, RANKING_3 = TopicPartition("t.ranking", 0), TopicPartition("t.ranking", 3)
+
+
+def open_log(
+    folder: Path, epoch: int, identity: TopicIdentity = IDENTITY, partitions: int = 4, holds_lock: bool = True
+) -> FinishedOffsets:
+    return FinishedOffsets(folder / "finished", identity, partitions, epoch, lambda: holds_lock)
+
+
+def leave(folder: Path, epoch: int = 1, finished: int = 120) -> None:
+    """A process of that epoch notes an offset and dies: nothing is closed."""
+    open_log(folder, epoch).note({RANKING_0: Progress(100, finished)})
+
+
+def test_the_next_process_reads_what_the_one_before_noted(tmp_path: Path) -> None:
+    log = open_log(tmp_path, 1)
+    log.note({RANKING_0: Progress(100, 110), RANKING_3: Progress(7, 7)})
+    log.note({RANKING_0: Progress(100, 120)})
+    assert open_log(tmp_path, 2).predecessor() == {RANKING_0: Progress(100, 120), RANKING_3: Progress(7, 7)}
+
+
+def test_the_first_process_has_no_predecessor(tmp_path: Path) -> None:
+    assert open_log(tmp_path, 1).predecessor() == {}
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 4])
+def test_only_the_epoch_directly_before_is_believed(tmp_path: Path, epoch: int) -> None:
+    leave(tmp_path, epoch=1)
+    assert open_log(tmp_path, epoch).predecessor() == {}
+
+
+def test_a_holder_that_noted_nothing_ends_the_line(tmp_path: Path) -> None:
+    leave(tmp_path, epoch=1)
+    open_log(tmp_path, 2)
+    assert open_log(tmp_path, 3).predecessor() == {}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(IDENTITY, cluster_id="cluster-b"),
+        replace(IDENTITY, topic_ids={**IDENTITY.topic_ids, "t.ranking": "made anew"}),
+        replace(IDENTITY, topic_ids={"other.ranking": "id-1", "t.preinfer": "id-2"}),
+    ],
+)
+def test_another_cluster_or_topic_is_not_believed(tmp_path: Path, other: TopicIdentity) -> None:
+    leave(tmp_path)
+    assert open_log(tmp_path, 2, other).predecessor() == {}
+    # And nothing of it comes back for those that it was written for.
+    assert open_log(tmp_path, 2).predecessor() == {}
+
+
+def test_a_partition_that_went_to_another_owner_is_forgotten(tmp_path: Path) -> None:
+    log = open_log(tmp_path, 1)
+    log.note({RANKING_0: Progress(100, 120), RANKING_3: Progress(7, 9)})
+    log.forget([RANKING_0])
+    assert open_log(tmp_path, 2).predecessor() == {RANKING_3: Progress(7, 9)}
+
+
+def test_a_process_without_the_lock_writes_nothing(tmp_path: Path) -> None:
+    leave(tmp_path, epoch=1)
+    woken = open_log(tmp_path, 2, holds_lock=False)
+    woken.note({RANKING_0: Progress(100, 999)})
+    woken.forget([RANKING_0])
+    assert open_log(tmp_path, 2).predecessor() == {RANKING_0: Progress(100, 120)}
+
+
+@given(torn=st.binary(min_size=0, max_size=39), finished=st.integers(121, 2**40))
+def test_a_write_that_was_cut_short_leaves_the_one_before(
+    tmp_path_factory: pytest.TempPathFactory, torn: bytes, finished: int
+) -> None:
+    """The copy that a dying process was writing holds the first bytes of the new values, then old ones."""
+    folder = tmp_path_factory.mktemp("torn")
+    leave(folder, finished=120)
+    before = (folder / "finished").read_bytes()
+    log = open_log(folder, 1)
+    log.note({RANKING_0: Progress(100, finished)})
+    after = (folder / "finished").read_bytes()
+    [start, *_] = [at for at in range(len(before)) if before[at : at + 1] != after[at : at + 1]]
+    at = start - (start - 4096) % 40
+    (folder / "finished").write_bytes(before[:at] + after[at : at + len(torn)] + before[at + len(torn) :])
+    found = open_log(folder, 2).predecessor()[RANKING_0]
+    assert found in (Progress(100, 120), Progress(100, finished))
+
+
+@given(st.binary(max_size=5000))
+def test_foreign_bytes_are_read_as_nothing(tmp_path_factory: pytest.TempPathFactory, garbage: bytes) -> None:
+    folder = tmp_path_factory.mktemp("foreign")
+    (folder / "finished").write_bytes(garbage)
+    assert open_log(folder, 2).predecessor() == {}
+
+
+def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match=r"worker\.shared_path"):
+        open_log(tmp_path / "nowhere", 1)
+
+
+@pytest.mark.parametrize(
+    ("committed", "end", "is_believed"),
+    [
+        (100, 200, True),
+        (110, 120, True),
+        (120, 120, True),
+        (99, 200, False),  # The group was set back before all that the predecessor saw.
+        (121, 200, False),  # Another owner committed past it.
+        (100, 119, False),  # The log ends before: it was cut, or is another.
+    ],
+)
+def test_it_must_lie_between_commit_and_end(committed: int, end: int, is_believed: bool) -> None:
+    assert believed(Progress(100, 120), committed, end) is is_believed
+
+
+def test_what_is_trusted_is_delivered_and_passed_over() -> None:
+    tracker = WatermarkTracker(100)
+    tracker.assign({RANKING_0: 100})
+    tracker.trust({RANKING_0: 103})
+    assert [tracker.begin(RANKING_0, offset) for offset in range(100, 105)] == [Begin.FINISHED] * 3 + [Begin.NEW] * 2
+    assert tracker.in_flight() == 2
+
+
+def test_what_is_trusted_is_committed_though_nothing_follows() -> None:
+    tracker = WatermarkTracker(100)
+    tracker.assign({RANKING_0: 100})
+    tracker.trust({RANKING_0: 103})
+    assert tracker.committable() == {RANKING_0: 103}
+    assert tracker.progress([RANKING_0]) == {RANKING_0: Progress(100, 103)}
+
+
+def test_progress_is_the_contiguous_watermark_of_owned_partitions() -> None:
+    tracker = WatermarkTracker(100)
+    tracker.assign({RANKING_0: 5, RANKING_3: None})
+    for offset in (5, 6, 7):
+        tracker.begin(RANKING_0, offset)
+    tracker.finish(RANKING_0, 5, 0)
+    tracker.finish(RANKING_0, 7, 0)
+    assert tracker.progress([RANKING_0, RANKING_3]) == {RANKING_0: Progress(5, 6)}
+    tracker.revoke([RANKING_0])
+    assert tracker.progress([RANKING_0]) == {}
