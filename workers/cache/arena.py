@@ -101,20 +101,27 @@ class ArenaCopier:
             self._guard.verify(request.source_pages)
         stream = self._stream(request.priority)
         runs = copy_runs(request.source_pages, request.target_pages)
+        try:
+            self._launch(request, stream, runs)
+        finally:
+            # Pages are given back once the copy has ended, also one that failed: nothing may write to them then.
+            stream.record().wait()
+        if request.target is Tier.DRAM:
+            self._guard.seal(request.target_pages)
+
+    def _launch(self, request: CopyRequest, stream: Stream, runs: Sequence[CopyRun]) -> None:
         move = self._reload if request.target is Tier.HBM else self._spill
-        events = []
+        first: Event | None = None
         for low, high in self._layer_groups(request):
             work = partial(self._move, move, runs, low, high)
             stream.run(work, int(request.source_pages.size) * (high - low) * self._dram_layer_bytes)
-            events.append(stream.record())
+            event = stream.record()
+            first = first or event
             if request.arrival is not None:
-                request.arrival.launch(low, high, partial(self._wait_on_device, events[-1]))
-        if request.arrival is not None:
-            events[0].wait()
+                request.arrival.launch(low, high, partial(self._wait_on_device, event))
+        if request.arrival is not None and first is not None:
+            first.wait()
             request.arrival.begin()
-        events[-1].wait()
-        if request.target is Tier.DRAM:
-            self._guard.seal(request.target_pages)
 
     def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
         """All layers at once, or in as many groups as keep the launches few."""

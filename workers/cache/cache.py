@@ -11,6 +11,7 @@ mover are called after it is left. Nothing here blocks on room: full under pinni
 | `reserve`, `extend` | Fill, NoRoom, Pending | compute, `publish` or `abort` |
 | `start_reload` | Pending, NoRoom, Declined | the mover copies DRAM to HBM; `acquire` when it has PUBLISHED |
 | `spill` | SpillOutcome | the mover copies HBM to DRAM |
+| `force_unpins` | how many | handles held far too long are their holders' no more |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while leased |
 | `expire_prefixes` | | what is unused for a policy's time to live is gone |
 
@@ -26,10 +27,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+import structlog
+
 from schemas.messages import PrefixSource
+from workers.cache.arrival import LayerArrival
 from workers.cache.books import After, Books
 from workers.cache.copies import Copies
-from workers.cache.entries import Match, Pin
+from workers.cache.entries import Match, Pin, Work
 from workers.cache.events import CacheListener, EventKind
 from workers.cache.handles import Fill, Handle
 from workers.cache.identity import PrefixKey
@@ -54,6 +58,12 @@ from workers.cache.stats import CacheStats, Counters, snapshot
 from workers.cache.tiers import Tier
 from workers.cache.transfer import Mover, NoMover, SpillGate
 from workers.kv import DramGeometry, KvGeometry, PrefixLayout
+
+_log = structlog.get_logger()
+
+LONGEST_HOLD_US = 180_000_000
+"""A handle that was not released by then is leaked. Far beyond any request's, job's or forward's life: a job may wait
+60 s with one, and a device that takes 10 s for a forward is stuck."""
 
 # How many entries one section under the lock handles when very many are dropped or demoted.
 _BATCH = 256
@@ -83,17 +93,17 @@ class PrefixCache:
         dram_journal: TierJournal | None = None,
         dram_geometry: DramGeometry | None = None,
         layer_wise: bool = False,
+        longest_hold_us: int = LONGEST_HOLD_US,
     ) -> None:
         """With `layer_wise`, a whole prefix on its way may be ranked on while its last layers are copied."""
         self._geometry = dram_geometry if dram_geometry is not None else DramGeometry(geometry)
         self._layout = layout
+        self._longest_hold_us = longest_hold_us
         self._counters = Counters()
 
         policies = policies if policies is not None else TierPolicies()
 
-        def books_of(
-            tier: Tier, pages: int, policy: PolicyName, journal: TierJournal | None = None
-        ) -> TierMetadata:
+        def books_of(tier: Tier, pages: int, policy: PolicyName, journal: TierJournal | None = None) -> TierMetadata:
             order = make_policy(policy, PolicyOptions(pages, policies.ttl_us))
             return TierMetadata(tier, pages, geometry.page_tokens, layout, order, self._counters, lease_limit, journal)
 
@@ -128,12 +138,19 @@ class PrefixCache:
             )
 
     def acquire(
-        self, key: PrefixKey, now_us: int, join: bool = True, purpose: Purpose = Purpose.RANKING
+        self,
+        key: PrefixKey,
+        now_us: int,
+        join: bool = True,
+        purpose: Purpose = Purpose.RANKING,
+        arriving: bool = False,
     ) -> Hit | Pending | Miss:
         """The longest part of `key` that is ready in HBM, pinned.
 
         With `join` a part under way that will be longer is answered instead; a caller that can not
-        wait for it asks again without. Only look-ups of rankings are counted, and make a pre-infer used.
+        wait for it asks again without. With `arriving` the whole prefix on its way from DRAM is a hit once its
+        first layer is there: the handle then has an `arrival`. Only look-ups of rankings are counted, and make a
+        pre-infer used.
         """
         with self._books.section(now_us) as after:
             counted = purpose is Purpose.RANKING
@@ -143,6 +160,13 @@ class PrefixCache:
                 covered = found.behaviours if found else 0
                 coming = self._hbm.index.find_work(key) if join and covered < key.length else None
                 if coming is not None and coming.behaviours > covered:
+                    arrival = coming.work.arrival if arriving and coming.behaviours == key.length else None
+                    if arrival is not None and arrival.begun:
+                        self._counters.hits += counted
+                        handle = self._arriving_handle(coming.work, key, arrival)
+                        self._counters.approximate_hits += counted and handle.approximate
+                        self._books.tell(after, kind, key, "hit")
+                        return Hit(handle)
                     self._counters.joins[coming.work.kind] += counted
                     self._books.tell(after, kind, key, coming.work.kind)
                     return self._books.pending[coming.work]
@@ -152,6 +176,7 @@ class PrefixCache:
                     handle = self._handle(found, key)
                     self._counters.hits += counted
                     self._counters.partial_hits += counted and not handle.complete
+                    self._counters.approximate_hits += counted and handle.approximate
                     self._books.tell(after, kind, key, "hit" if handle.complete else "partial_hit")
                     return Hit(handle)
             miss = self._books.miss(key)
@@ -160,11 +185,31 @@ class PrefixCache:
             return miss
 
     def release(self, handle: Handle, after: Completion | None = None) -> None:
-        """Unpins, at once or when the device has passed `after`. Raises ValueError the second time."""
+        """Unpins, at once or when the device has passed `after`. Raises ValueError the second time; does nothing,
+        but count it, for a handle that was taken away.
+        """
         if after is None:
             self._unpin(handle.pin)
         else:
             after.add_done_callback(partial(self._unpin, handle.pin))
+
+    def force_unpins(self, now_us: int, after: Completion | None = None) -> int:
+        """Takes handles that were held far too long from their holders, and says how many.
+
+        To be called by the thread that gives the device its work, with an event after all of that work: forwards
+        under way go on reading the pages, which are free when the device has passed `after`; later ones see that
+        the handle is not held any more.
+        """
+        with self._books.section(now_us):
+            pins = self._hbm.force_overdue(now_us)
+            self._counters.forced_unpins += len(pins)
+        for pin in pins:
+            _log.error("a handle was never released", pages=pin.pages.size, tokens=pin.entry.tokens)
+            if after is None:
+                self._free(pin)
+            else:
+                after.add_done_callback(partial(self._free, pin))
+        return len(pins)
 
     # Computing.
 
@@ -347,18 +392,36 @@ class PrefixCache:
 
     def _handle(self, match: Match, key: PrefixKey) -> Handle:
         pin = self._hbm.pin(match.entry, match.behaviours)
+        return self._held(pin, match.behaviours, key, match.entry.source, None)
+
+    def _arriving_handle(self, work: Work, key: PrefixKey, arrival: LayerArrival) -> Handle:
+        return self._held(self._hbm.pin_work(work, key.length), key.length, key, PrefixSource.DRAM, arrival)
+
+    def _held(
+        self, pin: Pin, behaviours: int, key: PrefixKey, source: PrefixSource, arrival: LayerArrival | None
+    ) -> Handle:
+        self._hbm.hold(pin, self._books.latest_us + self._longest_hold_us)
         return Handle(
-            behaviours=match.behaviours,
-            tokens=self._layout.tokens(match.behaviours),
+            behaviours=behaviours,
+            tokens=self._layout.tokens(behaviours),
             pages=pin.pages,
-            complete=match.behaviours == key.length,
-            source=match.entry.source,
+            complete=behaviours == key.length,
+            source=source,
             pin=pin,
+            approximate=source is PrefixSource.DRAM and not self._geometry.is_exact,
+            arrival=arrival,
         )
 
     def _unpin(self, pin: Pin) -> None:
         with self._books.section():
-            self._hbm.unpin(pin)
+            if pin.forced:
+                self._counters.late_releases += 1
+            else:
+                self._hbm.unpin(pin)
+
+    def _free(self, forced: Pin) -> None:
+        with self._books.section():
+            self._hbm.unpin(forced)
 
     def _reserve(self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None) -> Fill | NoRoom | Pending:
         with self._books.section(now_us) as after:

@@ -88,11 +88,12 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One reader's hold on the first `pages` of an entry."""
+    """One reader's hold on the first `pages` of an entry. `forced`: it was leaked, and taken from its holder."""
 
     entry: Entry
     pages: PageArray
     open: bool = True
+    forced: bool = False
 
 
 @dataclass(slots=True, eq=False)

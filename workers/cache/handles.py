@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from schemas.messages import PrefixSource
+from workers.cache.arrival import LayerArrival
 from workers.cache.entries import Pin, Work
 from workers.cache.pages import PageArray
 from workers.cache.results import PageCopy, Purpose
@@ -20,7 +21,9 @@ class Handle:
     """A pinned prefix in HBM. It stays as it is, whatever becomes of its entry, until it is released.
 
     `pages` int32 [pages_for(tokens)]: token t lies in row t % page_tokens of pages[t // page_tokens].
-    `behaviours` of the key asked for are covered, `complete` if that is all of them.
+    `behaviours` of the key asked for are covered, `complete` if that is all of them. `approximate` says that a
+    part of it came from a DRAM tier that keeps K,V in fewer bits. With an `arrival` its last layers may still be
+    on their way: `arrival.wait(layer)` before reading each, and nothing computed on it counts once that failed.
     """
 
     behaviours: int
@@ -29,6 +32,13 @@ class Handle:
     complete: bool
     source: PrefixSource
     pin: Pin = field(repr=False)
+    approximate: bool = False
+    arrival: LayerArrival | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """False once released, also by force: its pages may then hold anything."""
+        return self.pin.open and not self.pin.forced
 
 
 class Fill:

@@ -6,6 +6,8 @@
 | `publish` | work still current | the READY entry | work closed; longer table, older handles keep theirs |
 | `abort` | open work | | its pages free; a new entry EMPTY again |
 | `pin`, `unpin` | visible entry | a hold on its first pages | |
+| `pin_work` | open work | a hold on what it will show | |
+| `force_overdue` | pins held too long | those pins | each a pin until `unpin`, but no holder's |
 | `remove` | | the work that is stale now | entry out of the index; pages free as readers leave |
 | `restore` | free pages | | entries READY that an earlier process left |
 
@@ -99,13 +101,23 @@ class TierMetadata:
 
     def pin(self, entry: Entry, behaviours: int) -> Pin:
         """Holds the pages of the entry's first `behaviours` behaviours."""
-        pages = entry.pages[: self._state.pages_for(self._layout.tokens(behaviours))]
-        self._pool.share(pages)
-        pin = Pin(entry, pages)
-        self._state.pins.add(pin)
-        entry.pins += 1
-        self._account.reclassify(entry)
-        return pin
+        return self._pin(entry, entry.pages, behaviours)
+
+    def pin_work(self, work: Work, behaviours: int) -> Pin:
+        """Holds the pages of a prefix under way. They stay the reader's when the work ends, well or not."""
+        return self._pin(work.entry, work.table, behaviours)
+
+    def hold(self, pin: Pin, until_us: int) -> None:
+        """A handle has this pin, until then at most. Later ones may not end earlier."""
+        self._state.held_until_us[pin] = until_us
+
+    def force_overdue(self, now_us: int) -> list[Pin]:
+        """Takes the pins that were held too long from their holders; each stays a pin until `unpin`."""
+        overdue = list(itertools.takewhile(lambda item: item[1] <= now_us, self._state.held_until_us.items()))
+        for pin, _ in overdue:
+            pin.forced = True
+            del self._state.held_until_us[pin]
+        return [pin for pin, _ in overdue]
 
     def unpin(self, pin: Pin) -> None:
         """Ends a hold. Raises ValueError if it has ended."""
@@ -113,6 +125,7 @@ class TierMetadata:
             raise ValueError("a handle was released twice")
         pin.open = False
         self._state.pins.remove(pin)
+        self._state.held_until_us.pop(pin, None)
         pin.entry.pins -= 1
         # What becomes free here had no entry any more.
         self._account.orphaned -= self._pool.drop(pin.pages)
@@ -212,7 +225,8 @@ class TierMetadata:
     def abort(self, work: Work) -> None:
         """Gives the work's pages back. A new entry is EMPTY again; one that grew is as before."""
         self._close(work)
-        self._pool.drop(work.new_pages)
+        # Whoever reads a prefix under way keeps its pages.
+        self._account.orphaned += work.new_pages.size - self._pool.drop(work.new_pages)
         if work.base is not None:
             self.unpin(work.base)
         elif work.is_current:
@@ -283,6 +297,15 @@ class TierMetadata:
         return len(ended)
 
     # How it is done.
+
+    def _pin(self, entry: Entry, table: PageArray, behaviours: int) -> Pin:
+        pages = table[: self._state.pages_for(self._layout.tokens(behaviours))]
+        self._pool.share(pages)
+        pin = Pin(entry, pages)
+        self._state.pins.add(pin)
+        entry.pins += 1
+        self._account.reclassify(entry)
+        return pin
 
     def _may_grow(self, base: Match, own_pins: int) -> bool:
         entry = base.entry

@@ -45,6 +45,11 @@ class CacheCollector(Collector):
         hits.add_metric(["complete"], stats.hits - stats.partial_hits)
         hits.add_metric(["partial"], stats.partial_hits)
         yield hits
+        yield CounterMetricFamily(
+            "relaygr_cache_approximate_hits",
+            "Hits on K,V that DRAM had kept in fewer bits",
+            value=stats.approximate_hits,
+        )
         yield _family("relaygr_cache_joins", "Look-ups that found the prefix under way", "kind", stats.joins.items())
         yield _family("relaygr_cache_misses", "Look-ups that found nothing in HBM", "reason", stats.misses.items())
         yield _family("relaygr_cache_no_room", "Fills and reloads that got no pages", "reason", stats.no_room.items())
@@ -68,6 +73,14 @@ class CacheCollector(Collector):
         yield CounterMetricFamily("relaygr_cache_leases_granted", "Leases given", value=stats.leases_granted)
         yield CounterMetricFamily(
             "relaygr_cache_leases_leaked", "Leases that ended by their time", value=stats.leases_leaked
+        )
+        yield CounterMetricFamily(
+            "relaygr_cache_forced_unpins",
+            "Handles that were never released, and were taken from their holders",
+            value=stats.forced_unpins,
+        )
+        yield CounterMetricFamily(
+            "relaygr_cache_late_releases", "Releases of handles that had been taken away", value=stats.late_releases
         )
 
 

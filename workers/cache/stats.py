@@ -36,8 +36,11 @@ class Counters:
     spills_ended: Counter[PendingOutcome] = field(default_factory=Counter)
     evictions: Counter[Tier] = field(default_factory=Counter)
     wasted: Counter[WasteReason] = field(default_factory=Counter)
+    approximate_hits: int = 0
     leases_granted: int = 0
     leases_leaked: int = 0
+    forced_unpins: int = 0
+    late_releases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,11 @@ class CacheStats:
     spills_ended: Mapping[PendingOutcome, int]
     evictions: Mapping[Tier, int]
     wasted: Mapping[WasteReason, int]
+    approximate_hits: int
     leases_granted: int
     leases_leaked: int
+    forced_unpins: int
+    late_releases: int
 
     @property
     def lookups(self) -> int:
@@ -88,9 +94,7 @@ class CacheStats:
         return self.hits / self.lookups if self.lookups else 0.0
 
 
-def snapshot(
-    counters: Counters, hbm: TierStats, dram: TierStats, geometry: DramGeometry, leases: int
-) -> CacheStats:
+def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, geometry: DramGeometry, leases: int) -> CacheStats:
     """The counters as they are now; later counting does not change it."""
     return CacheStats(
         hbm=hbm,
@@ -113,4 +117,7 @@ def snapshot(
         wasted=dict(counters.wasted),
         leases_granted=counters.leases_granted,
         leases_leaked=counters.leases_leaked,
+        approximate_hits=counters.approximate_hits,
+        forced_unpins=counters.forced_unpins,
+        late_releases=counters.late_releases,
     )
