@@ -35,8 +35,19 @@ from streams.latency import AppendPoint, LatencyModel, RankPoint, ReloadPoint, f
 from workers.kv import KvDtype
 from workers.measuring import EngineMeter
 from workers.model.interface import Engine
+from workers.model.precision import ComputeDtype
 
 log = structlog.get_logger()
+_MUST_AGREE = (
+    "model_revision",
+    "device",
+    "device_description",
+    "threads",
+    "kv_dtype",
+    "page_tokens",
+    "compute_dtype",
+)
+"""What a calibration and the engine that uses it have in common."""
 
 QUICK_BUDGET_S = 3.0
 """What a worker without a calibration file spends at its start."""
@@ -62,6 +73,7 @@ class MachineDescription:
     torch_version: str
     kv_dtype: KvDtype
     page_tokens: int
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,7 @@ def describe(engine: Engine) -> MachineDescription:
         torch_version=str(torch.__version__),
         kv_dtype=engine.geometry.dtype,
         page_tokens=engine.geometry.page_tokens,
+        compute_dtype=engine.compute_dtype,
     )
 
 
@@ -231,7 +244,7 @@ def latency_for(engine: Engine, path: Path | None, budget_s: float = QUICK_BUDGE
         return calibration.model
     calibration = load_calibration(path)
     here = describe(engine)
-    for name in ("model_revision", "device", "device_description", "threads", "kv_dtype", "page_tokens"):
+    for name in _MUST_AGREE:
         measured, present = getattr(calibration.machine, name), getattr(here, name)
         if measured != present:
             raise RelayError(

@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field
 from streams.settings import Section
 from workers.cache.policies import PolicyName
 from workers.kv import KvDtype
+from workers.model.precision import ComputeDtype
 
 _MIB = 1024 * 1024
 
@@ -39,6 +40,7 @@ class WorkerSettings(Section):
 
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens of one K,V page")] = 64
     kv_dtype: KvDtype = Field(KvDtype.FLOAT32, description="element type of stored K,V")
+    compute_dtype: ComputeDtype = Field(ComputeDtype.FLOAT32, description="element type of the model's products")
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
     hbm_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the HBM tier first")

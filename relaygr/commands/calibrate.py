@@ -15,6 +15,7 @@ from workers.calibration import calibrate as measure
 from workers.kv import KvDtype
 from workers.measuring import bind_own_arena
 from workers.model.engine import DEFAULT_PAGE_TOKENS, load_engine
+from workers.model.precision import ComputeDtype
 
 
 def calibrate(
@@ -24,6 +25,9 @@ def calibrate(
         str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
     ] = None,
     kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
+    compute_dtype: Annotated[
+        ComputeDtype, typer.Option(help="Element type of the model's products.")
+    ] = ComputeDtype.FLOAT32,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads, as the worker will have.")] = 1,
     budget_s: Annotated[float, typer.Option(min=0.1, help="How long to measure, seconds.")] = 30.0,
@@ -31,7 +35,7 @@ def calibrate(
 ) -> None:
     """Measure a device and fit its latency model."""
     console = Console(highlight=False)
-    engine = load_engine(model, device, kv_dtype, page_tokens, threads)
+    engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype)
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -51,7 +55,7 @@ def _print(console: Console, calibration: Calibration) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {machine.torch_version}, "
-        f"K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
+        f"products in {machine.compute_dtype}, K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2, 0, 0))

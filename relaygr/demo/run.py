@@ -143,7 +143,9 @@ def _plan(
 ) -> DemoPlan:
     """Calibrates this machine, alone, and plans by it."""
     worker = settings.worker
-    engine = load_engine(model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads)
+    engine = load_engine(
+        model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads, worker.compute_dtype
+    )
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

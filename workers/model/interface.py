@@ -28,6 +28,7 @@ from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
 from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Tokens
+from workers.model.precision import ComputeDtype
 from workers.model.rules import PrefixRules
 
 Int32Array = NDArray[np.int32]
@@ -124,6 +125,10 @@ class Engine(Protocol):
 
     @property
     def num_tasks(self) -> int: ...
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """The element type of the matrix products."""
 
     @property
     def backend(self) -> str:

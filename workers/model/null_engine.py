@@ -58,6 +58,7 @@ class NullEngine:
         self.limits = limits_of(config)
         self.revision = checkpoint.revision
         self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
+        self.compute_dtype = compute_dtype
         self.rules = rules_of(config)
         self.num_tasks = len(config.tasks)
         self.weights_bytes = 0

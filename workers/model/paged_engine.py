@@ -62,11 +62,11 @@ class PagedEngine:
         self.limits = limits_of(config)
         self.revision = checkpoint.revision
         self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
+        self.compute_dtype = compute_dtype
         self.rules = rules_of(config)
         self.num_tasks = len(config.tasks)
         self.weights_bytes = checkpoint.weights_bytes
         self._config = config
-        self._compute_bytes = compute_dtype.size_bytes
         self._lookup = TokenLookup(config, checkpoint.vocabulary())
         self._segmenting = Segmenting(config)
         tensors = {
@@ -95,7 +95,7 @@ class PagedEngine:
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
         return (
-            rows * (full * _FLOAT_BYTES + narrow * self._compute_bytes)
+            rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
             + max_batch_rows * readout * _FLOAT_BYTES
             + self._attention.scratch_bytes(rows, max_tokens)
         )
