@@ -17,7 +17,8 @@ the tracker answers FINISHED for them.
              arena_epoch u64 | sequence u64 | start u64 | finished u64 | CRC-32 of these u32 | unused u32
 
 The newer of the two copies whose checksum is right counts, so a process that dies while it writes one leaves
-the one before. `FinishedOffsets` belongs to the poll thread.
+the one before. `FinishedOffsets` is made whenever one likes, `begin` is for when this process is the writer;
+from then on it belongs to the poll thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -41,6 +42,17 @@ _HEADER_BYTES: Final = 4096
 _VALUES: Final = struct.Struct("<QQQQ")
 _COPY_BYTES: Final = _VALUES.size + 8
 _NOBODY: Final = 0
+
+
+class Writer(Protocol):
+    """The right to write the file: a lock that at most one process holds."""
+
+    @property
+    def arena_epoch(self) -> int:
+        """Counts the holders; 1 for the first."""
+
+    def is_held(self) -> bool:
+        """Whether this process may write now."""
 
 
 class FinishedLog(Protocol):
@@ -69,15 +81,10 @@ class FinishedOffsets:
         path: Path,
         identity: TopicIdentity,
         partitions: int,
-        arena_epoch: int,
-        may_write: Callable[[], bool],
+        writer: Writer,
     ) -> None:
-        """Maps the file, which is made if it is not there. `may_write` is asked at each write: is the lock still ours?
-
-        Raises RelayError if there is no room for it.
-        """
-        self._arena_epoch = arena_epoch
-        self._may_write = may_write
+        """Maps the file, which is made if it is not there. Raises RelayError if there is no room for it."""
+        self._writer = writer
         topics = sorted(identity.topic_ids)
         self._slots = {
             TopicPartition(topic, partition): _HEADER_BYTES + 2 * _COPY_BYTES * (number * partitions + partition)
@@ -85,25 +92,30 @@ class FinishedOffsets:
             for partition in range(partitions)
         }
         self._sequences = dict.fromkeys(self._slots, 0)
-        header = _header(identity, partitions)
+        self._header = _header(identity, partitions)
         self._file = _map(path, _HEADER_BYTES + 2 * _COPY_BYTES * len(self._slots))
         self._predecessor: dict[TopicPartition, Progress] = {}
-        if self._file[: len(header)] == header:
+
+    def begin(self) -> None:
+        """Reads what the predecessor left. Raises ValueError unless this process is the writer."""
+        if not self._writer.is_held():
+            raise ValueError("only the writer may take up its predecessor's offsets")
+        if self._file[: len(self._header)] == self._header:
             self._read()
         else:
             self._file[:] = bytes(len(self._file))
-            self._file[: len(header)] = header
+            self._file[: len(self._header)] = self._header
 
     def predecessor(self) -> Mapping[TopicPartition, Progress]:
         return self._predecessor
 
     def note(self, progress: Mapping[TopicPartition, Progress]) -> None:
-        if progress and self._may_write():
+        if progress and self._writer.is_held():
             for tp, found in progress.items():
-                self._write(tp, self._arena_epoch, found)
+                self._write(tp, self._writer.arena_epoch, found)
 
     def forget(self, partitions: Iterable[TopicPartition]) -> None:
-        if self._may_write():
+        if self._writer.is_held():
             for tp in partitions:
                 self._write(tp, _NOBODY, Progress(0, 0))
 
@@ -116,7 +128,7 @@ class FinishedOffsets:
             copies = [self._copy(at), self._copy(at + _COPY_BYTES)]
             epoch, sequence, start, finished = max(copies, key=lambda copy: copy[1])
             self._sequences[tp] = sequence
-            if epoch != _NOBODY and epoch == self._arena_epoch - 1:
+            if epoch != _NOBODY and epoch == self._writer.arena_epoch - 1:
                 self._predecessor[tp] = Progress(start, finished)
 
     def _copy(self, at: int) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,20 @@ class Successor:
         assert self.loop.join(10)
 
 
+@dataclass
+class Holder:
+    """The lock of the process with that epoch."""
+
+    arena_epoch: int
+
+    def is_held(self) -> bool:
+        return True
+
+
 def open_log(folder: Path, epoch: int) -> FinishedOffsets:
-    return FinishedOffsets(folder / "finished", TopicIdentity("c", {TOPIC: "id"}), 1, epoch, lambda: True)
+    log = FinishedOffsets(folder / "finished", TopicIdentity("c", {TOPIC: "id"}), 1, Holder(epoch))
+    log.begin()
+    return log
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,21 @@ IDENTITY = TopicIdentity("cluster-a", {"t.ranking": "id-1", "t.preinfer": "id-2"
 RANKING_0, RANKING_3 = TopicPartition("t.ranking", 0), TopicPartition("t.ranking", 3)
 
 
-def open_log(
-    folder: Path, epoch: int, identity: TopicIdentity = IDENTITY, partitions: int = 4, holds_lock: bool = True
-) -> FinishedOffsets:
-    return FinishedOffsets(folder / "finished", identity, partitions, epoch, lambda: holds_lock)
+@dataclass
+class Holder:
+    """A lock, as far as it is asked."""
+
+    arena_epoch: int
+    holds: bool = True
+
+    def is_held(self) -> bool:
+        return self.holds
+
+
+def open_log(folder: Path, epoch: int, identity: TopicIdentity = IDENTITY) -> FinishedOffsets:
+    log = FinishedOffsets(folder / "finished", identity, 4, Holder(epoch))
+    log.begin()
+    return log
 
 
 def leave(folder: Path, epoch: int = 1, finished: int = 120) -> None:
@@ -76,9 +87,11 @@ def test_a_partition_that_went_to_another_owner_is_forgotten(tmp_path: Path) -> 
 
 def test_a_process_without_the_lock_writes_nothing(tmp_path: Path) -> None:
     leave(tmp_path, epoch=1)
-    woken = open_log(tmp_path, 2, holds_lock=False)
+    woken = FinishedOffsets(tmp_path / "finished", IDENTITY, 4, Holder(2, holds=False))
     woken.note({RANKING_0: Progress(100, 999)})
     woken.forget([RANKING_0])
+    with pytest.raises(ValueError, match="only the writer"):
+        woken.begin()
     assert open_log(tmp_path, 2).predecessor() == {RANKING_0: Progress(100, 120)}
 
 
