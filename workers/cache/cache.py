@@ -22,7 +22,6 @@ All times are monotonic microseconds, passed in; what ends by itself (a copy) co
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -30,6 +29,7 @@ from typing import Protocol
 import structlog
 
 from schemas.messages import PrefixSource
+from workers.cache import removal
 from workers.cache.arrival import LayerArrival
 from workers.cache.books import After, Books
 from workers.cache.copies import Copies
@@ -64,9 +64,6 @@ _log = structlog.get_logger()
 LONGEST_HOLD_US = 180_000_000
 """A handle that was not released by then is leaked. Far beyond any request's, job's or forward's life: a job may wait
 60 s with one, and a device that takes 10 s for a forward is stuck."""
-
-# How many entries one section under the lock handles when very many are dropped or demoted.
-_BATCH = 256
 
 
 class Completion(Protocol):
@@ -201,7 +198,7 @@ class PrefixCache:
         the handle is not held any more.
         """
         with self._books.section(now_us):
-            pins = self._hbm.force_overdue(now_us)
+            pins = self._hbm.readers.force_overdue(now_us)
             self._counters.forced_unpins += len(pins)
         for pin in pins:
             _log.error("a handle was never released", pages=pin.pages.size, tokens=pin.entry.tokens)
@@ -301,23 +298,11 @@ class PrefixCache:
 
     def invalidate_user(self, user_id: str) -> int:
         """Nothing of the user can be found any more, in either tier; how many entries that were."""
-        with self._books.section() as after:
-            entries = [(tier, entry) for tier in self._books.tiers for entry in tier.index.of_user(user_id)]
-            self._books.remove(after, entries)
-            return len(entries)
+        return removal.remove_user(self._books, user_id)
 
     def drop_namespace(self, namespace: bytes) -> int:
         """Frees everything of one model; how many entries."""
-        dropped = 0
-        while True:
-            with self._books.section() as after:
-                entries = [
-                    (tier, entry) for tier in self._books.tiers for entry in tier.index.of_namespace(namespace)[:_BATCH]
-                ]
-                if not entries:
-                    return dropped
-                self._books.remove(after, entries)
-                dropped += len(entries)
+        return removal.drop_namespace(self._books, namespace)
 
     def admit_only(self, namespace: bytes) -> None:
         """From now on only this model's keys match or get pages. What others have stays until `keep_only`."""
@@ -327,36 +312,15 @@ class PrefixCache:
     def keep_only(self, namespace: bytes) -> int:
         """`admit_only`; then frees the others' entries, some at a time, and says how many."""
         self.admit_only(namespace)
-        with self._books.section():
-            others = {other for tier in self._books.tiers for other in tier.index.namespaces()} - {namespace}
-        return sum(self.drop_namespace(other) for other in others)
+        return removal.drop_others(self._books, namespace)
 
     def demote(self, users: Iterable[str] | Callable[[str], bool]) -> int:
         """Puts these users' entries first in the order of eviction; how many. They stay usable."""
-        if callable(users):
-            with self._books.section():
-                known = {user_id for tier in self._books.tiers for user_id in tier.index.users()}
-            users = filter(users, known)
-        demoted = 0
-        remaining = iter(users)
-        while batch := list(itertools.islice(remaining, _BATCH)):
-            with self._books.section():
-                for tier, user_id in itertools.product(self._books.tiers, batch):
-                    for entry in tier.index.of_user(user_id):
-                        tier.demote(entry)
-                        demoted += 1
-        return demoted
+        return removal.demote(self._books, users)
 
     def clear(self) -> None:
         """Empties both tiers and every index."""
-        with self._books.section() as after:
-            entries = [
-                (tier, entry)
-                for tier in self._books.tiers
-                for user_id in tier.index.users()
-                for entry in tier.index.of_user(user_id)
-            ]
-            self._books.remove(after, entries)
+        removal.clear(self._books)
 
     def close(self) -> None:
         """Ends the copies (those that wait fail), then clears. What a journal keeps, it keeps."""
@@ -391,16 +355,16 @@ class PrefixCache:
     # How it is done.
 
     def _handle(self, match: Match, key: PrefixKey) -> Handle:
-        pin = self._hbm.pin(match.entry, match.behaviours)
+        pin = self._hbm.readers.pin(match.entry, match.behaviours)
         return self._held(pin, match.behaviours, key, match.entry.source, None)
 
     def _arriving_handle(self, work: Work, key: PrefixKey, arrival: LayerArrival) -> Handle:
-        return self._held(self._hbm.pin_work(work, key.length), key.length, key, PrefixSource.DRAM, arrival)
+        return self._held(self._hbm.readers.pin_work(work, key.length), key.length, key, PrefixSource.DRAM, arrival)
 
     def _held(
         self, pin: Pin, behaviours: int, key: PrefixKey, source: PrefixSource, arrival: LayerArrival | None
     ) -> Handle:
-        self._hbm.hold(pin, self._books.latest_us + self._longest_hold_us)
+        self._hbm.readers.hold(pin, self._books.latest_us + self._longest_hold_us)
         return Handle(
             behaviours=behaviours,
             tokens=self._layout.tokens(behaviours),
@@ -417,11 +381,11 @@ class PrefixCache:
             if pin.forced:
                 self._counters.late_releases += 1
             else:
-                self._hbm.unpin(pin)
+                self._hbm.readers.unpin(pin)
 
     def _free(self, forced: Pin) -> None:
         with self._books.section():
-            self._hbm.unpin(forced)
+            self._hbm.readers.unpin(forced)
 
     def _reserve(self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None) -> Fill | NoRoom | Pending:
         with self._books.section(now_us) as after:

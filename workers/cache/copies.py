@@ -72,7 +72,7 @@ class Copies:
             books.tell(after, EventKind.RELOAD, key, "started")
         if not self._mover.submit(request):
             with books.section() as after:
-                books.dram.unpin(pin)
+                books.dram.readers.unpin(pin)
                 books.hbm.abort(work)
                 books.counters.declined[DeclineReason.QUEUE_FULL] += 1
                 books.finish(after, work, PendingOutcome.FAILED)
@@ -94,7 +94,7 @@ class Copies:
         with books.section():
             books.counters.spills[outcome] += 1
             if not started:
-                books.hbm.end_spill(pin)
+                books.hbm.readers.end_spill(pin)
                 books.dram.abort(work)
         return outcome
 
@@ -126,7 +126,7 @@ class Copies:
         if isinstance(work, NoRoomReason):
             return NoRoom(work)
         dram.touch(stored.entry, now_us)
-        pin = dram.pin(stored.entry, stored.behaviours)
+        pin = dram.readers.pin(stored.entry, stored.behaviours)
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
         self._books.pending[work] = Pending(PendingKind.LOAD, target.length, arrival=work.arrival)
         request = CopyRequest(
@@ -146,7 +146,7 @@ class Copies:
         if not copied and work.arrival is not None:
             work.arrival.fail()
         with books.section() as after:
-            books.dram.unpin(pin)
+            books.dram.readers.unpin(pin)
             outcome = PendingOutcome.FAILED
             if copied:
                 entry = books.hbm.publish(work, books.latest_us, PrefixSource.DRAM)
@@ -176,7 +176,7 @@ class Copies:
         work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
         if isinstance(work, NoRoomReason):
             return SpillOutcome.NO_ROOM
-        pin = hbm.begin_spill(entry)
+        pin = hbm.readers.begin_spill(entry)
         request = CopyRequest(
             source=Tier.HBM,
             target=Tier.DRAM,
@@ -197,7 +197,7 @@ class Copies:
                 outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             else:
                 books.dram.abort(work)
-            books.hbm.end_spill(pin)
+            books.hbm.readers.end_spill(pin)
             books.counters.spills_ended[outcome] += 1
             books.tell(after, EventKind.SPILLED, work.key, outcome)
 

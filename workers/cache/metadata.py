@@ -5,9 +5,6 @@
 | `begin` | pages free or evictable | `Work`: pages in flight | entry FILLING or LOADING, or one that grows |
 | `publish` | work still current | the READY entry | work closed; longer table, older handles keep theirs |
 | `abort` | open work | | its pages free; a new entry EMPTY again |
-| `pin`, `unpin` | visible entry | a hold on its first pages | |
-| `pin_work` | open work | a hold on what it will show | |
-| `force_overdue` | pins held too long | those pins | each a pin until `unpin`, but no holder's |
 | `remove` | | the work that is stale now | entry out of the index; pages free as readers leave |
 | `restore` | free pages | | entries READY that an earlier process left |
 
@@ -25,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from schemas.messages import PrefixSource
-from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
+from workers.cache.entries import Entry, EntryState, Holding, Match, Work
 from workers.cache.entry_index import EntryIndex
 from workers.cache.identity import Mark, PrefixKey
 from workers.cache.invariants import check_tier
@@ -33,6 +30,7 @@ from workers.cache.journal import NoJournal, StoredEntry, TierJournal
 from workers.cache.leases import Lease, LeaseBook
 from workers.cache.pages import PageArray, PagePool
 from workers.cache.policies import EntryWeight, EvictionPolicy
+from workers.cache.readers import Readers
 from workers.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, WasteReason
 from workers.cache.stats import Counters, TierStats
 from workers.cache.tier_state import TierState
@@ -66,6 +64,7 @@ class TierMetadata:
         self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
         self._pool, self._policy, self._leases = self._state.pool, policy, self._state.leases
         self._index, self._account = self._state.index, self._state.account
+        self.readers = Readers(self._state)
         self._layout = layout
         self._last_number = 0
         self.saved_us: Callable[[int], float] = float
@@ -97,39 +96,7 @@ class TierMetadata:
         """Raises AssertionError that says what does not add up."""
         check_tier(self._state)
 
-    # Readers.
-
-    def pin(self, entry: Entry, behaviours: int) -> Pin:
-        """Holds the pages of the entry's first `behaviours` behaviours."""
-        return self._pin(entry, entry.pages, behaviours)
-
-    def pin_work(self, work: Work, behaviours: int) -> Pin:
-        """Holds the pages of a prefix under way. They stay the reader's when the work ends, well or not."""
-        return self._pin(work.entry, work.table, behaviours)
-
-    def hold(self, pin: Pin, until_us: int) -> None:
-        """A handle has this pin, until then at most. Later ones may not end earlier."""
-        self._state.held_until_us[pin] = until_us
-
-    def force_overdue(self, now_us: int) -> list[Pin]:
-        """Takes the pins that were held too long from their holders; each stays a pin until `unpin`."""
-        overdue = list(itertools.takewhile(lambda item: item[1] <= now_us, self._state.held_until_us.items()))
-        for pin, _ in overdue:
-            pin.forced = True
-            del self._state.held_until_us[pin]
-        return [pin for pin, _ in overdue]
-
-    def unpin(self, pin: Pin) -> None:
-        """Ends a hold. Raises ValueError if it has ended."""
-        if not pin.open:
-            raise ValueError("a handle was released twice")
-        pin.open = False
-        self._state.pins.remove(pin)
-        self._state.held_until_us.pop(pin, None)
-        pin.entry.pins -= 1
-        # What becomes free here had no entry any more.
-        self._account.orphaned -= self._pool.drop(pin.pages)
-        self._account.reclassify(pin.entry)
+    # Use.
 
     def touch(self, entry: Entry, now_us: int) -> None:
         """The entry was used: later in the order of eviction."""
@@ -199,7 +166,7 @@ class TierMetadata:
             entry.key = work.key.held(tuple(mark for mark in earlier if mark.length <= work.start_behaviours))
             if work.kind is PendingKind.LOAD:
                 entry.source = source
-            self.unpin(work.base)
+            self.readers.unpin(work.base)
         entry.tokens = work.tokens
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
         self._show(entry, now_us)
@@ -228,7 +195,7 @@ class TierMetadata:
         # Whoever reads a prefix under way keeps its pages.
         self._account.orphaned += work.new_pages.size - self._pool.drop(work.new_pages)
         if work.base is not None:
-            self.unpin(work.base)
+            self.readers.unpin(work.base)
         elif work.is_current:
             self._detach(work.entry)
             work.entry.step(EntryState.EMPTY)
@@ -249,21 +216,6 @@ class TierMetadata:
         else:
             entry.step(EntryState.EMPTY)
         return stale
-
-    def begin_spill(self, entry: Entry) -> Pin:
-        """Pins the whole entry for a copy to DRAM."""
-        if entry.state is EntryState.READY:
-            entry.step(EntryState.SPILLING)
-        entry.spills += 1
-        return self.pin(entry, entry.key.length)
-
-    def end_spill(self, pin: Pin) -> None:
-        """The copy ended, well or not."""
-        entry = pin.entry
-        entry.spills -= 1
-        if entry.spills == 0 and entry.state is EntryState.SPILLING:
-            entry.step(EntryState.READY)
-        self.unpin(pin)
 
     # Leases.
 
@@ -297,15 +249,6 @@ class TierMetadata:
         return len(ended)
 
     # How it is done.
-
-    def _pin(self, entry: Entry, table: PageArray, behaviours: int) -> Pin:
-        pages = table[: self._state.pages_for(self._layout.tokens(behaviours))]
-        self._pool.share(pages)
-        pin = Pin(entry, pages)
-        self._state.pins.add(pin)
-        entry.pins += 1
-        self._account.reclassify(entry)
-        return pin
 
     def _may_grow(self, base: Match, own_pins: int) -> bool:
         entry = base.entry
@@ -344,10 +287,10 @@ class TierMetadata:
         # would overwrite rows still shown. A load brings the whole page, so it never needs the old one.
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
-        pin = self.pin(entry, base.behaviours)
+        pin = self.readers.pin(entry, base.behaviours)
         pages = self._take(self._state.pages_for(tokens) - kept, now_us)
         if pages is None:
-            self.unpin(pin)
+            self.readers.unpin(pin)
             return NoRoomReason.FULL
         copies = partial and not in_place and kind is PendingKind.FILL
         work = Work(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages)

@@ -1,0 +1,79 @@
+"""Who reads the pages of a tier: pins, and how long a handle may hold one. The cache's lock guards it.
+
+A pin holds its pages whatever becomes of their entry, and of the work that fills them. A handle that was held
+far too long loses its pin by force: it stays a pin, so that the device may go on reading, until `unpin`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from workers.cache.entries import Entry, EntryState, Pin, Work
+from workers.cache.pages import PageArray
+from workers.cache.tier_state import TierState
+
+
+class Readers:
+    """Of one tier."""
+
+    def __init__(self, state: TierState) -> None:
+        self._state = state
+
+    def pin(self, entry: Entry, behaviours: int) -> Pin:
+        """Holds the pages of the entry's first `behaviours` behaviours."""
+        return self._pin(entry, entry.pages, behaviours)
+
+    def pin_work(self, work: Work, behaviours: int) -> Pin:
+        """Holds the pages of a prefix under way. They stay the reader's when the work ends, well or not."""
+        return self._pin(work.entry, work.table, behaviours)
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a hold. Raises ValueError if it has ended."""
+        if not pin.open:
+            raise ValueError("a handle was released twice")
+        pin.open = False
+        state = self._state
+        state.pins.remove(pin)
+        state.held_until_us.pop(pin, None)
+        pin.entry.pins -= 1
+        # What becomes free here had no entry any more.
+        state.account.orphaned -= state.pool.drop(pin.pages)
+        state.account.reclassify(pin.entry)
+
+    def hold(self, pin: Pin, until_us: int) -> None:
+        """A handle has this pin, until then at most. Later ones may not end earlier."""
+        self._state.held_until_us[pin] = until_us
+
+    def force_overdue(self, now_us: int) -> list[Pin]:
+        """Takes the pins that were held too long from their holders."""
+        held = self._state.held_until_us
+        overdue = [pin for pin, _ in itertools.takewhile(lambda item: item[1] <= now_us, held.items())]
+        for pin in overdue:
+            pin.forced = True
+            del held[pin]
+        return overdue
+
+    def begin_spill(self, entry: Entry) -> Pin:
+        """Pins the whole entry for a copy to DRAM."""
+        if entry.state is EntryState.READY:
+            entry.step(EntryState.SPILLING)
+        entry.spills += 1
+        return self.pin(entry, entry.key.length)
+
+    def end_spill(self, pin: Pin) -> None:
+        """The copy ended, well or not."""
+        entry = pin.entry
+        entry.spills -= 1
+        if entry.spills == 0 and entry.state is EntryState.SPILLING:
+            entry.step(EntryState.READY)
+        self.unpin(pin)
+
+    def _pin(self, entry: Entry, table: PageArray, behaviours: int) -> Pin:
+        state = self._state
+        pages = table[: state.pages_for(state.layout.tokens(behaviours))]
+        state.pool.share(pages)
+        pin = Pin(entry, pages)
+        state.pins.add(pin)
+        entry.pins += 1
+        state.account.reclassify(entry)
+        return pin
