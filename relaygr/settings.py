@@ -35,6 +35,7 @@ from streams.logs import LogSettings
 from streams.settings import KafkaSettings
 from streams.trigger.settings import AdmissionSettings, TriggerSettings
 from workers.settings import WorkerSettings
+from workers.supervisor.settings import SupervisorSettings
 
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"
@@ -50,6 +51,7 @@ class Settings(KafkaSettings):
     admission: AdmissionSettings = AdmissionSettings()
     trigger: TriggerSettings = TriggerSettings()
     worker: WorkerSettings = WorkerSettings()
+    supervisor: SupervisorSettings = SupervisorSettings()
     gateway: TrafficSettings = TrafficSettings()
     lag: LagSettings = LagSettings()
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from relaygr.settings import Settings
 from streams.broker import LocalBroker
 from streams.clock import SystemClock
 from streams.trigger.fleet import Fleet, FleetReader
+from workers.shared.place import memory_folder
 
 START_TIMEOUT_S = 40.0
 _STALE_MS = 3000
@@ -57,6 +59,10 @@ class Stack:
         config = self._folder / "settings.yaml"
         write_config(settings, config)
         try:
+            # Entered first, so that it goes last: what outlives workers need not outlive the run.
+            self._shared = self._cleanup.enter_context(
+                TemporaryDirectory(prefix="relaygr-demo-", dir=memory_folder(), ignore_cleanup_errors=True)
+            )
             self._processes = self._cleanup.enter_context(Processes(self._folder, config))
             with self._console.status(
                 f"starting {self._worker_count} workers" + (" and the trigger" if self._relay else "")
@@ -122,7 +128,11 @@ class Stack:
 
     def _start_worker(self, number: int) -> Child:
         name = f"worker-{number:02d}"
-        own = [f"worker.worker_id={name}", f"worker.history_path={self._folder / f'history-{number:02d}'}"]
+        own = [
+            f"worker.worker_id={name}",
+            f"worker.history_path={self._folder / f'history-{number:02d}'}",
+            f"worker.shared_path={self._shared}",
+        ]
         if not self._relay:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)

@@ -119,6 +119,7 @@ class Relay:
             "hbm_bytes": ByteSize(1 << 20),
             "dram_bytes": ByteSize(8 << 20),
             "history_max_bytes": ByteSize(64 << 20),
+            "shared_path": folder / "shared",
             "status_interval_ms": 100,
         }
         # Buckets that no test empties: what they refuse is tested elsewhere.

@@ -26,6 +26,7 @@ def run_worker(
         f"worker.model={model}",
         f"worker.calibration={model / 'calibration.json'}",
         f"worker.history_path={folder / 'history'}",
+        f"worker.shared_path={folder / 'shared'}",
         "worker.device=cpu",
     ]
     if kafka is not None:

@@ -57,7 +57,9 @@ def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_c
     if broker.kind is BrokerChoice.EMBEDDED:
         pytest.skip("librdkafka's cluster does not fence the old holder of a group.instance.id")
     old = workers[1]
-    new = relay.start_worker("worker-01", store="worker-01-successor")
+    # As on another machine: nothing that they share says that the id is taken.
+    apart = f"worker.shared_path={relay.folder / 'shared-elsewhere'}"
+    new = relay.start_worker("worker-01", apart, store="worker-01-successor")
     assert old.process.wait(timeout=60) == EXIT_FENCED
     log = old.log.read_text()
     assert "took over this group.instance.id" in log

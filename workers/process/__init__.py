@@ -9,17 +9,20 @@ It ends
 * with Exit.STUCK, at once, if the device makes no progress: what is in flight is delivered again;
 * with Exit.FAILED if a thread failed.
 
-It starts in two phases, so that a standby can wait between them: *prepare* (slow: model, memory, calibration,
-store, connections) and *activate* (quick: from there on it owns partitions).
+It starts in two phases: *prepare* (slow: model, memory, calibration, store, connections) and *activate* (quick: from
+there on it owns partitions). Between them lies the lock of its worker id. A primary worker takes it first of all; a
+standby prepares, and then waits for it: the kernel frees it when the active worker is dead, never before.
 
-    config     the settings of one worker
-    memory     what it takes: planned, checked, taken
-    prepare    the first phase
-    parts      the parts, wired to each other
-    duties     what the poll thread does beside messages
-    report     the status message
-    readiness  what the probes say
-    life       prepare, activate, run, stop
+    config         the settings of one worker
+    shared_folder  what outlives the process, and the right to write it
+    memory         what it takes: planned, checked, taken
+    warm           the latency model, and a device that has done its first work
+    prepare        the first phase
+    parts          the parts, wired to each other
+    duties         what the poll thread does beside messages
+    report         the status message
+    readiness      what the probes say
+    life           prepare, wait, activate, run, stop
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ from workers.exits import Exit
 from workers.process.config import WorkerConfig
 from workers.process.life import WorkerProcess
 from workers.process.memory import queues_bytes
+from workers.supervisor.leash import Leash
 
 __all__ = ["Exit", "WorkerConfig", "WorkerProcess", "queues_bytes", "run_worker"]
 
 
-def run_worker(config: WorkerConfig) -> Exit:
-    """Runs until told to stop. Raises RelayError for what the user can mend."""
+def run_worker(config: WorkerConfig, *, is_standby: bool = False, leash: Leash | None = None) -> Exit:
+    """Runs until told to stop. Raises RelayError for what the user can mend. `leash`: the line to a supervisor."""
     require_broker(config.kafka)
     require_topics(config.kafka)
-    return WorkerProcess(config).run()
+    return WorkerProcess(config, is_standby=is_standby, leash=leash).run()

@@ -1,10 +1,15 @@
-"""The life of a worker process: prepare, activate, run, stop. `WorkerProcess.run` is the main thread's."""
+"""The life of a worker process: prepare, wait for its turn, activate, run, stop.
+
+`WorkerProcess.run` is the main thread's. Between the phases lies the lock of the worker's id (`workers.shared.lock`):
+a primary worker has it before it prepares anything, a standby gets it from the kernel when the active worker is dead.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 
 import structlog
 
@@ -12,13 +17,19 @@ from schemas.messages import WorkerState
 from streams.clock import SystemClock
 from streams.consumer import LoopState
 from streams.interpreter import settle
-from streams.probes import ProbeServer
+from streams.probes import ProbeServer, Readiness
 from workers.cache.metrics import CacheCollector
 from workers.exits import Exit
 from workers.process.config import WorkerConfig
+from workers.process.memory import take_memory
 from workers.process.parts import Parts
 from workers.process.prepare import prepare
-from workers.process.readiness import health, readiness
+from workers.process.readiness import WAITING, health, readiness
+from workers.process.shared_folder import claim, shared_folder
+from workers.shared.fenced import note_fenced, predecessor_was_fenced
+from workers.shared.lock import ArenaLock
+from workers.supervisor.beats import INTERVAL_S, Beat, Phase
+from workers.supervisor.leash import Leash
 
 log = structlog.get_logger()
 
@@ -26,29 +37,25 @@ log = structlog.get_logger()
 class WorkerProcess:
     """One worker, from its parts to its exit code."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Prepares. Raises RelayError for what the user can mend."""
+    def __init__(self, config: WorkerConfig, *, is_standby: bool = False, leash: Leash | None = None) -> None:
+        """Prepares. Raises RelayError for what the user can mend. `leash`: the line to its supervisor."""
         self._config = config
         self._settings = config.worker
+        self._is_standby = is_standby
+        self._leash = leash
         self._clock = SystemClock()
         self._end = threading.Event()
         self._signalled = False
         self._exit = Exit.DONE
-        self._prepared = prepare(config)
-        self._parts = Parts(
-            config,
-            self._prepared,
-            self._clock,
-            on_device_death=lambda: self._end_with(Exit.FAILED),
-            on_loop_end=self._loop_ended,
-        )
-        CacheCollector(self._parts.cache.stats)
-        self._probes = ProbeServer(
-            self._settings.http_host,
-            self._settings.http_port,
-            lambda: readiness(self._parts),
-            lambda: health(self._parts, self._clock),
-        )
+        self._folder = shared_folder(config)
+        self._lock = ArenaLock(self._folder)
+        if not is_standby:
+            claim(self._lock, config)
+        self._prepared = prepare(config, self._folder, is_standby=is_standby)
+        self._parts: Parts | None = None
+        if self._prepared.memory is not None:
+            self._parts = self._assemble()
+        self._probes = ProbeServer(self._settings.http_host, self._settings.http_port, self._readiness, self._health)
 
     def run(self) -> Exit:
         """Starts every thread, waits for the end, and stops them in order."""
@@ -56,25 +63,70 @@ class WorkerProcess:
             signal.signal(number, self._on_signal)
         settle()
         self._probes.start()
-        self._activate()
-        self._say_hello()
-        while not (self._end.wait(0.2) or self._signalled):
-            if self._parts.device.is_stuck():
-                log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
-                os._exit(Exit.STUCK)
-        self._stop()
+        if not self._is_standby or self._await_turn():
+            parts = self._activate()
+            self._say_hello(parts)
+            self._serve(parts)
+            self._stop(parts)
+        self._put_away()
         return self._exit
 
-    def _activate(self) -> None:
-        """Owns from here on: joins the group, and every thread runs."""
-        self._parts.device.start()
-        self._parts.follower.start()
-        self._parts.loop.start()
-        self._parts.report.state = WorkerState.READY
+    # -- the standby -------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _await_turn(self) -> bool:
+        """Until this process holds the lock: True. False when told to stop, or when nobody here may take over."""
+        log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
+        while not self._is_over():
+            self._beat(Phase.STANDBY, WAITING)
+            if self._lock.acquire(timeout_s=INTERVAL_S) is None:
+                continue
+            if predecessor_was_fenced(self._folder, self._lock):
+                log.error(
+                    "another process has this worker's id: does not take over", worker_id=self._settings.worker_id
+                )
+                self._exit = Exit.FENCED
+                return False
+            log.warning("takes over", worker_id=self._settings.worker_id, arena_epoch=self._lock.arena_epoch)
+            return True
+        return False
+
+    # -- active ------------------------------------------------------------------------------------
+
+    def _activate(self) -> Parts:
+        """Owns from here on: joins the group, and every thread runs."""
+        started_s = time.monotonic()
+        parts = self._parts = self._parts or self._assemble()
+        parts.device.start()
+        parts.follower.start()
+        parts.loop.start()
+        parts.report.state = WorkerState.READY
+        log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
+        return parts
+
+    def _assemble(self) -> Parts:
+        prepared = self._prepared
+        parts = Parts(
+            self._config,
+            prepared,
+            prepared.memory or take_memory(prepared.engine, self._settings),
+            self._clock,
+            on_device_death=lambda: self._end_with(Exit.FAILED),
+            on_loop_end=self._loop_ended,
+        )
+        CacheCollector(parts.cache.stats)
+        return parts
+
+    def _serve(self, parts: Parts) -> None:
+        """Until the end. A supervisor hears of a worker that moves, and of no other."""
+        while not (self._end.wait(INTERVAL_S) or self._is_over()):
+            if parts.device.is_stuck():
+                log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
+                os._exit(Exit.STUCK)
+            if self._health().ready:
+                self._beat(Phase.ACTIVE, self._readiness())
+
+    def _stop(self, parts: Parts) -> None:
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=self._settings.drain_s)
-        parts, prepared = self._parts, self._prepared
         parts.report.state = WorkerState.STOPPING
         parts.loop.stop(self._settings.drain_s)
         parts.loop.join(self._settings.drain_s + 5)
@@ -83,19 +135,26 @@ class WorkerProcess:
             # The id is another's by then, and so is its status.
             parts.report.publish()
         parts.answers.close(1)
-        prepared.dead_letters.flush(1)
+        self._prepared.dead_letters.flush(1)
         parts.follower.stop()
-        prepared.follower_letters.flush(1)
-        parts.cache.close()
-        prepared.store.close()
+        self._prepared.follower_letters.flush(1)
+
+    def _put_away(self) -> None:
+        if self._parts is not None:
+            self._parts.cache.close()
+        self._prepared.store.close()
         self._probes.stop()
+        self._lock.release()
         log.info("stopped", worker_id=self._settings.worker_id, exit_code=int(self._exit))
+
+    # -- what ends it ------------------------------------------------------------------------------
 
     def _loop_ended(self, state: LoopState) -> None:
         if state is LoopState.FENCED:
+            note_fenced(self._folder, self._lock)
             self._end_with(Exit.FENCED)
         elif state is LoopState.FAILED:
-            log.error("the consumer loop failed", error=str(self._parts.loop.error))
+            log.error("the consumer loop failed", error=str(self._parts and self._parts.loop.error))
             self._end_with(Exit.FAILED)
 
     def _on_signal(self, *_: object) -> None:
@@ -106,10 +165,28 @@ class WorkerProcess:
         self._exit = code
         self._end.set()
 
-    def _say_hello(self) -> None:
+    def _is_over(self) -> bool:
+        return self._signalled or (self._leash is not None and self._leash.is_cut)
+
+    # -- what others see ---------------------------------------------------------------------------
+
+    def _readiness(self) -> Readiness:
+        parts = self._parts
+        return readiness(parts) if parts is not None and self._lock.is_held() else WAITING
+
+    def _health(self) -> Readiness:
+        parts = self._parts
+        return health(parts, self._clock) if parts is not None and self._lock.is_held() else Readiness()
+
+    def _beat(self, phase: Phase, told: Readiness) -> None:
+        if self._leash is not None:
+            missing = ", ".join(check.detail or check.name for check in told.checks if not check.ok)
+            self._leash.tell(Beat(phase, self._probes.port, told.ready, missing))
+
+    def _say_hello(self, parts: Parts) -> None:
         engine, plan = self._prepared.engine, self._prepared.plan
         for kind, size_bytes in plan.by_kind().items():
-            self._parts.metrics.bytes_at_most.labels(kind).set(size_bytes)
+            parts.metrics.bytes_at_most.labels(kind).set(size_bytes)
         log.info(
             "worker started",
             worker_id=self._settings.worker_id,

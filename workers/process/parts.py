@@ -29,6 +29,7 @@ from workers.history.store import HistoryStore
 from workers.metrics import WorkerMetrics
 from workers.process.config import WorkerConfig
 from workers.process.duties import PollDuties
+from workers.process.memory import TakenMemory
 from workers.process.prepare import Prepared
 from workers.process.report import StatusReport
 from workers.status import QueueWaits
@@ -55,15 +56,17 @@ class Parts:
         self,
         config: WorkerConfig,
         prepared: Prepared,
+        memory: TakenMemory,
         clock: Clock,
         on_device_death: Callable[[], None],
         on_loop_end: Callable[[LoopState], None],
     ) -> None:
         kafka, settings = config.kafka, config.worker
-        engine, built = prepared.engine, prepared.memory.built
+        engine, built = prepared.engine, memory.built
         waits = QueueWaits()
         self.metrics = WorkerMetrics()
         self.cache = built.cache
+        self.cache.weigh_by(prepared.corrector.model.pre_us)
         self.follower = HistoryFollower(
             kafka,
             prepared.store,
@@ -84,7 +87,7 @@ class Parts:
         self.executor = Executor(
             engine,
             self.cache,
-            prepared.memory.scratch_pages,
+            memory.scratch_pages,
             _FollowedHistories(prepared.store, self.follower),
             partial(copy_page, built.hbm_arena),
             prepared.corrector,
@@ -123,5 +126,5 @@ class Parts:
             config.consumer,
             on_end=on_loop_end,
         )
-        self.report = StatusReport(config, prepared, self.executor, self.loop, waits, clock)
+        self.report = StatusReport(config, prepared, self.cache, self.executor, self.loop, waits, clock)
         self.duties = PollDuties(config, self.loop, self.executor, self.cache, self.follower, self.report, self.metrics)

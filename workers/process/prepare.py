@@ -1,12 +1,13 @@
 """All that a worker can have ready before it owns anything: the slow part of a start.
 
-A prepared worker has its model loaded, its memory taken, its device measured, its history store open and its
-producers connected. It reads no topic, writes nothing, and runs no thread but the copy threads of its cache.
+A prepared worker has its model loaded and its device warm, its history store open and its producers connected. It
+reads no topic, and writes nothing that an active worker of its id relies on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from confluent_kafka import KafkaException, Producer
 
@@ -15,21 +16,23 @@ from streams.clients import ProducerKind, make_producer
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
 from streams.latency import Corrector
-from workers.calibration import latency_for
 from workers.history.store import HistoryStore
+from workers.measuring import bind_own_arena
 from workers.memory import MemoryPlan, require_host_memory
 from workers.model.engine import Engine, load_engine
 from workers.process.config import WorkerConfig
 from workers.process.memory import TakenMemory, plan_memory, take_memory
+from workers.process.warm import measured_latency
+from workers.settings import StandbyMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was made ready. `corrector` belongs to the device thread once that runs."""
+    """What was made ready. `corrector` belongs to the device thread once that runs. `memory` None: taken later."""
 
     engine: Engine
     plan: MemoryPlan
-    memory: TakenMemory
+    memory: TakenMemory | None
     corrector: Corrector
     producer: Producer
     dead_letters: DeadLetterWriter
@@ -37,15 +40,28 @@ class Prepared:
     store: HistoryStore
 
 
-def prepare(config: WorkerConfig) -> Prepared:
-    """Makes everything ready. Raises RelayError for what the user can mend."""
+def prepare(config: WorkerConfig, folder: Path, *, is_standby: bool) -> Prepared:
+    """Makes everything ready; `folder` is the shared one. A standby disturbs nothing that the active one has.
+
+    Raises RelayError for what the user can mend.
+    """
     kafka, settings = config.kafka, config.worker
-    engine = load_engine(settings.model, settings.device, settings.kv_dtype, settings.page_tokens, settings.threads)
+    engine = load_engine(
+        settings.model,
+        settings.device,
+        settings.kv_dtype,
+        settings.page_tokens,
+        settings.threads,
+        settings.compute_dtype,
+    )
     plan = plan_memory(engine, settings)
     require_host_memory(plan, engine.device.is_cpu)
-    memory = take_memory(engine, settings)
-    latency = latency_for(engine, settings.calibration)
-    memory.built.cache.weigh_by(latency.pre_us)
+    memory = None
+    if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
+        bind_own_arena(engine)
+    else:
+        memory = take_memory(engine, settings)
+    latency = measured_latency(engine, settings, folder, undisturbed=not is_standby)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")

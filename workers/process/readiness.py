@@ -11,6 +11,9 @@ from workers.process.parts import Parts
 LONGEST_SILENCE_US = 30_000_000
 """A poll thread that was not heard of for so long hangs."""
 
+WAITING = Readiness((Check("active", False, "standby: waits for the active worker's end"),))
+"""A standby's answer."""
+
 
 def readiness(parts: Parts) -> Readiness:
     """Ready = assigned, history caught up, model warm, broker reachable."""

@@ -6,6 +6,7 @@ from schemas.messages import WorkerState
 from schemas.topics import Topic
 from streams.clock import Clock
 from streams.consumer import ConsumerLoop
+from workers.cache.cache import PrefixCache
 from workers.executor import Executor
 from workers.process.config import WorkerConfig
 from workers.process.prepare import Prepared
@@ -19,6 +20,7 @@ class StatusReport:
         self,
         config: WorkerConfig,
         prepared: Prepared,
+        cache: PrefixCache,
         executor: Executor,
         loop: ConsumerLoop,
         waits: QueueWaits,
@@ -26,7 +28,7 @@ class StatusReport:
     ) -> None:
         engine, settings = prepared.engine, config.worker
         self.state = WorkerState.STARTING
-        self._cache = prepared.memory.built.cache
+        self._cache = cache
         self._corrector = prepared.corrector
         self._executor = executor
         self._loop = loop

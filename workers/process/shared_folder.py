@@ -1,0 +1,37 @@
+"""Where a worker keeps what outlives it (`workers.shared`), and its right to be the one that writes there."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+
+import structlog
+
+from streams.errors import RelayError
+from workers.process.config import WorkerConfig
+from workers.shared.lock import ArenaLock
+from workers.shared.place import memory_folder
+
+log = structlog.get_logger()
+
+_PATIENCE_S = 5.0
+"""Beside `drain_s`: how long a predecessor that was told to stop may take."""
+
+
+def shared_folder(config: WorkerConfig) -> Path:
+    """The folder of this worker id."""
+    root = config.worker.shared_path or memory_folder() / f"relaygr-{getpass.getuser()}"
+    return root / config.kafka.workers_group / config.worker.worker_id
+
+
+def claim(lock: ArenaLock, config: WorkerConfig) -> None:
+    """Takes the lock; waits a while for a predecessor that is stopping. Raises RelayError if it stays."""
+    if lock.try_acquire() is not None:
+        return
+    log.info("waits for its predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
+    if lock.acquire(timeout_s=config.worker.drain_s + _PATIENCE_S) is None:
+        raise RelayError(
+            f"{config.worker.worker_id} runs already on this machine, as process {lock.holder() or 'unknown'}: stop it "
+            "first, or give this one a `worker.worker_id` of its own. For workers of two clusters set "
+            "`worker.shared_path` apart."
+        )
