@@ -82,7 +82,7 @@ class FakeEngine:
     def prefix_inputs(self, features, behaviours, query_time_ms):
         return Inputs(len(behaviours))
 
-    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms):
+    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms):
         if candidates.size > self.limits.max_candidates:
             raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
         assert len(pages) * PAGE_TOKENS >= prefix_tokens

@@ -14,6 +14,7 @@ from streams.latency import Corrector
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import PageCopy, PrefixCache
+from workers.completions import DeviceCompletions
 from workers.executor.batches import BatchFlow
 from workers.executor.jobs import JobFlow
 from workers.executor.prefixes import PrefixFlow
@@ -67,6 +68,7 @@ class Executor:
         self._batches = BatchFlow(self._shared, self._prefixes, self._requests)
         self._jobs = JobFlow(self._shared, self._prefixes, self._requests.answered)
         self._prefixes.connect(self._requests, self._jobs, self._batches)
+        self._completions = DeviceCompletions(engine.device)
         self._expire_leases()
 
     # -- from any thread ---------------------------------------------------------------------------
@@ -175,4 +177,5 @@ class Executor:
         now_us = self._shared.now_us()
         self._shared.cache.expire_leases(now_us)
         self._shared.cache.expire_prefixes(now_us)
+        self._shared.cache.force_unpins(now_us, self._completions.after_work())
         self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

@@ -10,6 +10,7 @@ any of them -> expired | failed(overloaded) | truncated, then ranked
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -91,15 +92,14 @@ class RankingFlow:
         coming = self._prefixes.coming_for(span.key)
         if coming is not None and self._shared.cache.peek(span.key).hbm_behaviours < span.key.length:
             return self._join(work, coming)
-        found = self._shared.cache.acquire(span.key, now_us)
+        found = self._shared.cache.acquire(span.key, now_us, arriving=True)
         if isinstance(found, Pending):
             return self._wait_for(work, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
-            work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
             if handle.complete:
-                work.handle, work.pages = handle, handle.pages
-                return self.ready(work)
+                return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM)
+            work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._shared.reload_more(span, handle, work.deadline_us)
         if pending is not None:
             if handle is not None:
@@ -112,6 +112,11 @@ class RankingFlow:
         work.ranked_prefix_tokens, work.suffix = prefix_tokens, suffix
         work.scored_tokens = self._shared.spans.scored_tokens(suffix, work.request.candidates.size)
         work.predicted_us = self._shared.latency.hit_us(prefix_tokens, work.scored_tokens)
+
+    def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path) -> None:
+        work.path, work.tokens_cached, work.prefix_source = path, handle.tokens, handle.source
+        work.handle, work.pages = handle, handle.pages
+        self.ready(work)
 
     def _uses_cache(self, work: RankingWork) -> bool:
         return self._shared.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
@@ -205,13 +210,33 @@ class RankingFlow:
                     work.reload_us += self._shared.now_us() - started_us
                 self._after_waiting(work)
 
+        def begun() -> None:
+            handle = self._arriving(work) if "waiting" in state else None
+            if handle is not None:
+                state.clear()
+                work.reload_us += self._shared.now_us() - started_us
+                self._guarded(work, lambda work: self._rank_on_handle(work, handle, Path.DRAM))
+
         def overdue() -> None:
             if state.pop("waiting", False):
                 self._guarded(work, self._compute_instead)
 
+        if pending.arrival is not None:
+            pending.arrival.add_begun_callback(lambda: self._shared.post(begun))
         pending.add_done_callback(lambda _: self._shared.post(arrived))
         spare_us = self._remaining_us(work, started_us) - int(full_us)
         self._shared.timers.at(started_us + max(0, spare_us), overdue)
+
+    def _arriving(self, work: RankingWork) -> Handle | None:
+        """The request's whole prefix, if its first layers are there; else it goes on waiting."""
+        assert work.span is not None
+        if not self._shared.is_current(work.span):
+            return None
+        found = self._shared.cache.acquire(work.span.key, self._shared.now_us(), arriving=True)
+        if isinstance(found, Hit) and not found.handle.complete:
+            self._shared.cache.release(found.handle)
+            return None
+        return found.handle if isinstance(found, Hit) else None
 
     def _compute_instead(self, work: RankingWork) -> None:
         assert work.span is not None
@@ -221,10 +246,13 @@ class RankingFlow:
 
     def start_over(self, work: RankingWork) -> None:
         """Another model serves now: nothing that was found or computed for the request counts any more."""
+        work.lookups = 0
+        self._look_up_again(work)
+
+    def _look_up_again(self, work: RankingWork) -> None:
         self._let_go(work)
         work.pages, work.inputs, work.unknown_items = np.empty(0, np.int32), None, 0
         work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
-        work.lookups = 0
         self.look_up(work)
 
     def _after_waiting(self, work: RankingWork) -> None:
@@ -243,14 +271,19 @@ class RankingFlow:
                 work.suffix,
                 work.request.candidates,
                 query_time_ms=work.span.query_time_ms,
+                prefix_timestamps_ms=work.span.behaviours.timestamps_ms,
             )
         except TooLongError as error:
             return self.fail(work, FailureReason.TOO_LONG, str(error))
+        if work.handle is not None and work.handle.arrival is not None:
+            work.inputs = replace(work.inputs, layer_ready=work.handle.arrival.wait)
         work.unknown_items += work.inputs.unknown_items
         self._shared.scheduler.push(work)
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        """Answers with the scores, if they are numbers."""
+        """Answers with the scores, if they are numbers, and of the prefix that they should be of."""
+        if _lost_its_prefix(work):
+            return self._look_up_again(work)
         if not np.isfinite(outputs.scores).all():
             # What made them may be in the cached prefix, and would come again with it.
             self._shared.cache.invalidate_user(work.request.user_id)
@@ -265,7 +298,9 @@ class RankingFlow:
         return self.fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
 
     def fail_on(self, work: RankingWork, error: Exception) -> None:
-        """Answers that the device failed, and how."""
+        """Answers that the device failed, and how; or tries another way, if what failed was a reload."""
+        if _lost_its_prefix(work):
+            return self._look_up_again(work)
         out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         reason = FailureReason.OUT_OF_MEMORY if out_of_memory else FailureReason.DEVICE_ERROR
         self.fail(work, reason, str(error)[:500] or repr(error))
@@ -315,6 +350,12 @@ class RankingFlow:
         if ahead_us and len(self._shared.scheduler.preinfer):
             ahead_us /= 1 - self._shared.admission_settings.preinfer_share
         return int(work.answer_by_us - now_us - ahead_us)
+
+
+def _lost_its_prefix(work: RankingWork) -> bool:
+    """Whether its handle was taken away, or the rest of its prefix did not arrive."""
+    handle = work.handle
+    return handle is not None and (not handle.is_held or (handle.arrival is not None and handle.arrival.failed))
 
 
 def _too_long(work: RankingWork, limits: EngineLimits) -> str | None:
