@@ -1,0 +1,201 @@
+"""Starts the Triton kernels: checks shapes, picks block sizes, allocates what comes out.
+
+The rows of a tile follow from the element type and the longest segment (`choose_block_rows`); the block of keys and
+the pipeline's stages are tuned once per kind of kernel by Triton's autotuner, which keeps its choice on disk. A kind
+is what the model fixes (heads, dimensions, page size, element types) and the rows of a tile: two per model, however
+requests vary. `Blocks` given by the caller replace the tuning, as under the interpreter, which has no clock to tune by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from workers.model.attention.triton_kernels import attend_kernel, store_kernel
+from workers.model.attention.triton_plan import PackedPlan
+
+_STORE_ROWS = 32
+_LEAST_DOT = 16
+"""The smallest side of a tile that `tl.dot` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Keys in a block, warps of a program, and stages of its pipeline."""
+
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer of the arena: K [pages, heads, page_tokens, dqk] and V [.., dv], strided views."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def page_tokens(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A packed plan and its array on the device."""
+
+    plan: PackedPlan
+    packed: torch.Tensor
+    """int32, as `plan.packed`."""
+
+    @property
+    def segments(self) -> torch.Tensor:
+        return self.packed[self.plan.segments_at :]
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.packed[self.plan.table_at :]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.packed[self.plan.slots_at :]
+
+
+def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) -> int:
+    """Rows of a tile. More rows read K,V less often, until a tile's sums no longer fit into registers.
+
+    Judged by the compiler's register counts for sm_90 (docs/cuda.md): float32 tiles beyond 32 rows of 128 spill.
+    """
+    if dtype is torch.float32:
+        return 32 if widest_dim <= 128 else 16
+    return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    alpha: float,
+    normalizer: float,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:
+    """Attention of one layer for all rows of a forward.
+
+    q, k [rows, heads, dqk], v [rows, heads, dv]: any strides but the last, which is 1. Returns float32
+    [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
+    """
+    rows, heads, d_qk = q.shape
+    d_v = v.shape[2]
+    plan = device_plan.plan
+    _check(q, k, v, pages, rows)
+    if rows != plan.rows:
+        raise ValueError(f"{rows} rows were given, the plan has {plan.rows}")
+    splits = plan.shape.splits
+    sums = torch.empty((splits, rows, heads, d_v), dtype=torch.float32, device=q.device)
+    arguments = (
+        q,
+        k,
+        v,
+        pages.k,
+        pages.v,
+        sums,
+        device_plan.packed,
+        device_plan.segments,
+        device_plan.table,
+        alpha,
+        1.0 / normalizer,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *pages.k.stride()[:2],
+        *pages.v.stride()[:2],
+        *sums.stride()[:3],
+    )
+    fixed = {
+        "HEADS": heads,
+        "D_QK": d_qk,
+        "D_V": d_v,
+        "PAD_QK": max(_LEAST_DOT, triton.next_power_of_2(d_qk)),
+        "PAD_V": max(_LEAST_DOT, triton.next_power_of_2(d_v)),
+        "PAGE_TOKENS": pages.page_tokens,
+        "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+        "FAST_SILU": q.dtype is not torch.float32 and q.is_cuda,
+        "BLOCK_M": plan.shape.block_rows,
+    }
+    grid = (plan.tiles * heads, splits)
+    if blocks is None:
+        _tuned_attend[grid](*arguments, **fixed)
+    else:
+        attend_kernel[grid](*arguments, **fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages)
+    return sums[0] if splits == 1 else sums.sum(0)
+
+
+def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
+    """Writes K,V of the storing segments' causal rows into their pages, rounded to the stored type.
+
+    k [rows, heads, dqk], v [rows, heads, dv] as in `attend`.
+    """
+    rows, heads, d_qk = k.shape
+    d_v = v.shape[2]
+    _check(k, k, v, pages, device_plan.plan.rows)
+    store_kernel[(triton.cdiv(rows, _STORE_ROWS), heads)](
+        k,
+        v,
+        pages.k,
+        pages.v,
+        device_plan.slots,
+        rows,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *pages.k.stride()[:2],
+        *pages.v.stride()[:2],
+        D_QK=d_qk,
+        D_V=d_v,
+        PAD_QK=triton.next_power_of_2(d_qk),
+        PAD_V=triton.next_power_of_2(d_v),
+        PAGE_TOKENS=pages.page_tokens,
+        BLOCK_M=_STORE_ROWS,
+    )
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, rows: int) -> None:
+    heads, d_qk, d_v = q.shape[1], q.shape[2], v.shape[2]
+    if q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[0] != rows:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit {rows} rows")
+    if pages.k.shape[1::2] != (heads, d_qk) or pages.v.shape[1::2] != (heads, d_v):
+        raise ValueError(f"pages of {list(pages.k.shape[1:])} and {list(pages.v.shape[1:])} are not this layer's")
+    # The kernels walk along the last dimension, and from token to token of a page, without asking for the stride.
+    if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
+        raise ValueError("q, k and v must be contiguous in their last dimension")
+    if pages.k.stride()[2:] != (d_qk, 1) or pages.v.stride()[2:] != (d_v, 1):
+        raise ValueError("the tokens of a page must follow one another")
+
+
+def _fitting(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
+    """Leaves out what spills registers for sm_90 (docs/cuda.md): at least one is left for any model."""
+    is_float32 = fixed["PRECISION"] == "ieee"
+    wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
+    large = int(str(fixed["BLOCK_M"])) > 64
+    return [
+        config
+        for config in configs
+        if (config.kwargs["BLOCK_N"] <= (16 if wide else 32) if is_float32 else config.kwargs["BLOCK_N"] >= 32)
+        and (config.num_warps == 8 or not (wide or large))
+    ]
+
+
+_tuned_attend = triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+        for keys in (16, 32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ],
+    key=["HEADS", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
+    prune_configs_by={"early_config_prune": _fitting},
+    cache_results=True,
+)(attend_kernel)
