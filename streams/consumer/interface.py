@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +66,16 @@ class LoopStatus:
     in_flight: int
     paused: int
     owner_split: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a member asks before it joins again after its membership was lost."""
+
+    may_own: Callable[[], bool] = lambda: True
+    """Whether this process is still the one that may own anything: it holds the lock of its id, say."""
+    holder: Callable[[], str | None] = lambda: None
+    """The member id that its static id has in the group now; None: not known. May take half a second."""
 
 
 class Handler(Protocol):

@@ -25,7 +25,9 @@ Contract:
   and finish it; an exception that it lets out is a bug, and going on would lose that message or block its
   partition for ever.
 * A broker that is away ends nothing: `status().broker_reachable` says so until it is back. After more than a
-  session of it the membership is lost, and the loop joins again, if need be with a new consumer.
+  session of it the membership is lost, and the loop joins again, if need be with a new consumer. So it does after a
+  stop of its own process. But not if `membership` says that this process may own nothing any more, or that its
+  static id is in the group under another member id: then it ends as FENCED.
 
 Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
 through a queue that it looks at between polls.
@@ -48,7 +50,7 @@ from streams.client_errors import ErrorCallback, cause_of
 from streams.clock import Clock, SystemClock
 from streams.consumer import metrics
 from streams.consumer.finished import FinishedLog, believed
-from streams.consumer.interface import Handler, LoopState, LoopStatus, Received, Token
+from streams.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
 from streams.consumer.ownership import split_partitions
 from streams.consumer.settings import ConsumerSettings
 from streams.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
@@ -75,6 +77,7 @@ _LOG_INTERVAL_US: Final = 10_000_000
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
+_REPLACED: Final = "Another process took over this group.instance.id. This one must exit, and stay down"
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 
 
@@ -91,8 +94,10 @@ class ConsumerLoop:
         name: str = "workers",
         on_end: Callable[[LoopState], None] | None = None,
         finished_log: FinishedLog | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self._factory = consumer_factory
+        self._membership = membership or Membership()
         self._finished_log = finished_log
         self._topics = tuple(topics)
         self._handler = handler
@@ -106,6 +111,7 @@ class ConsumerLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"poll-{name}", daemon=True)
         self._consumer: Consumer | None = None
+        self._member_id: str | None = None
 
         self._state = LoopState.NEW
         self._error: BaseException | None = None
@@ -129,7 +135,24 @@ class ConsumerLoop:
         self._missing_since_us = 0
         self._logged_at_us: dict[int, int] = {}
 
-    # Any thread.
+    # Before `start`, one thread.
+
+    def connect(self, timeout_s: float) -> None:
+        """Makes the client and opens its connections, those to the group's coordinator included; joins nothing.
+
+        So that a later `start` owns its partitions within milliseconds. To be called again now and then until then:
+        it takes in what the client has to say, and keeps brokers from closing what is not used. A broker that does
+        not answer is no error here. Raises what the factory raises.
+        """
+        if self._consumer is None:
+            self._consumer = self._factory(self._on_client_error)
+        try:
+            self._consumer.poll(0)
+            for topic in self._topics:
+                self._consumer.list_topics(topic, timeout=timeout_s)
+            self._consumer.committed([KafkaPartition(topic, 0) for topic in self._topics], timeout=timeout_s)
+        except KafkaException as error:
+            self._count_error(error.args[0])
 
     def start(self) -> None:
         """Subscribes, and starts the poll thread. Raises what the factory raises."""
@@ -138,6 +161,8 @@ class ConsumerLoop:
         self._state = LoopState.RUNNING
         metrics.BROKER_REACHABLE.labels(self._name).set(1)
         self._thread.start()
+
+    # Any thread.
 
     def finish(self, token: Token) -> None:
         """The message's work is done: its offset may be committed. Never blocks."""
@@ -186,7 +211,8 @@ class ConsumerLoop:
     # The poll thread.
 
     def _subscribe(self) -> None:
-        self._consumer = self._factory(self._on_client_error)
+        if self._consumer is None:
+            self._consumer = self._factory(self._on_client_error)
         self._consumer.subscribe(
             list(self._topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
@@ -346,6 +372,7 @@ class ConsumerLoop:
             if self._epoch == 0:
                 self._take_up(consumer, self._finished_log.predecessor(), positions)
             self._finished_log.note(self._tracker.progress(positions))
+        self._member_id = consumer.memberid()
         self._epoch += 1
         self._assigned = True
         self._may_rejoin = False
@@ -375,7 +402,7 @@ class ConsumerLoop:
         self._log.info("revoked", partitions=len(partitions))
         self._handler.on_revoked(frozenset(tp.partition for tp in gone))
 
-    def _on_lost(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+    def _on_lost(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
         self._let_go(gone)
         self._paused.difference_update(gone)
@@ -385,6 +412,10 @@ class ConsumerLoop:
         self._note_ownership()
         self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
         self._handler.on_lost(frozenset(tp.partition for tp in gone))
+        if self._is_replaced():
+            # The client would join again by itself, without its member id, and take the id back from its new holder.
+            consumer.unsubscribe()
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
 
     def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:
         """Where the group stands. A partition without a commit gets one, at the start of its log.
@@ -505,15 +536,19 @@ class ConsumerLoop:
 
     def _on_fatal(self, error: KafkaError) -> None:
         if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
-            if self._may_rejoin:
+            if self._may_rejoin and not self._is_replaced():
                 self._rejoin()
                 return
-            self._fail(
-                LoopState.FENCED,
-                RelayError("Another process took over this group.instance.id. This one must exit, and stay down"),
-            )
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
         else:
             self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+
+    def _is_replaced(self) -> bool:
+        """Whether what was ours is another's: the right to own anything, or the static id."""
+        if not self._membership.may_own():
+            return True
+        holder = self._membership.holder() if self._member_id is not None else None
+        return holder is not None and holder != self._member_id
 
     def _rejoin(self) -> None:
         """Fenced by itself: the broker was away for longer than a session, and a commit of before came after that.
@@ -526,6 +561,7 @@ class ConsumerLoop:
         self._log.warning("fenced by its own late commit: joins again with a new consumer")
         metrics.REJOINS.labels(self._name).inc()
         self._client.close()
+        self._consumer = None
         self._subscribe()
 
     def _fail(self, state: LoopState, error: BaseException) -> None:

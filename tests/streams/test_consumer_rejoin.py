@@ -14,7 +14,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from streams.consumer import ConsumerLoop, LoopState
+from streams.consumer import ConsumerLoop, LoopState, Membership
 
 TOPIC = "t.ranking"
 
@@ -25,12 +25,19 @@ class Scripted:
     def __init__(self, script: list[Callable[[Scripted], None]]) -> None:
         self.script = script
         self.closed = False
+        self.unsubscribed = False
+
+    def memberid(self) -> str:
+        return "our-member"
+
+    def unsubscribe(self) -> None:
+        self.unsubscribed = True
 
     def subscribe(self, topics: Any, on_assign: Any, on_revoke: Any, on_lost: Any) -> None:
         self.on_assign, self.on_lost = on_assign, on_lost
 
     def poll(self, timeout: float) -> None:
-        if self.script:
+        if self.script and timeout:
             self.script.pop(0)(self)
         else:
             threading.Event().wait(timeout)
@@ -51,7 +58,14 @@ PLACES = [KafkaPartition(TOPIC, 0)]
 class Life:
     """A loop over scripted consumers, made one after the other. Steps are the names of methods."""
 
-    def __init__(self, *scripts: list[str]) -> None:
+    def __init__(
+        self,
+        *scripts: list[str],
+        membership: Membership | None = None,
+        note: list[bool] | None = None,
+        started: bool = True,
+    ) -> None:
+        self.notes = note
         self.consumers: list[Scripted] = []
         self.reached = threading.Event()
         left = [[getattr(self, step) for step in script] for script in scripts]
@@ -62,8 +76,13 @@ class Life:
             return self.consumers[-1]
 
         handler = type("Silent", (), {"__getattr__": lambda self, name: lambda *_: None})()
-        self.loop = ConsumerLoop(make, [TOPIC], handler)  # type: ignore[arg-type]
-        self.loop.start()
+        self.loop = ConsumerLoop(make, [TOPIC], handler, membership=membership)  # type: ignore[arg-type]
+        if started:
+            self.loop.start()
+
+    def note(self, _: Scripted) -> None:
+        assert self.notes is not None
+        self.notes.append(True)
 
     def away(self, _: Scripted) -> None:
         self.on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN))
@@ -107,3 +126,51 @@ def test_a_member_whose_place_another_took_ends(scripts: list[list[str]]) -> Non
     assert life.loop.join(10)
     assert life.loop.status().state is LoopState.FENCED
     assert len(life.consumers) == len(scripts)
+
+
+def test_a_member_whose_membership_expired_joins_again_while_its_id_is_nobody_elses() -> None:
+    life = Life(["assigned", "lost", "assigned", "end"], membership=Membership(holder=lambda: "our-member"))
+    assert life.reached.wait(10)
+    assert life.loop.status().assignment_epoch == 2
+    assert not life.consumers[0].unsubscribed
+    life.loop.stop(0)
+    assert life.loop.join(10)
+
+
+@pytest.mark.parametrize(
+    "membership",
+    [
+        pytest.param(Membership(holder=lambda: "another-member"), id="its id is another's: it was stopped for long"),
+        pytest.param(Membership(may_own=lambda: False), id="it does not hold its lock any more"),
+    ],
+)
+@pytest.mark.parametrize("script", [["assigned", "lost"], ["assigned", "away", "lost"]], ids=" ".join)
+def test_a_member_that_was_replaced_while_it_was_away_never_takes_the_id_back(
+    script: list[str], membership: Membership
+) -> None:
+    """A stopped process that woke up after a take-over joined again by itself, and fenced its successor."""
+    life = Life(script, membership=membership)
+    assert life.loop.join(10)
+    assert life.loop.status().state is LoopState.FENCED
+    assert life.consumers[0].unsubscribed
+
+
+def test_a_member_that_is_fenced_after_an_outage_does_not_join_again_if_another_has_its_id() -> None:
+    membership = Membership(holder=lambda: "our-member" if not asked else "another-member")
+    asked: list[bool] = []
+    life = Life(["assigned", "away", "lost", "note", "fenced"], membership=membership, note=asked)
+    assert life.loop.join(10)
+    assert life.loop.status().state is LoopState.FENCED
+    assert len(life.consumers) == 1
+
+
+def test_a_connected_loop_joins_with_the_client_that_is_warm() -> None:
+    life = Life(["assigned", "end"], started=False)
+    life.loop.connect(0.1)
+    life.loop.connect(0.1)
+    assert len(life.consumers) == 1 and life.loop.status().state is LoopState.NEW
+    life.loop.start()
+    assert life.reached.wait(10)
+    assert len(life.consumers) == 1
+    life.loop.stop(0)
+    assert life.loop.join(10)
