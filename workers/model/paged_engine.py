@@ -15,7 +15,7 @@ from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvDtype
 from workers.model.attention.bias import relative_biases
-from workers.model.attention.choose import choose_attention
+from workers.model.attention.choose import AttentionChooser, choose_attention
 from workers.model.attention.dtypes import torch_dtype
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment
@@ -54,7 +54,9 @@ class PagedEngine:
         kv_dtype: KvDtype,
         page_tokens: int,
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+        choose: AttentionChooser = choose_attention,
     ) -> None:
+        """`choose`: what picks the attention's back end; benchmarks compare them by it."""
         config = checkpoint.config
         self.device = device
         self.geometry = config.geometry(page_tokens, kv_dtype)
@@ -74,9 +76,7 @@ class PagedEngine:
         }
         self._embedding = TokenEmbedding(config, tensors)
         self._stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
-        self._attention = choose_attention(
-            spec_of(config, compute_dtype), relative_biases(config, tensors), device.torch_device
-        )
+        self._attention = choose(spec_of(config, compute_dtype), relative_biases(config, tensors), device.torch_device)
         self._readout = Readout(config, tensors)
         self._kv: PagedKv | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -13,6 +14,8 @@ from workers.model.attention.interface import Attention
 from workers.model.attention.softmax import SoftmaxAttention
 from workers.model.attention.spec import AttentionSpec
 from workers.model.attention.tiled import TiledAttention
+
+AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, torch.device], Attention]
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,133 @@
+"""The models and back ends that the engine's contract is held for (`test_engine_contract.py`).
+
+A kind is a configuration of small sizes that stands for one way of making rankers; a back end computes attention. A
+new back end adds itself to `BACKENDS` and thereby runs everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.workers.model_world import small_config
+from workers.device import CpuDevice, Device
+from workers.model.attention.bias import RelativeBiases
+from workers.model.attention.choose import AttentionChooser, choose_attention
+from workers.model.attention.spec import AttentionSpec
+from workers.model.attention.tiled import TiledAttention
+from workers.model.config import (
+    Activated,
+    ContextualFeature,
+    DlrmInputs,
+    Family,
+    InputForm,
+    ItemFeature,
+    ModelConfig,
+    OutputForm,
+    PositionOrigin,
+    ReadoutActivation,
+    ReadoutForm,
+    ReadoutNorm,
+    RelativeBias,
+    TimeEncoding,
+    TimePeriod,
+)
+
+_FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
+_RESEARCH = {
+    "norm_affine": False,
+    "attn_alpha": 1.0,
+    "activated": Activated.UVQK,
+    "output_form": OutputForm.UNORM,
+    "projection_bias": False,
+    "output_bias": True,
+    "num_positions": 0,
+}
+_FROM_END = {
+    "position_origin": PositionOrigin.END,
+    "num_positions": 60,
+    "time_encoding": TimeEncoding.SQRT,
+    "num_times": 40,
+    "embedding_scale": 4.0,
+}
+
+KINDS: dict[str, ModelConfig] = {
+    "meta": small_config(contextual_features=_FEATURES),
+    "meta with group norm": small_config(group_norm=True),
+    "nvidia": small_config(
+        inputs=InputForm.INTERLEAVED,
+        activated=Activated.UVQK,
+        output_form=OutputForm.UNORM,
+        norm_eps=1e-5,
+        readout_norm=ReadoutNorm.L2,
+        contextual_features=_FEATURES,
+        target_group_size=3,
+    ),
+    "research": small_config(**_RESEARCH, relative_bias=RelativeBias(positions=64, time_buckets=128)),
+    "research, concatenated, bias by position": small_config(
+        **(_RESEARCH | {"output_form": OutputForm.U_NA_UNORM}), relative_bias=RelativeBias(positions=20)
+    ),
+    "soft-max": small_config(family=Family.SOFTMAX, mlp_dim=24, contextual_features=_FEATURES, output_bias=True),
+    "soft-max with every mask option": small_config(
+        family=Family.SOFTMAX,
+        mlp_dim=24,
+        contextual_features=_FEATURES,
+        contextual_mask=True,
+        max_attn_len=9,
+        min_full_attn_len=4,
+        target_group_size=2,
+        relative_bias=RelativeBias(positions=30, time_buckets=16, log_base=1.0),
+    ),
+    "windowed": small_config(max_attn_len=7, contextual_features=_FEATURES),
+    "windowed, the newest rows see all": small_config(max_attn_len=7, min_full_attn_len=5),
+    "contextual mask": small_config(contextual_mask=True, contextual_features=_FEATURES),
+    "contextual mask and window": small_config(
+        contextual_mask=True, contextual_features=_FEATURES, max_attn_len=6, min_full_attn_len=3
+    ),
+    "positions from the end": small_config(**_FROM_END, contextual_features=_FEATURES),
+    "times from the query": small_config(
+        time_encoding=TimeEncoding.LOG, num_times=12, time_unit_seconds=600.0, contextual_features=_FEATURES
+    ),
+    "groups": small_config(target_group_size=4),
+    "interleaved with bias by time": small_config(
+        inputs=InputForm.INTERLEAVED, relative_bias=RelativeBias(positions=200, time_buckets=20, log_base=0.7)
+    ),
+    "dlrm-v3": small_config(
+        **_FROM_END,
+        inputs=InputForm.DLRM,
+        num_actions=0,
+        dlrm_inputs=DlrmInputs(
+            table_dim=6,
+            hidden=10,
+            item_features=(ItemFeature(name="category", cardinality=7),),
+            action_weights=(1, 2, 4),
+            action_dim=3,
+        ),
+        contextual_features=_FEATURES,
+        readout=ReadoutForm.ITEM_PRODUCT,
+        readout_periods=(TimePeriod(unit_seconds=3600, units=24), TimePeriod(unit_seconds=86_400, units=7)),
+        readout_activation=ReadoutActivation.SWISH_NORM,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to compute attention, on one device."""
+
+    device: Callable[[], Device]
+    choose: AttentionChooser
+    computes: Callable[[AttentionSpec], bool]
+    """Whether a model is one of its own; others are not run on it."""
+
+
+def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, device: torch.device) -> TiledAttention:
+    return TiledAttention(spec, biases)
+
+
+BACKENDS: dict[str, Backend] = {
+    "as chosen on the CPU": Backend(CpuDevice, choose_attention, lambda _: True),
+    "tiled, where blocked is chosen": Backend(CpuDevice, _tiled, lambda spec: spec.is_plain),
+}

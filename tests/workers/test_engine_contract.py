@@ -1,0 +1,422 @@
+"""The contract of every engine, for every kind of model and every back end: cached inference is full inference.
+
+Full inference is what the oracle computes, dense and in float64 (`workers/model/reference`). Where a model's rules
+forbid something (chunks, a suffix, an append) it is refused, and what they allow is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from tests.workers.engine_kinds import BACKENDS, KINDS
+from tests.workers.model_world import ARENA_PAGES, VOCABULARY
+from workers.kv import KvDtype
+from workers.model.attention.segments import Segment
+from workers.model.attention.sight import Sight, Visible
+from workers.model.attention.spec import AttentionSpec, spec_of
+from workers.model.checkpoint import Checkpoint, random_checkpoint
+from workers.model.config import PositionOrigin
+from workers.model.encodings import positions_from_end
+from workers.model.inputs.tokens import Column
+from workers.model.interface import PrefixChunk, RankInputs
+from workers.model.masks import MaskOptions, attention_mask
+from workers.model.paged_engine import PagedEngine
+from workers.model.precision import ComputeDtype
+from workers.model.reference import full_inference
+from workers.model.rules import RuleError
+
+TOLERANCE = 2e-5
+CASES = [
+    pytest.param(kind, backend, id=f"{kind}; {backend}")
+    for backend, made in BACKENDS.items()
+    for kind, config in KINDS.items()
+    if made.computes(spec_of(config, ComputeDtype.FLOAT32))
+]
+each_case = pytest.mark.parametrize(("kind", "backend"), CASES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One user's inputs, and the pages of the prefix."""
+
+    features: NDArray[np.int64]
+    history: Behaviours
+    candidates: NDArray[np.int64]
+    query_time_ms: int
+    pages: NDArray[np.int32]
+
+
+class World:
+    """A random model in an engine on a back end, with an arena."""
+
+    def __init__(
+        self,
+        kind: str,
+        backend: str = "as chosen on the CPU",
+        seed: int = 0,
+        page_tokens: int = 8,
+        kv_dtype: KvDtype = KvDtype.FLOAT32,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    ) -> None:
+        self.config = KINDS[kind]
+        self.checkpoint: Checkpoint = random_checkpoint(self.config, seed)
+        made = BACKENDS[backend]
+        device = made.device()
+        self.engine = PagedEngine(self.checkpoint, device, kv_dtype, page_tokens, compute_dtype, made.choose)
+        self.arena = torch.zeros(
+            (ARENA_PAGES, self.engine.geometry.page_bytes), dtype=torch.uint8, device=device.torch_device
+        )
+        self.engine.bind(self.arena)
+        self.random = np.random.default_rng(seed)
+        self._free = self.random.permutation(ARENA_PAGES).astype(np.int32)
+
+    def user(self, behaviours: int, candidates: int = 7) -> User:
+        """A user with pages of their own. Times are minutes to days apart; some items and actions are unknown."""
+        random = self.random
+        times = 1_700_000_000_000 + np.cumsum(random.exponential(10_000_000, behaviours)).astype(np.int64)
+        query_time_ms = int(times[-1] if behaviours else 1_700_000_000_000) + int(random.integers(0, 10_000_000))
+        count = self.engine.geometry.pages_for(self.engine.layout.tokens(behaviours))
+        pages, self._free = self._free[:count], self._free[count:]
+        return User(
+            features=random.integers(-1, 6, self.config.contextual_tokens),
+            history=Behaviours(
+                random.integers(0, VOCABULARY + 4, behaviours), random.integers(0, 8, behaviours).astype("u2"), times
+            ),
+            candidates=random.integers(0, VOCABULARY + 4, candidates),
+            query_time_ms=query_time_ms,
+            pages=pages,
+        )
+
+    def chunks(self, user: User, start: int, behaviours: int, cuts: list[int]) -> list[PrefixChunk]:
+        """The user's first `behaviours` from token `start` on, cut where the rules allow it."""
+        inputs = self.engine.prefix_inputs(user.features, user.history[:behaviours], user.query_time_ms)
+        inner = {cut for cut in cuts if start < cut < inputs.tokens} if self.engine.rules.chunks else set()
+        ends = sorted(inner | {inputs.tokens}) if inputs.tokens > start else []
+        starts = [start, *ends[:-1]]
+        return [PrefixChunk(inputs, low, high, user.pages) for low, high in zip(starts, ends, strict=False)]
+
+    def pre_infer(self, user: User, behaviours: int, cuts: list[int], start: int = 0) -> int:
+        """Computes the prefix chunk by chunk; returns its tokens."""
+        for chunk in self.chunks(user, start, behaviours, cuts):
+            self.engine.pre_infer(chunk)
+        return self.engine.layout.tokens(behaviours)
+
+    def request(self, user: User, behaviours: int, candidates: NDArray[np.int64] | None = None) -> RankInputs:
+        """Ranks the candidates behind a prefix of so many behaviours; the rest of the history is the suffix."""
+        return self.engine.rank_inputs(
+            self.engine.layout.tokens(behaviours),
+            user.pages,
+            user.history[behaviours:],
+            user.candidates if candidates is None else candidates,
+            user.query_time_ms,
+            user.history[:behaviours].timestamps_ms,
+        )
+
+    def prefix_of(self, behaviours: int, suffix: int) -> int:
+        """How much of a history is prefix, if so much should be suffix: all of it where there may be none."""
+        return max(0, behaviours - suffix) if self.engine.rules.grows else behaviours
+
+    def exact(self, user: User, dtype: torch.dtype = torch.float64) -> NDArray[np.float64]:
+        """What the oracle says."""
+        outputs = full_inference(
+            self.checkpoint, user.features, user.history, user.candidates, user.query_time_ms, dtype=dtype
+        )
+        return outputs.scores.double().numpy()
+
+
+def error(ours: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
+    """Largest difference as a share of the largest value."""
+    return float(np.abs(ours - expected).max() / np.abs(expected).max())
+
+
+def assert_exact(world: World, user: User, scores: NDArray[np.float32]) -> None:
+    """A norm over two nearly equal values magnifies float32's own rounding, with the cache or without: where full
+    inference in float32 is itself off by more than the tolerance, twice that is allowed."""
+    expected = world.exact(user)
+    assert scores.dtype == np.float32
+    worst = error(scores, expected)
+    assert worst <= TOLERANCE or worst <= 2 * error(world.exact(user, torch.float32), expected)
+
+
+@each_case
+@settings(max_examples=12, deadline=None)
+@given(
+    page_tokens=st.sampled_from([1, 3, 8, 64]),
+    behaviours=st.integers(0, 40),
+    suffix=st.integers(0, 9),
+    candidates=st.integers(1, 12),
+    cuts=st.lists(st.integers(1, 80), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_cached_inference_is_full_inference(
+    kind: str,
+    backend: str,
+    page_tokens: int,
+    behaviours: int,
+    suffix: int,
+    candidates: int,
+    cuts: list[int],
+    seed: int,
+) -> None:
+    world = World(kind, backend, seed, page_tokens)
+    user = world.user(behaviours, candidates)
+    prefix = world.prefix_of(behaviours, suffix)
+    world.pre_infer(user, prefix, cuts)
+    assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
+
+
+@each_case
+def test_long_histories_take_several_tiles_and_are_as_exact(kind: str, backend: str) -> None:
+    world = World(kind, backend, 1, page_tokens=64)
+    user = world.user(200, 32)
+    prefix = world.prefix_of(200, 16)
+    world.pre_infer(user, prefix, [101])
+    assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
+
+
+@each_case
+@settings(max_examples=5, deadline=None)
+@given(lengths=st.tuples(st.integers(0, 30), st.integers(1, 20)), cut=st.integers(1, 60), seed=st.integers(0, 99))
+def test_an_appended_prefix_is_the_longer_prefix(
+    kind: str, backend: str, lengths: tuple[int, int], cut: int, seed: int
+) -> None:
+    world = World(kind, backend, seed)
+    if not world.engine.rules.grows:
+        return
+    user = world.user(sum(lengths))
+    tokens = world.pre_infer(user, lengths[0], [])
+    world.pre_infer(user, sum(lengths), [cut], start=tokens)
+    assert_exact(world, user, world.engine.rank([world.request(user, sum(lengths))])[0].scores)
+
+
+@each_case
+def test_one_forward_of_chunks_and_requests_is_each_of_them_alone(kind: str, backend: str) -> None:
+    def setting() -> tuple[World, list[PrefixChunk], list[RankInputs], list[User]]:
+        world = World(kind, backend, 3)
+        users = [world.user(length, 3 + length % 5) for length in (17, 0, 9, 26, 14)]
+        begun, whole, *ranked = users
+        first, *rest = world.chunks(begun, 0, 17, [7])
+        if rest:
+            world.engine.pre_infer(first)
+        requests = []
+        for user in ranked:
+            prefix = world.prefix_of(len(user.history), 3)
+            world.pre_infer(user, prefix, [])
+            requests.append(world.request(user, prefix))
+        return world, [*(rest or [first]), *world.chunks(whole, 0, 0, [])], requests, ranked
+
+    together, chunks, requests, ranked = setting()
+    scores = together.engine.forward(chunks, requests)
+    apart, chunks, requests, _ = setting()
+    assert apart.engine.forward([], []) == []
+    for chunk in chunks:
+        apart.engine.pre_infer(chunk)
+    for user, request, outputs in zip(ranked, requests, scores, strict=True):
+        assert error(outputs.scores, apart.engine.rank([request])[0].scores) <= TOLERANCE
+        assert_exact(together, user, outputs.scores)
+    ours, theirs = (world.arena.view(torch.float32).cpu() for world in (together, apart))
+    assert torch.equal(ours == 0, theirs == 0)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) <= TOLERANCE
+
+
+@each_case
+def test_candidates_see_nobody_outside_their_group(kind: str, backend: str) -> None:
+    world = World(kind, backend, 4)
+    user = world.user(20, 10)
+    world.pre_infer(user, 20, [])
+    scores = world.engine.rank([world.request(user, 20)])[0].scores
+    size = world.config.target_group_size
+    for first in range(0, 10, size):
+        group = world.request(user, 20, user.candidates[first : first + size])
+        assert error(world.engine.rank([group])[0].scores, scores[first : first + size]) <= TOLERANCE
+
+
+@each_case
+def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backend: str) -> None:
+    ours = theirs = 0.0
+    for seed in range(4):
+        world = World(kind, backend, seed, kv_dtype=KvDtype.BFLOAT16, compute_dtype=ComputeDtype.BFLOAT16)
+        user = world.user(40, 16)
+        prefix = world.prefix_of(40, 8)
+        world.pre_infer(user, prefix, [11, 30])
+        scores = world.engine.rank([world.request(user, prefix)])[0].scores
+        exact = world.exact(user)
+        ours = max(ours, error(scores, exact))
+        theirs = max(theirs, error(world.exact(user, torch.bfloat16), exact))
+    assert 0 < ours <= 2 * theirs
+
+
+@each_case
+def test_each_layer_says_that_it_comes_before_it_reads_the_pages(kind: str, backend: str) -> None:
+    """A prefix that is still on its way is ranked layer by layer, as its K,V arrive."""
+    world = World(kind, backend, 5)
+    user = world.user(20)
+    world.pre_infer(user, 20, [])
+    expected = world.engine.rank([world.request(user, 20)])[0].scores
+    arrived = world.arena.clone()
+    world.arena.zero_()
+    layer_bytes, asked = world.engine.geometry.layer_bytes, []
+
+    def arrive(layer: int) -> None:
+        asked.append(layer)
+        part = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
+        world.arena[:, part] = arrived[:, part]
+
+    request = world.request(user, 20)
+    waiting = replace(request, layer_ready=arrive)
+    assert np.array_equal(world.engine.rank([waiting])[0].scores, expected)
+    assert asked == [0, 1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    contextual=st.integers(0, 4),
+    window=st.integers(0, 12),
+    exempt=st.integers(0, 8),
+    group=st.integers(1, 4),
+    context=st.integers(0, 20),
+    causal=st.integers(0, 12),
+    free=st.integers(0, 8),
+    step=st.integers(1, 9),
+)
+def test_tiles_of_the_mask_are_the_mask(
+    contextual: int, window: int, exempt: int, group: int, context: int, causal: int, free: int, step: int
+) -> None:
+    """The expected one is held against other people's test vectors (`masks.py`)."""
+    history = context + causal
+    contextual = min(contextual, history)
+    spec = AttentionSpec(1, 1, 1, 1.0, 1.0, contextual, window, exempt if window else 0, group)
+    sight = Sight(spec, Segment(np.empty(0, "i4"), context, causal, free, False, history), torch.device("cpu"))
+    options = MaskOptions(contextual, window, exempt if window else 0)
+    expected = attention_mask(history + free, history + free, free, options)
+    for row in range(free):
+        expected[history + row, history + row - row % group : history + row] = True
+    ranges = [
+        range(low, min(low + step, stop))
+        for start, stop in ((0, history), (history, history + free))
+        for low in range(start, stop, step)
+    ]
+    for rows in ranges:
+        for keys in ranges:
+            tile = sight.tile(rows, keys)
+            ours = tile if isinstance(tile, torch.Tensor) else torch.full((len(rows), len(keys)), tile is Visible.ALL)
+            assert torch.equal(ours, expected[rows.start : rows.stop, keys.start : keys.stop])
+
+
+@each_kind
+def test_places_are_those_of_the_definition(kind: str) -> None:
+    world = World(kind)
+    user, config = world.user(25), world.config
+    rows = world.engine.prefix_inputs(user.features, user.history, user.query_time_ms).rows
+    places = np.concatenate((rows[:, Column.PLACE], world.request(user, 25).rows[:, Column.PLACE]))
+    size, end = places.size, rows.shape[0]
+    expected = torch.zeros(size, dtype=torch.int64)
+    if config.num_positions and config.position_origin is PositionOrigin.END:
+        contextual = world.engine.layout.contextual_tokens
+        expected = positions_from_end(size, size, size - end, contextual, config.num_positions)
+    elif config.num_positions:
+        expected = torch.arange(size).clamp(max=min(end, config.num_positions - 1))
+    assert np.array_equal(places, expected.numpy())
+
+
+def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
+    said = {kind: World(kind).engine.rules for kind in KINDS}
+    assert [kind for kind, rules in said.items() if not rules.grows] == [
+        "research",
+        "soft-max with every mask option",
+        "windowed, the newest rows see all",
+        "contextual mask",
+        "contextual mask and window",
+        "positions from the end",
+        "interleaved with bias by time",
+        "dlrm-v3",
+    ]
+    assert [kind for kind, rules in said.items() if not rules.chunks] == [
+        "soft-max with every mask option",
+        "contextual mask",
+        "contextual mask and window",
+    ]
+    assert [kind for kind, rules in said.items() if rules.uses_query_time] == [
+        "research",
+        "soft-max with every mask option",
+        "positions from the end",
+        "times from the query",
+        "interleaved with bias by time",
+        "dlrm-v3",
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not World(kind).engine.rules.grows])
+def test_what_a_prefix_that_does_not_grow_would_get_wrong(kind: str) -> None:
+    """One behaviour more changes K,V of rows that were there; so there is no append, and a suffix is refused."""
+    world = World(kind)
+    user = world.user(20)
+    with pytest.raises(RuleError, match="cannot be followed by a suffix"):
+        world.request(user, 19)
+    later_ms = user.query_time_ms + 86_400_000
+    shorter = User(user.features, user.history[:19], user.candidates, later_ms, user.pages)
+    world.pre_infer(shorter, 19, [])
+    before = world.arena.clone()
+    world.pre_infer(User(user.features, user.history, user.candidates, later_ms, user.pages), 20, [])
+    written = before.view(torch.float32) != 0
+    assert not torch.equal(world.arena.view(torch.float32)[written], before.view(torch.float32)[written])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if World(kind).engine.rules.uses_query_time])
+def test_where_the_query_time_is_in_the_key_it_changes_kv_or_scores(kind: str) -> None:
+    world = World(kind)
+    user = world.user(20)
+    world.pre_infer(user, 20, [])
+    before = world.arena.clone()
+    later = User(user.features, user.history, user.candidates, user.query_time_ms + 86_400_000, user.pages)
+    world.pre_infer(later, 20, [])
+    assert not torch.equal(world.arena, before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not World(kind).engine.rules.chunks])
+def test_a_chunk_is_refused_where_rows_see_later_ones(kind: str) -> None:
+    world = World(kind)
+    user = world.user(20)
+    inputs = world.engine.prefix_inputs(user.features, user.history, user.query_time_ms)
+    for start, end in ((0, 10), (10, inputs.tokens)):
+        with pytest.raises(RuleError, match="computed in one piece"):
+            world.engine.forward([PrefixChunk(inputs, start, end, user.pages)], [])
+    assert not bool(world.arena.any())
+
+
+@pytest.mark.parametrize("kind", ["research", "interleaved with bias by time"])
+def test_a_bias_by_time_without_the_prefix_s_times_is_refused(kind: str) -> None:
+    world = World(kind)
+    user = world.user(20)
+    tokens = world.engine.layout.tokens(20)
+    for times in (None, user.history[:10].timestamps_ms):
+        with pytest.raises(RuleError, match="timestamps of all behaviours"):
+            world.engine.rank_inputs(tokens, user.pages, Behaviours.empty(), user.candidates, 0, times)
+
+
+def test_pages_that_do_not_hold_a_prefix_are_refused_before_anything_is_written() -> None:
+    world = World("meta")
+    user = world.user(20)
+    other = world.user(5)
+    chunk, *_ = world.chunks(other, 0, 5, [])
+    wrong = User(user.features, user.history, user.candidates, user.query_time_ms, np.array([0, 1, ARENA_PAGES], "i4"))
+    with pytest.raises(ValueError, match="not in an arena of"):
+        world.engine.forward([chunk], [world.request(wrong, 20)])
+    few = User(user.features, user.history, user.candidates, user.query_time_ms, user.pages[:1])
+    with pytest.raises(ValueError, match="need 3 pages"):
+        world.engine.forward([chunk], [world.request(few, 20)])
+    assert not bool(world.arena.any())
