@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from schemas.messages import Behaviours
 from streams.latency import AppendPoint, RankPoint, ReloadPoint
 from workers.cache.arena import copy_runs
+from workers.device import Device
 from workers.model.interface import Engine, PrefixChunk, PrefixInputs
 
 SUFFIX_BEHAVIOURS = 16
@@ -70,18 +71,20 @@ class EngineMeter:
 
     def rank(self, prefix_tokens: int, candidates: int, requests: int = 1) -> RankPoint:
         """Ranks a batch of requests, each on a prefix of its own that is in the pages, whatever it holds."""
-        inputs = self._inputs(prefix_tokens)
+        history = self._history(prefix_tokens)
+        tokens = self._engine.layout.tokens(len(history))
         batch = [
             self._engine.rank_inputs(
-                inputs.tokens,
-                self.pages_of(inputs.tokens, request),
+                tokens,
+                self.pages_of(tokens, request),
                 self._suffix,
                 self._random.integers(0, 1_000, candidates),
+                prefix_timestamps_ms=history.timestamps_ms,
             )
             for request in range(requests)
         ]
         took_us = self._timed(lambda: self._engine.rank(batch))
-        return RankPoint(inputs.tokens, candidates + batch[0].suffix_tokens, took_us)
+        return RankPoint(tokens, candidates + batch[0].suffix_tokens, took_us)
 
     def reloads(self, sizes_bytes: tuple[int, ...]) -> Iterator[ReloadPoint]:
         """Copies of whole pages, host to device, from places that are not neighbours: as after a while of use."""
@@ -104,10 +107,14 @@ class EngineMeter:
             took_us = statistics.median(self._timed(copy) for _ in range(_RELOAD_REPEATS))
             yield ReloadPoint(count * page_bytes, took_us)
 
-    def _inputs(self, tokens: int) -> PrefixInputs:
+    def _history(self, tokens: int) -> Behaviours:
+        """As many behaviours as `tokens` prefix tokens hold."""
         layout = self._engine.layout
-        behaviours = max(0, tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
-        return self._engine.prefix_inputs(np.zeros(layout.contextual_tokens, np.int64), self._behaviours(behaviours))
+        return self._behaviours(max(0, tokens - layout.contextual_tokens) // layout.tokens_per_behaviour)
+
+    def _inputs(self, tokens: int) -> PrefixInputs:
+        features = np.zeros(self._engine.layout.contextual_tokens, np.int64)
+        return self._engine.prefix_inputs(features, self._history(tokens))
 
     def _chunk(self, inputs: PrefixInputs, start: int, end: int, prefix: int) -> AppendPoint:
         chunk = PrefixChunk(inputs, start, end, self.pages_of(inputs.tokens, prefix))
@@ -129,15 +136,13 @@ class EngineMeter:
         )
 
 
-def matrix_peak_gflops(dtype: torch.dtype, device: torch.device, size: int = 2048, repeats: int = 5) -> float:
+def matrix_peak_gflops(dtype: torch.dtype, device: Device, size: int = 2048, repeats: int = 5) -> float:
     """The best rate, in 1e9 floating-point operations a second, of a large square matrix product here and now."""
-    left = torch.randn(size, size, device=device).to(dtype)
-    right = torch.randn(size, size, device=device).to(dtype)
+    left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     best_s = float("inf")
     for _ in range(repeats + 1):
         start_s = time.perf_counter()
         torch.mm(left, right)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        device.synchronize()
         best_s = min(best_s, time.perf_counter() - start_s)
     return 2 * size**3 / best_s / 1e9

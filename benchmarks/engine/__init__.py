@@ -1,0 +1,1 @@
+"""What the engine costs on this device: `python -m benchmarks.engine`."""

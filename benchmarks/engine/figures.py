@@ -1,0 +1,90 @@
+"""What a run of the engine benchmark finds: one line a point, as CSV with the machine's description."""
+
+from __future__ import annotations
+
+import csv
+import enum
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+class Stage(enum.StrEnum):
+    """What was timed."""
+
+    PRE_INFER = "pre_infer"
+    APPEND = "append"
+    HIT = "hit"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size of one stage, of one variant of the engine. `new_tokens`: computed into pages before ranking."""
+
+    shape: str
+    variant: str
+    stage: Stage
+    requests: int
+    prefix_tokens: int
+    new_tokens: int
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A point's times over the rounds of one run."""
+
+    measured_at: str
+    machine: str
+    torch: str
+    threads: int
+    backend: str
+    shape: str
+    variant: str
+    stage: str
+    requests: int
+    prefix_tokens: int
+    new_tokens: int
+    candidates: int
+    rounds: int
+    median_us: float
+    least_us: float
+    gflops: float
+    """Arithmetic of the point / its median time, in 1e9 operations a second."""
+    share_of_peak: float
+    """`gflops` / the rate of a large matrix product of the same element type, measured in the same run."""
+
+
+class Times:
+    """Times by point, collected round by round."""
+
+    def __init__(self) -> None:
+        self._us: dict[Point, list[float]] = defaultdict(list)
+
+    def add(self, point: Point, duration_us: float) -> None:
+        self._us[point].append(duration_us)
+
+    def points(self) -> list[Point]:
+        """In the order in which they were first measured: variant by variant."""
+        return list(self._us)
+
+    def of(self, point: Point) -> Sequence[float]:
+        """In the order of the rounds; empty if it was not measured."""
+        return self._us.get(point, ())
+
+    def median_us(self, point: Point) -> float:
+        return statistics.median(self._us[point])
+
+
+def write_csv(path: Path, figures: Iterable[Figure]) -> None:
+    """Appends; a new file begins with a line of names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Figure)])
+        if new:
+            writer.writeheader()
+        writer.writerows(asdict(figure) for figure in figures)
