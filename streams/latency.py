@@ -259,6 +259,11 @@ class Corrector:
         self._factors = dict.fromkeys(Stage, 1.0)
         self._model: LatencyModel | None = calibrated
 
+    def recalibrate(self, calibrated: LatencyModel) -> None:
+        """Begins anew with another calibration."""
+        self.calibrated = self._model = calibrated
+        self._factors = dict.fromkeys(Stage, 1.0)
+
     @property
     def model(self) -> LatencyModel:
         """The corrected model as of now."""

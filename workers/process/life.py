@@ -25,6 +25,7 @@ from workers.process.memory import take_memory
 from workers.process.parts import Parts
 from workers.process.prepare import prepare
 from workers.process.readiness import WAITING, health, readiness
+from workers.process.reloading import ModelReloading
 from workers.process.shared_folder import claim, shared_folder
 from workers.shared.fenced import note_fenced, predecessor_was_fenced
 from workers.shared.lock import ArenaLock
@@ -47,11 +48,15 @@ class WorkerProcess:
         self._end = threading.Event()
         self._signalled = False
         self._exit = Exit.DONE
+        self._reload_wanted = False
+        # Early: before there is a handler, the signal would end the process.
+        signal.signal(signal.SIGHUP, self._on_hangup)
         self._folder = shared_folder(config)
         self._lock = ArenaLock(self._folder)
         if not is_standby:
             claim(self._lock, config)
         self._prepared = prepare(config, self._folder, is_standby=is_standby)
+        self._reloading = ModelReloading(self._settings, self._prepared)
         self._parts: Parts | None = None
         if self._prepared.memory is not None:
             self._parts = self._assemble()
@@ -78,6 +83,7 @@ class WorkerProcess:
         log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
         while not self._is_over():
             self._beat(Phase.STANDBY, WAITING)
+            self._reload(is_active=False)
             if self._lock.acquire(timeout_s=INTERVAL_S) is None:
                 continue
             if predecessor_was_fenced(self._folder, self._lock):
@@ -122,6 +128,7 @@ class WorkerProcess:
             if parts.device.is_stuck():
                 log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
                 os._exit(Exit.STUCK)
+            self._reload(is_active=True)
             if self._health().ready:
                 self._beat(Phase.ACTIVE, self._readiness())
 
@@ -160,6 +167,15 @@ class WorkerProcess:
     def _on_signal(self, *_: object) -> None:
         # No event: a signal handler may not take the lock that the main thread waits with.
         self._signalled = True
+
+    def _on_hangup(self, *_: object) -> None:
+        self._reload_wanted = True
+
+    def _reload(self, *, is_active: bool) -> None:
+        if self._reload_wanted:
+            self._reload_wanted = False
+            self._reloading.want()
+        self._reloading.tick(self._parts, is_active=is_active)
 
     def _end_with(self, code: Exit) -> None:
         self._exit = code

@@ -66,6 +66,7 @@ class Parts:
         waits = QueueWaits()
         self.metrics = WorkerMetrics()
         self.cache = built.cache
+        self.arena = built.hbm_arena
         self.cache.weigh_by(prepared.corrector.model.pre_us)
         self.follower = HistoryFollower(
             kafka,

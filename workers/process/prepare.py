@@ -26,9 +26,12 @@ from workers.process.warm import measured_latency
 from workers.settings import StandbyMemory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
-    """What was made ready. `corrector` belongs to the device thread once that runs. `memory` None: taken later."""
+    """What was made ready. `corrector` belongs to the device thread once that runs. `memory` None: taken later.
+
+    `engine` is the model that serves: another one after a reload (`reloading`), so that the old one's memory is free.
+    """
 
     engine: Engine
     plan: MemoryPlan
