@@ -1,0 +1,300 @@
+"""Another model in a running worker: what is refused and why, and that no answer is a mix of two models."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path as FilePath
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+import workers.model_reload
+from schemas.messages import LatencyCoefficients, Path
+from streams.latency import Corrector, LatencyModel, Stage
+from tests.workers.model_world import small_config
+from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, TOLERANCE, World, behaviours_of
+from workers.calibration import Calibration, describe, save_calibration
+from workers.device import CpuDevice
+from workers.kv import KvDtype
+from workers.measuring import bind_own_arena
+from workers.model.checkpoint import WEIGHTS_FILE, random_checkpoint, save_checkpoint
+from workers.model.engine import build_engine, load_engine
+from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
+from workers.process.reloading import ModelReloading
+from workers.settings import WorkerSettings
+from workers.work import JobOutcome
+
+COEFFICIENTS = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def save(folder: FilePath, seed: int = 0, **changes: object) -> FilePath:
+    config = small_config(**changes)
+    save_checkpoint(folder, config, random_checkpoint(config, seed).tensors)
+    return folder
+
+
+def settings_of(folder: FilePath, **changes: object) -> WorkerSettings:
+    return WorkerSettings(**{"model": folder, "page_tokens": PAGE_TOKENS, "device": "cpu"} | changes)  # type: ignore[arg-type]
+
+
+def serving(folder: FilePath):
+    return load_engine(folder, "cpu", KvDtype.FLOAT32, PAGE_TOKENS)
+
+
+# -- what may take over ---------------------------------------------------------------------------
+
+
+def test_another_checkpoint_in_the_folder_may_take_over(tmp_path):
+    present = serving(save(tmp_path, seed=0))
+    save(tmp_path, seed=1)
+    model = load_beside(present, settings_of(tmp_path))
+    assert model is not None
+    assert (model.engine.revision != present.revision, model.latency) == (True, None)
+
+
+def test_the_same_checkpoint_is_no_other_model(tmp_path):
+    assert load_beside(serving(save(tmp_path)), settings_of(tmp_path)) is None
+
+
+def refusal(present, settings) -> ReloadRefusedError:
+    with pytest.raises(ReloadRefusedError) as refused:
+        load_beside(present, settings)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"\x10" + bytes(200)), "cannot be read"),
+        (lambda folder: (folder / WEIGHTS_FILE).unlink(), "cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not a model configuration"),
+        (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
+    ],
+    ids=["weights are garbage", "no weights", "half a configuration", "no configuration"],
+)
+def test_a_broken_checkpoint_is_refused_with_what_is_wrong(tmp_path, damage, said):
+    present = serving(save(tmp_path / "old"))
+    damage(save(tmp_path / "new", seed=1))
+    refused = refusal(present, settings_of(tmp_path / "new"))
+    assert (refused.outcome, said in str(refused)) == (ReloadOutcome.BROKEN, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_layers": 3}, {"hidden_dim": 8}, {"max_prefix_behaviours": 201}, {"inputs": "interleaved"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_checkpoint_whose_prefixes_do_not_fit_the_pages_is_refused(tmp_path, changes):
+    present = serving(save(tmp_path / "old"))
+    refused = refusal(present, settings_of(save(tmp_path / "new", **changes)))
+    assert refused.outcome is ReloadOutcome.UNFIT
+    assert "start the worker anew" in str(refused)
+
+
+def test_a_checkpoint_that_does_not_compute_is_refused(tmp_path):
+    """Finite weights may still give scores that are no numbers."""
+    present = serving(save(tmp_path / "old"))
+    config = small_config()
+    tensors = {name: tensor * 1e30 for name, tensor in random_checkpoint(config, 1).tensors.items()}
+    save_checkpoint(tmp_path / "new", config, tensors)
+    refused = refusal(present, settings_of(tmp_path / "new"))
+    assert (refused.outcome, "not finite" in str(refused)) == (ReloadOutcome.BROKEN, True)
+
+
+def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch):
+    present = serving(save(tmp_path / "old"))
+    nothing = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(workers.model_reload, "psutil", nothing)
+    assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
+
+
+def test_a_calibration_file_must_be_of_the_new_model_and_is_then_used(tmp_path):
+    """A restart would refuse it else, on the day of an accident."""
+    present = serving(save(tmp_path, seed=0))
+    file = tmp_path / "calibration.json"
+    settings = settings_of(tmp_path, calibration=file)
+    calibration = Calibration(describe(present), datetime.now(UTC).isoformat(), COEFFICIENTS, (), (), (), ())
+    save_calibration(calibration, file)
+    save(tmp_path, seed=1)
+    assert refusal(present, settings).outcome is ReloadOutcome.UNFIT
+    save_calibration(replace(calibration, machine=describe(serving(tmp_path))), file)
+    model = load_beside(present, settings)
+    assert model is not None and model.latency == LatencyModel(COEFFICIENTS)
+
+
+def test_a_new_calibration_begins_without_the_corrections_of_the_old_one():
+    corrector = Corrector(LatencyModel(COEFFICIENTS), weight=0.5)
+    corrector.observe(Stage.HIT, 100.0, 200.0)
+    corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, c0=7.0)))
+    assert (corrector.model.coefficients.c0, corrector.factor(Stage.HIT)) == (7.0, 1.0)
+
+
+# -- the swap -------------------------------------------------------------------------------------
+
+
+def second_model(world: World, kind: str = "plain"):
+    """Another checkpoint of the same form: an engine on the world's arena, and its oracle."""
+    checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=4)
+    engine, oracle = (build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS) for _ in range(2))
+    engine.bind(world.arena)
+    bind_own_arena(oracle)
+    return engine, oracle
+
+
+def assert_of(world: World, request_id: str, oracle, behaviours) -> None:
+    work, scores = world.outbox.answered[request_id]
+    assert work.span.revision == oracle.revision
+    expected = world.scores_of(oracle, work, behaviours)
+    assert np.abs(scores - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["plain", "contextual mask", "positions from the end and times"])
+def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_the_new_models(kind):
+    world = World(kind)
+    version = world.put("u", 100)
+    world.rank("u", version, "r1")
+    engine, oracle = second_model(world, kind)
+    world.executor.serve_with(engine)
+    work = world.rank("u", version, "r2")
+    assert (work.path, work.tokens_cached) == (Path.FULL, 0)
+    assert_of(world, "r1", world.oracle, behaviours_of(100))
+    assert_of(world, "r2", oracle, behaviours_of(100))
+    assert world.rank("u", version, "r3").path is Path.HBM
+    assert world.cache.keep_only(engine.namespace) == 1, "what was left of the old model"
+    assert world.rank("u", version, "r4").path is Path.HBM
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_work_in_flight_begins_again_with_the_new_model_at_whatever_point_it_was(steps):
+    """Jobs, a prefix half computed, requests that wait for it, that are ready, and one on the scratch pages."""
+    world = World("plain", hbm_pages=16)
+    versions = {user: world.put(user, 150, seed) for seed, user in enumerate("abc")}
+    world.rank("a", versions["a"], "r0")
+    for user, version in versions.items():
+        world.submit(user, version, f"{user}1")
+        world.submit(user, version, f"{user}2", suffix=behaviours_of(4, ord(user) - 97, start=150))
+    world.job("c", versions["c"], "c3") if steps % 2 else None
+    for _ in range(steps):
+        world.executor.step()
+    before = set(world.outbox.answered)
+    engine, oracle = second_model(world)
+    world.executor.serve_with(engine)
+    world.run()
+    assert world.outbox.failures == []
+    assert len(world.outbox.answered) == 7
+    for seed, user in enumerate("abc"):
+        for request_id, count in ((f"{user}1", 150), (f"{user}2", 154)):
+            of = world.oracle if request_id in before else oracle
+            assert_of(world, request_id, of, behaviours_of(count, seed))
+    assert world.executor.ranking_outstanding == 0
+    world.cache.keep_only(engine.namespace)
+    stats = world.cache.stats().hbm
+    assert (stats.pinned, stats.in_flight) == (0, 0)
+    world.cache.check_invariants()
+
+
+def test_a_job_in_flight_is_computed_for_the_new_model():
+    world = World("plain")
+    version = world.put("u", 150)
+    world.run = lambda: None  # type: ignore[method-assign]
+    world.job("u", version, "r")
+    world.executor.step()
+    engine, _ = second_model(world)
+    world.executor.serve_with(engine)
+    del world.run
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert world.rank("u", version, "r").path is Path.HBM
+
+
+def test_a_model_of_another_form_is_no_successor():
+    world = World("plain")
+    other = build_engine(random_checkpoint(small_config(num_layers=3), 0), CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
+    with pytest.raises(ValueError, match="another form"):
+        world.executor.serve_with(other)
+    assert world.executor.engine is world.engine
+
+
+def test_the_old_models_memory_is_free_once_it_was_replaced():
+    """Not when the garbage collector comes: after start it no longer looks at what is old."""
+    world = World("plain")
+    world.rank("u", world.put("u", 50), "r1")
+    gc.disable()
+    try:
+        old = weakref.ref(world.engine)
+        engine, _ = second_model(world)
+        world.executor.serve_with(engine)
+        world.engine = engine
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+# -- the process's part ---------------------------------------------------------------------------
+
+
+class Reloading:
+    """`ModelReloading` of a process whose executor is a world's."""
+
+    def __init__(self, folder: FilePath) -> None:
+        self.registry = CollectorRegistry()
+        self.prepared = SimpleNamespace(engine=serving(folder), corrector=Corrector(LatencyModel(COEFFICIENTS)))
+        self.reloading = ModelReloading(settings_of(folder), self.prepared, self.registry)  # type: ignore[arg-type]
+
+    def reload(self, parts=None, is_active=False) -> None:
+        self.reloading.want()
+        self.reloading.tick(parts, is_active=is_active)
+        self.reloading._thread.join(30)
+        self.reloading.tick(parts, is_active=is_active)
+
+    def outcomes(self) -> dict[str, float]:
+        counts = {
+            outcome.value: self.registry.get_sample_value("relaygr_model_reloads_total", {"outcome": outcome.value})
+            for outcome in ReloadOutcome
+        }
+        return {outcome: count for outcome, count in counts.items() if count}
+
+
+def test_a_standby_swaps_at_once(tmp_path):
+    world = Reloading(save(tmp_path, seed=0))
+    old = world.prepared.engine.revision
+    save(tmp_path, seed=1)
+    world.reload()
+    assert world.prepared.engine.revision != old
+    assert world.outcomes() == {"swapped": 1}
+
+
+def test_whatever_is_wrong_the_worker_keeps_its_model_and_counts_why(tmp_path):
+    world = Reloading(save(tmp_path, seed=0))
+    engine = world.prepared.engine
+    world.reload()
+    save(tmp_path, num_layers=3)
+    world.reload()
+    (tmp_path / "config.json").write_text("nonsense")
+    world.reload()
+    assert world.prepared.engine is engine
+    assert world.outcomes() == {"unchanged": 1, "unfit": 1, "broken": 1}
+
+
+def test_a_second_wish_while_one_loads_is_not_lost(tmp_path, monkeypatch):
+    world = Reloading(save(tmp_path))
+    seen = []
+    monkeypatch.setattr("workers.process.reloading.load_beside", lambda *_: seen.append(1))
+    for _ in range(3):
+        world.reloading.want()
+        world.reloading.tick(None, is_active=False)
+    world.reloading._thread.join(30)
+    world.reloading.tick(None, is_active=False)
+    world.reloading._thread.join(30)
+    assert len(seen) >= 2
