@@ -28,32 +28,36 @@ import torch
 
 from workers.cache.journal import StoredEntry
 from workers.device import Device
-from workers.kv import KvGeometry, PrefixLayout
+from workers.kv import DramGeometry, PrefixLayout
 from workers.shared import metrics
 from workers.shared.index import ArenaIndex, Difference, Distrust, Identity, index_bytes, slot_bytes
 from workers.shared.journal import ArenaJournal
 from workers.shared.lock import ArenaLock
-from workers.shared.mapped_file import MappedFile, map_file
+from workers.shared.mapped_file import MappedFile, allocated_bytes, map_file
 from workers.shared.record import Record, TornRecordError, most_bytes_per_page, unpack
 
 log = structlog.get_logger()
 
-_PREFIXES: Final = ("dram-", "index-")
+_DRAM: Final = "dram-"
+_INDEX: Final = "index-"
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaShape:
-    """What must be equal for K,V of one process to mean anything to another. `page_bytes`: of a DRAM page."""
+    """What must be equal for K,V of one process to mean anything to another."""
 
     worker_id: str
     num_pages: int
-    page_bytes: int
-    geometry: KvGeometry
+    geometry: DramGeometry
     layout: PrefixLayout
 
     @property
+    def page_bytes(self) -> int:
+        return self.geometry.page_bytes
+
+    @property
     def slot_bytes(self) -> int:
-        return slot_bytes(most_bytes_per_page(self.geometry.page_tokens))
+        return slot_bytes(most_bytes_per_page(self.geometry.kv.page_tokens))
 
     @property
     def dram_bytes(self) -> int:
@@ -115,15 +119,9 @@ class SharedArena:
 
     @classmethod
     def attach(cls, folder: Path, shape: ArenaShape, device: Device, lock: ArenaLock) -> SharedArena:
-        """Maps the arena, which is made if it is not there. Raises RelayError if there is no room for it.
-
-        `lock` need not be held; if nobody holds it, files of other shapes are deleted first.
-        """
-        with lock.unclaimed() as nobody_holds_it:
-            if nobody_holds_it or lock.is_held():
-                _delete_other_shapes(folder, shape)
-        dram = map_file(folder / f"dram-{shape.name}", shape.dram_bytes)
-        arena = cls(shape, lock, dram, map_file(folder / f"index-{shape.name}", shape.index_bytes))
+        """Maps the arena, which is made if it is not there. Raises RelayError if there is no room for it."""
+        dram = map_file(folder / f"{_DRAM}{shape.name}", shape.dram_bytes)
+        arena = cls(shape, lock, dram, map_file(folder / f"{_INDEX}{shape.name}", shape.index_bytes))
         if not device.pin_host(arena.tensor):
             log.warning("the arena's memory is not pinned: copies to the device are slower", device=device.name)
         return arena
@@ -202,12 +200,20 @@ class SharedArena:
         fits = (
             entry.key.is_known
             and entry.tokens == shape.layout.tokens(entry.key.length)
-            and pages.size == shape.geometry.pages_for(entry.tokens)
+            and pages.size == shape.geometry.kv.pages_for(entry.tokens)
             and pages[0] == head
             and int(pages.min()) >= 0
             and int(pages.max()) < shape.num_pages
         )
         return Found.RESTORED if fits else Found.TORN
+
+
+def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:
+    """Deletes what earlier settings left, unless a live process may use it; bytes that `shape`'s files take already."""
+    with lock.unclaimed() as nobody_holds_it:
+        if nobody_holds_it or lock.is_held():
+            _delete_other_shapes(folder, shape)
+    return sum(allocated_bytes(folder / f"{prefix}{shape.name}") for prefix in (_DRAM, _INDEX))
 
 
 def _are_disjoint(records: list[Record]) -> bool:
@@ -217,6 +223,6 @@ def _are_disjoint(records: list[Record]) -> bool:
 
 def _delete_other_shapes(folder: Path, shape: ArenaShape) -> None:
     for path in folder.iterdir():
-        if path.name.startswith(_PREFIXES) and not path.name.endswith(f"-{shape.name}"):
+        if path.name.startswith((_DRAM, _INDEX)) and not path.name.endswith(f"-{shape.name}"):
             log.info("an arena of other settings is deleted", path=str(path))
             path.unlink(missing_ok=True)

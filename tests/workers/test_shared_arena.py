@@ -1,0 +1,330 @@
+"""A worker that was killed and came back: what it finds in its arena, and what it never shows.
+
+The cache is the real one over a toy arena (`shared_world`); every hit is compared with the stamps of its prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+from prometheus_client import REGISTRY
+
+from tests.workers.cache_world import GEOMETRY, PAGE_TOKENS, World, make_key
+from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld
+from workers.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome
+from workers.cache.entries import Entry
+from workers.cache.journal import StoredEntry
+from workers.device import CpuDevice
+from workers.kv import DramGeometry, DramKvDtype
+from workers.shared.arena import ArenaShape, SharedArena, make_room
+from workers.shared.lock import ArenaLock
+
+ANN, BOB = make_key("ann", 100), make_key("bob", 60)
+
+
+def reload(world: World, key: PrefixKey) -> None:
+    """Brings the prefix back from DRAM, and reads every row of it."""
+    pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
+    assert isinstance(pending, Pending), pending
+    world.mover.run()
+    assert pending.outcome is PendingOutcome.PUBLISHED
+    world.cache.release(world.hit(key))
+
+
+def reload_fails(world: World, key: PrefixKey) -> None:
+    pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
+    assert isinstance(pending, Pending)
+    world.mover.run()
+    assert pending.outcome is PendingOutcome.FAILED
+
+
+def left_by(folder: Path, *keys: PrefixKey) -> None:
+    """A worker with these prefixes in DRAM is killed."""
+    world = SharedWorld(folder)
+    for key in keys:
+        world.spilled(key)
+    world.die()
+
+
+def users(stored: tuple[StoredEntry, ...]) -> list[str]:
+    return [each.key.user_id for each in stored]
+
+
+@contextlib.contextmanager
+def counted(name: str, **labels: str) -> Iterator[list[float]]:
+    """How much a counter grew."""
+
+    def read() -> float:
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    grown: list[float] = []
+    before = read()
+    yield grown
+    grown.append(read() - before)
+
+
+def path_of(folder: Path, prefix: str) -> Path:
+    [path] = folder.glob(f"{prefix}-*")
+    return path
+
+
+# What comes back.
+
+
+def test_a_killed_worker_comes_back_with_its_prefixes_in_dram(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN, BOB)
+    world = SharedWorld(tmp_path)
+    assert sorted(users(world.restored)) == ["ann", "bob"]
+    world.cache.check_invariants()
+    for key in (ANN, BOB):
+        found = world.cache.acquire(key, 0)
+        assert isinstance(found, Miss)
+        assert (found.reason, found.dram_behaviours) == (MissReason.IN_DRAM, key.length)
+        reload(world, key)
+
+
+def test_a_planned_stop_keeps_them_too(tmp_path: Path) -> None:
+    world = SharedWorld(tmp_path)
+    world.spilled(ANN)
+    world.cache.close()
+    world.die()
+    assert users(SharedWorld(tmp_path).restored) == ["ann"]
+
+
+def test_the_second_death_is_like_the_first(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    left_by(tmp_path, BOB)
+    world = SharedWorld(tmp_path)
+    assert sorted(users(world.restored)) == ["ann", "bob"]
+    assert world.lock.arena_epoch == 3
+
+
+def test_a_restored_prefix_grows_as_any_other(tmp_path: Path) -> None:
+    """Only the tail is computed and copied: the kept pages are the dead worker's."""
+    left_by(tmp_path, ANN)
+    world = SharedWorld(tmp_path)
+    grown = make_key("ann", 150)
+    reload(world, ANN)
+    world.cache.release(world.compute(grown))
+    assert world.cache.spill(grown) is SpillOutcome.STARTED
+    world.mover.run()
+    world.die()
+    successor = SharedWorld(tmp_path)
+    [entry] = successor.restored
+    assert entry.key.length == 150
+    reload(successor, grown)
+
+
+def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
+    world = SharedWorld(tmp_path)
+    for key in (ANN, BOB):
+        world.spilled(key)
+    world.cache.start_reload(ANN, deadline_us=10**9, now_us=500)
+    world.mover.run()
+    world.die()
+    assert users(SharedWorld(tmp_path).restored) == ["bob", "ann"]
+
+
+def test_a_full_tier_is_restored_and_then_evicts(tmp_path: Path) -> None:
+    keys = [make_key(f"user-{number}", 14 * PAGE_TOKENS) for number in range(4)]
+    left_by(tmp_path, *keys)
+    world = SharedWorld(tmp_path)
+    assert len(world.restored) == DRAM_PAGES // 15
+    world.spilled(make_key("late", 100))
+    world.cache.check_invariants()
+    world.die()
+    assert len(SharedWorld(tmp_path).restored) == 4
+
+
+def test_what_was_read_ahead_and_changed_since_is_read_again(tmp_path: Path) -> None:
+    """A standby decodes the index while the active worker still writes it."""
+    active = SharedWorld(tmp_path)
+    active.spilled(ANN)
+    active.spilled(BOB)
+    lock = ArenaLock(tmp_path)
+    standby = SharedArena.attach(tmp_path, SHAPE, CpuDevice(), lock)
+    assert standby.read_ahead() == 2
+    active.cache.invalidate_user("bob")
+    active.spilled(make_key("cas", 40))
+    active.die()
+    lock.acquire()
+    assert sorted(users(standby.adopt(MODEL))) == ["ann", "cas"]
+
+
+# What does not.
+
+
+@pytest.mark.parametrize("forget", ["invalidate", "drop_model"])
+def test_what_was_taken_away_does_not_come_back(tmp_path: Path, forget: str) -> None:
+    world = SharedWorld(tmp_path)
+    world.spilled(ANN)
+    if forget == "invalidate":
+        world.cache.invalidate_user("ann")
+    else:
+        world.cache.drop_namespace(ANN.namespace)
+    world.die()
+    assert SharedWorld(tmp_path).restored == ()
+
+
+def test_a_copy_that_had_not_ended_is_not_there(tmp_path: Path) -> None:
+    world = SharedWorld(tmp_path)
+    world.store(ANN)
+    world.cache.spill(ANN)
+    world.mover.start()
+    world.die()
+    assert SharedWorld(tmp_path).restored == ()
+
+
+def test_another_models_prefixes_are_freed(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    with counted("relaygr_arena_prefixes_total", outcome="other_model") as grown:
+        world = SharedWorld(tmp_path, model=b"model-2")
+    assert grown == [1]
+    assert world.restored == ()
+    world.die()
+    assert SharedWorld(tmp_path).restored == (), "and are gone for their own model too: their pages were given away"
+
+
+def test_a_torn_page_fails_its_reload_and_takes_its_prefix_along(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN, BOB)
+    world = SharedWorld(tmp_path)
+    [ann] = [entry for entry in world.restored if entry.key.user_id == "ann"]
+    world.shared.tensor[int(ann.pages[3]), 5] ^= 1
+    with counted("relaygr_arena_pages_verified_total", outcome="torn") as grown:
+        reload_fails(world, ANN)
+    assert grown == [1]
+    found = world.cache.acquire(ANN, 0)
+    assert isinstance(found, Miss)
+    assert found.reason is MissReason.ABSENT
+    reload(world, BOB)
+    world.cache.check_invariants()
+    world.die()
+    assert users(SharedWorld(tmp_path).restored) == ["bob"]
+
+
+def test_pages_are_verified_once(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    world = SharedWorld(tmp_path)
+    with counted("relaygr_arena_pages_verified_total", outcome="whole") as grown:
+        for _ in range(2):
+            reload(world, ANN)
+            world.evict_hbm()
+    assert grown == [float(GEOMETRY.pages_for(102))]
+
+
+def test_a_dram_file_that_was_cut_serves_nothing(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    with path_of(tmp_path, "dram").open("r+b") as file:
+        file.truncate(GEOMETRY.page_bytes)
+    world = SharedWorld(tmp_path)
+    reload_fails(world, ANN)
+
+
+def test_a_dram_file_that_was_replaced_drops_the_index(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN)
+    dram = path_of(tmp_path, "dram")
+    dram.rename(tmp_path / "old")
+    with structlog.testing.capture_logs() as logs:
+        world = SharedWorld(tmp_path)
+    assert world.restored == ()
+    [said] = [line for line in logs if line["event"] == "the arena's index is dropped as a whole"]
+    assert (said["reason"], said["fields"]) == ("other_arena", ("dram_file",))
+
+
+@pytest.mark.parametrize("damage", ["header", "format", "emptied"])
+def test_an_index_that_is_not_ours_is_dropped_as_a_whole(tmp_path: Path, damage: str) -> None:
+    left_by(tmp_path, ANN, BOB)
+    with path_of(tmp_path, "index").open("r+b") as file:
+        if damage == "header":
+            file.seek(40)
+            file.write(b"?")
+        elif damage == "format":
+            file.write(b"relaygr.arena.0\0")
+        else:
+            file.truncate(0)
+    world = SharedWorld(tmp_path)
+    assert world.restored == ()
+    world.spilled(ANN)
+    world.die()
+    assert users(SharedWorld(tmp_path).restored) == ["ann"], "and is a good one from then on"
+
+
+def test_a_torn_record_is_dropped_alone(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN, BOB)
+    found = SharedWorld(tmp_path)
+    [ann] = [entry for entry in found.restored if entry.key.user_id == "ann"]
+    found.die()
+    with path_of(tmp_path, "index").open("r+b") as file:
+        file.seek(4096 + int(ann.pages[0]) * SHAPE.slot_bytes + 60)
+        file.write(b"\xff\xff\xff")
+    with counted("relaygr_arena_prefixes_total", outcome="torn") as grown:
+        assert users(SharedWorld(tmp_path).restored) == ["bob"]
+    assert grown == [1]
+
+
+def test_two_prefixes_that_claim_one_page_are_both_forgotten(tmp_path: Path) -> None:
+    """No holder writes that, so none of it can be believed."""
+    left_by(tmp_path, ANN, BOB)
+    found = SharedWorld(tmp_path)
+    ann, bob = sorted(found.restored, key=lambda entry: entry.key.user_id)
+    forged = Entry(1, bob.key, 1, pages=bob.pages.copy(), tokens=bob.tokens)
+    forged.pages[1:] = ann.pages[1 : bob.pages.size]
+    found.shared.journal.published(forged, 0)
+    found.die()
+    with counted("relaygr_arena_prefixes_total", outcome="overlapping") as grown:
+        assert SharedWorld(tmp_path).restored == ()
+    assert grown == [2]
+
+
+def test_records_of_a_later_holder_are_foreign(tmp_path: Path) -> None:
+    """Somebody put the epoch back: who wrote these is not known."""
+    left_by(tmp_path, ANN)
+    (tmp_path / "epoch").write_text("0\n")
+    assert SharedWorld(tmp_path).restored == ()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(SHAPE, num_pages=DRAM_PAGES - 1),
+        replace(SHAPE, worker_id="worker-01"),
+        replace(SHAPE, geometry=DramGeometry(replace(GEOMETRY, num_heads=2, attention_dim=0))),
+        replace(SHAPE, geometry=DramGeometry(GEOMETRY, DramKvDtype.INT8)),
+    ],
+)
+def test_another_shape_never_sees_it_and_frees_its_memory(tmp_path: Path, shape: ArenaShape) -> None:
+    left_by(tmp_path, ANN)
+    world = SharedWorld(tmp_path)
+    assert make_room(tmp_path, shape, ArenaLock(tmp_path)) == 0
+    assert path_of(tmp_path, "dram").exists(), "not while somebody uses it"
+    world.die()
+    make_room(tmp_path, shape, world.lock)
+    assert not list(tmp_path.glob("dram-*"))
+
+
+# Who may write.
+
+
+def test_a_worker_whose_folder_was_replaced_writes_nothing_more(tmp_path: Path) -> None:
+    world = SharedWorld(tmp_path / "worker-00")
+    (tmp_path / "worker-00").rename(tmp_path / "elsewhere")
+    SharedWorld(tmp_path / "worker-00").die()
+    world.store(ANN)
+    assert world.cache.spill(ANN) is SpillOutcome.STARTED
+    world.mover.run()
+    assert world.cache.peek(ANN).dram_behaviours == 0
+    world.cache.release(world.hit(ANN))
+    world.die()
+    assert SharedWorld(tmp_path / "elsewhere").restored == ()
+
+
+def test_only_the_holder_of_the_lock_adopts(tmp_path: Path) -> None:
+    world = SharedWorld(tmp_path)
+    world.die()
+    with pytest.raises(ValueError, match="holder of the lock"):
+        world.shared.adopt(MODEL)

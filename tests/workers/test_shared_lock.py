@@ -1,0 +1,129 @@
+"""The lock of a worker's shared folder: one holder, freed by death alone, and counted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from streams.errors import RelayError
+from workers.shared.lock import ArenaLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from workers.shared.lock import ArenaLock
+lock = ArenaLock(Path(sys.argv[1]))
+print(lock.acquire(), flush=True)
+time.sleep(60)
+"""
+
+
+def another_process(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip().isdigit()
+    return process
+
+
+def test_each_holder_has_the_next_epoch(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        lock = ArenaLock(tmp_path / "worker-00")
+        assert lock.acquire() == epoch == lock.arena_epoch
+        assert lock.is_held()
+        lock.release()
+        assert not lock.is_held()
+
+
+def test_the_folder_is_the_owners_alone(tmp_path: Path) -> None:
+    ArenaLock(tmp_path / "worker-00")
+    assert (tmp_path / "worker-00").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_process_does_not_get_it_and_is_told_who_has(tmp_path: Path) -> None:
+    holder = another_process(tmp_path)
+    try:
+        lock = ArenaLock(tmp_path)
+        assert lock.try_acquire() is None
+        assert lock.acquire(timeout_s=0.01) is None
+        assert not lock.is_held()
+        assert lock.holder() == str(holder.pid)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_process_that_is_only_stopped_keeps_it_and_a_killed_one_does_not(tmp_path: Path) -> None:
+    """A stopped process may wake up and write: nobody may be in its place before the kernel says it is dead."""
+    holder = another_process(tmp_path)
+    lock = ArenaLock(tmp_path)
+    try:
+        os.kill(holder.pid, signal.SIGSTOP)
+        assert lock.acquire(timeout_s=0.05) is None
+        got: list[int | None] = []
+        waiter = threading.Thread(target=lambda: got.append(lock.acquire(timeout_s=10)))
+        waiter.start()
+        os.kill(holder.pid, signal.SIGKILL)
+        waiter.join(10)
+        assert got == [2]
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_wait_can_be_cancelled(tmp_path: Path) -> None:
+    first, second = ArenaLock(tmp_path), ArenaLock(tmp_path)
+    first.acquire()
+    cancel = threading.Event()
+    threading.Timer(0.02, cancel.set).start()
+    assert second.acquire(cancel) is None
+    assert second.arena_epoch == 0
+
+
+def test_whoever_finds_other_files_in_the_place_of_its_own_may_not_write(tmp_path: Path) -> None:
+    """Somebody cleaned the folder up under a running worker; the next one holds another lock."""
+    first = ArenaLock(tmp_path / "a")
+    first.acquire()
+    shutil.rmtree(tmp_path / "a")
+    assert not first.is_held()
+    second = ArenaLock(tmp_path / "a")
+    assert second.acquire() == 1
+    assert second.is_held()
+    assert not first.is_held()
+
+
+@pytest.mark.parametrize("torn", [b"", b"\xff\xfe", b"seven"])
+def test_an_epoch_that_can_not_be_read_begins_anew(tmp_path: Path, torn: bytes) -> None:
+    lock = ArenaLock(tmp_path)
+    (tmp_path / "epoch").write_bytes(torn)
+    assert lock.acquire() == 1
+
+
+def test_nobody_is_counted_who_only_looks_whether_it_is_free(tmp_path: Path) -> None:
+    first, second = ArenaLock(tmp_path), ArenaLock(tmp_path)
+    with second.unclaimed() as free:
+        assert free
+        assert first.try_acquire() is None
+    assert first.acquire() == 1
+    with second.unclaimed() as free:
+        assert not free
+
+
+def test_one_object_takes_it_once(tmp_path: Path) -> None:
+    lock = ArenaLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(ValueError, match="held already"):
+        lock.acquire()
+
+
+def test_a_folder_that_can_not_be_made_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RelayError, match=r"worker\.shared_path"):
+        ArenaLock(tmp_path / "file" / "worker-00")
