@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engine.figures import write_csv
+from benchmarks.engine.profile import table
 from benchmarks.engine.report import plot, print_tables
 from benchmarks.engine.run import SideBySide, Sizes, Variant
 from benchmarks.engine.shapes import SHAPES
@@ -62,6 +63,7 @@ def main(
             bench.run(rounds, lambda text, bar=bar: progress.update(bar, advance=1, description=text))  # type: ignore[misc]
         figures = bench.figures()
         print_tables(console, figures)
+        console.print(table(f"{shape}, {max(sizes.prefixes):,} tokens", bench.profiles()))
         write_csv(out, figures)
         picture = plots / f"{shape}-{opened.torch_device.type}.png"
         plot(figures, picture)

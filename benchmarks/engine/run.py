@@ -8,10 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from benchmarks.engine.figures import Figure, Point, Stage, Times
+from benchmarks.engine.profile import Share, shares
 from benchmarks.engine.shapes import SHAPES, append_flops, rank_flops
 from workers.device import Device
 from workers.kv import KvDtype
@@ -101,6 +103,19 @@ class SideBySide:
         for requests in self._sizes.batches:
             for count in self._sizes.candidates:
                 yield point(Stage.HIT, longest, 0, count, requests), meter.rank(longest, count, requests).duration_us
+
+    def profiles(self) -> dict[str, list[Share]]:
+        """Where pre-infer and ranking on the longest prefix spend their time, for each variant."""
+        longest, candidates = max(self._sizes.prefixes), min(self._sizes.candidates)
+        found = {}
+        for variant, meter in self._meters.items():
+            works: dict[str, Callable[[], object]] = {
+                "pre-infer": partial(meter.prefix, longest, CHUNK_TOKENS),
+                "hit": partial(meter.rank, longest, candidates),
+            }
+            for name, work in works.items():
+                found[f"{name}, {variant.compute_dtype}"] = shares(self._device, work)
+        return found
 
     def figures(self) -> list[Figure]:
         """One a point, in order."""
