@@ -187,10 +187,12 @@ def replay(
     candidate: Candidate,
     on_progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """One candidate over the whole demand. `on_progress` gets the number of demands played."""
+    """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played since."""
     run = Replay(arena, candidate)
+    reported = 0
     for number, demand in enumerate(demands, 1):
         run.play(demand)
-        if on_progress is not None and number % 256 == 0:
-            on_progress(number)
+        if on_progress is not None and (number - reported == 256 or number == len(demands)):
+            on_progress(number - reported)
+            reported = number
     return run.outcome()
