@@ -74,7 +74,12 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
             return None
         present.device.bind_thread()
         engine = build_engine(
-            checkpoint, present.device, settings.kv_dtype, settings.page_tokens, settings.compute_dtype
+            checkpoint,
+            present.device,
+            settings.kv_dtype,
+            settings.page_tokens,
+            settings.compute_dtype,
+            settings.cuda_graphs,
         )
         _try(engine)
     except ReloadRefusedError:

@@ -41,6 +41,9 @@ class WorkerSettings(Section):
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens of one K,V page")] = 64
     kv_dtype: KvDtype = Field(KvDtype.FLOAT32, description="element type of stored K,V")
     compute_dtype: ComputeDtype = Field(ComputeDtype.FLOAT32, description="element type of the model's products")
+    cuda_graphs: bool = Field(
+        False, description="forwards of sizes seen before run from captured graphs; not measured on hardware yet"
+    )
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
     hbm_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the HBM tier first")
@@ -55,6 +58,12 @@ class WorkerSettings(Section):
     )
     standby_memory: StandbyMemory = Field(
         StandbyMemory.RESERVED, description="the HBM tier of a standby: taken ahead, or at_takeover"
+    )
+    cache_trace: Path | None = Field(
+        None, description="file to record cache operations in, for `relaygr cache replay`; none: do not record"
+    )
+    cache_trace_bytes: ByteSize = Field(
+        ByteSize(256 * _MIB), ge=_MIB, description="size limit of that file; recording then ends"
     )
     reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from tests.workers.model_world import small_config
 from workers.device import CpuDevice, Device
+from workers.kv import KvGeometry
 from workers.model.attention.bias import RelativeBiases
 from workers.model.attention.choose import AttentionChooser, choose_attention
 from workers.model.attention.spec import AttentionSpec
@@ -123,7 +122,7 @@ class Backend:
     """Whether a model is one of its own; others are not run on it."""
 
 
-def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, device: torch.device) -> TiledAttention:
+def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device) -> TiledAttention:
     return TiledAttention(spec, biases)
 
 

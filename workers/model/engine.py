@@ -43,6 +43,7 @@ def load_engine(
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     threads: int | None = None,
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    graphs: bool = False,
 ) -> Engine:
     """The checkpoint in folder `path`, on the device that the setting names (None: the accelerator, else the CPU).
 
@@ -52,7 +53,7 @@ def load_engine(
     if threads is not None:
         set_threads(threads)
     opened = open_device(device)
-    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype)
+    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype, graphs)
 
 
 def build_engine(
@@ -61,7 +62,9 @@ def build_engine(
     kv_dtype: KvDtype,
     page_tokens: int,
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    graphs: bool = False,
 ) -> Engine:
-    """An engine for a checkpoint that is in memory."""
-    family = NullEngine if checkpoint.config.family is Family.NULL else PagedEngine
-    return family(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
+    """An engine for a checkpoint that is in memory. `graphs`: forwards run from captured graphs (`graphs.py`)."""
+    if checkpoint.config.family is Family.NULL:
+        return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
+    return PagedEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype, graphs=graphs)

@@ -21,6 +21,7 @@ from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment
 from workers.model.attention.spec import spec_of
 from workers.model.checkpoint import Checkpoint
+from workers.model.graphs import layer_runner
 from workers.model.inputs import IDS_TENSOR, TokenEmbedding, TokenLookup
 from workers.model.inputs.times import query_seconds
 from workers.model.interface import (
@@ -55,8 +56,12 @@ class PagedEngine:
         page_tokens: int,
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
         choose: AttentionChooser = choose_attention,
+        graphs: bool = False,
     ) -> None:
-        """`choose`: what picks the attention's back end; benchmarks compare them by it."""
+        """`choose`: what picks the attention's back end; benchmarks compare them by it.
+
+        `graphs`: forwards run from captured graphs, if that back end can be captured (`graphs.py`).
+        """
         config = checkpoint.config
         self.device = device
         self.geometry = config.geometry(page_tokens, kv_dtype)
@@ -75,8 +80,11 @@ class PagedEngine:
             name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
         }
         self._embedding = TokenEmbedding(config, tensors)
-        self._stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
-        self._attention = choose(spec_of(config, compute_dtype), relative_biases(config, tensors), device.torch_device)
+        stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
+        self._attention = choose(
+            spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
+        )
+        self._layers = layer_runner(stack, self._attention, device, graphs)
         self._readout = Readout(config, tensors)
         self._kv: PagedKv | None = None
 
@@ -94,11 +102,9 @@ class PagedEngine:
         readout = sum((c.embedding_dim, *c.readout_hidden, 2 * self.num_tasks))
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
-        return (
-            rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
-            + max_batch_rows * readout * _FLOAT_BYTES
-            + self._attention.scratch_bytes(rows, max_tokens)
-        )
+        layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
+        layers += self._attention.scratch_bytes(rows, max_tokens)
+        return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + max_batch_rows * readout * _FLOAT_BYTES
 
     def bind(self, arena: torch.Tensor) -> None:
         self._kv = PagedKv(arena, self.geometry)
@@ -146,12 +152,11 @@ class PagedEngine:
             return []
         segments: list[Segment] = [self._segmenting.of_chunk(chunk) for chunk in chunks]
         segments += [self._segmenting.of_request(request) for request in requests]
-        attention = self._attention.begin(self._kv, segments)
         tokens = np.concatenate(
             [chunk.inputs.rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in requests]
         )
         before = [request.layer_ready for request in requests if request.layer_ready is not None]
-        rows = self._stack(self._embedding(tokens), attention, before)
+        rows = self._layers(self._kv, segments, self._embedding(tokens), before)
         return self._scores(rows, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
 
     def _scores(self, rows: torch.Tensor, start: int, requests: Sequence[RankInputs]) -> list[RankOutputs]:

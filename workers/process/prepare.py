@@ -56,6 +56,7 @@ def prepare(config: WorkerConfig, folder: Path, *, is_standby: bool) -> Prepared
         settings.page_tokens,
         settings.threads,
         settings.compute_dtype,
+        settings.cuda_graphs,
     )
     plan = plan_memory(engine, settings)
     require_host_memory(plan, engine.device.is_cpu)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
-import torch
 
+from workers.device import Device
+from workers.kv import KvGeometry
+from workers.model.attention.accelerated import accelerated_attention
 from workers.model.attention.bias import RelativeBiases
 from workers.model.attention.blocked import BlockedAttention
 from workers.model.attention.interface import Attention
@@ -15,7 +17,7 @@ from workers.model.attention.softmax import SoftmaxAttention
 from workers.model.attention.spec import AttentionSpec
 from workers.model.attention.tiled import TiledAttention
 
-AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, torch.device], Attention]
+AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], Attention]
 
 log = structlog.get_logger(__name__)
 
@@ -28,15 +30,22 @@ class Choice:
     reason: str
 
 
-def choose_attention(spec: AttentionSpec, biases: RelativeBiases | None, device: torch.device) -> Attention:
-    """The fastest back end that computes what the model asks for."""
-    choice = attention_for(spec, biases)
-    log.info("attention back end", name=choice.attention.name, device=str(device), reason=choice.reason)
+def choose_attention(
+    spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+) -> Attention:
+    """The fastest back end that computes what the model asks for, and runs on the device."""
+    made_for_it = accelerated_attention(spec, geometry, device)
+    choice = (
+        attention_for(spec, biases)
+        if made_for_it is None
+        else Choice(made_for_it, f"the plain mask on {device.torch_device.type}")
+    )
+    log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
     return choice.attention
 
 
 def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Choice:
-    """That back end, with the reason."""
+    """The back end in plain torch, which runs on any device, with the reason."""
     if spec.normalizer is None:
         return Choice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
