@@ -74,6 +74,9 @@ class FakeEngine:
     revision: str = "model-1"
     chunks: list[tuple[int, int]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
+    mixed: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens of the chunk, and requests, of each forward that had both."""
+    fail_mixed: bool = False
     fail_next: Exception | None = None
     fail_candidates: int | None = None
     rules: PrefixRules = field(default_factory=PrefixRules)
@@ -95,6 +98,14 @@ class FakeEngine:
         assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
         self.chunks.append((chunk.start, chunk.end))
         self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
+
+    def forward(self, chunks, requests):
+        if self.fail_mixed:
+            raise RuntimeError("kernel failed")
+        self.mixed.append((sum(chunk.end - chunk.start for chunk in chunks), len(requests)))
+        for chunk in chunks:
+            self.pre_infer(chunk)
+        return self.rank(requests)
 
     def rank(self, batch):
         if any(request.candidates == self.fail_candidates for request in batch):
@@ -197,6 +208,7 @@ class World:
         capacity = hbm_pages * self.engine.geometry.page_bytes
         self.corrector = Corrector(LatencyModel(COEFFICIENTS))
         self.copied = []
+        self.registry = CollectorRegistry()
         self.executor = Executor(
             self.engine,
             self.cache,
@@ -207,7 +219,7 @@ class World:
             self.settings,
             admission,
             self.outbox,
-            WorkerMetrics(CollectorRegistry()),
+            WorkerMetrics(self.registry),
             self.clock,
             JobAdmission(admission, capacity, self.engine.geometry, self.clock),
         )

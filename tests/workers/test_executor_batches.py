@@ -1,0 +1,266 @@
+"""Ranking passes: what runs beside the requests, whose time it is, and what the host does while a device works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.messages import FailureReason, Path
+from tests.workers.test_executor import HIT_US, TOKEN_US, World
+from tests.workers.test_executor_rules import World as RealWorld
+from tests.workers.test_executor_rules import behaviours_of
+from workers.device import CpuDevice, Event
+from workers.work import JobOutcome
+
+
+def device_us(world: World, work_class: str) -> float:
+    name = "relaygr_worker_device_seconds_total"
+    return 1e6 * (world.registry.get_sample_value(name, {"work_class": work_class}) or 0.0)
+
+
+def world_with_a_ready_request_and_a_job_begun(budget_us: int = 50_000, **settings) -> World:
+    """User a's prefix is cached and its request is ready; one chunk of user b's prefix is computed."""
+    world = World(**{"mix_chunks": True, **settings})
+    cached = world.store.put("a", 100)
+    world.rank("a", cached, "a1")
+    world.run()
+    world.job("b", world.store.put("b", 300), "b1")
+    world.executor.step()
+    world.rank("a", cached, "a2", budget_us=budget_us)
+    world.engine.chunks.clear()
+    return world
+
+
+def test_the_next_piece_of_pre_infer_runs_beside_a_request_that_can_spare_its_time():
+    world = world_with_a_ready_request_and_a_job_begun()
+    world.executor.step()
+    assert world.engine.mixed == [(96, 1)]
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert world.rank("b", None, "b1").path is Path.HBM
+
+
+def test_a_prefix_that_has_not_begun_may_begin_beside_a_request():
+    world = World(mix_chunks=True)
+    cached = world.store.put("a", 100)
+    world.rank("a", cached, "a1")
+    world.run()
+    world.rank("a", cached, "a2")
+    world.job("b", world.store.put("b", 64), "b1")
+    world.executor.step()
+    assert world.engine.mixed == [(64, 1)]
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+@pytest.mark.parametrize(
+    ("budget_us", "tokens"),
+    [
+        pytest.param(HIT_US + 96 * TOKEN_US, 96, id="time for a whole chunk"),
+        pytest.param(HIT_US + 96 * TOKEN_US - 1, 80, id="time for a shorter one"),
+        pytest.param(HIT_US + 16 * TOKEN_US, 16, id="time for a page"),
+        pytest.param(HIT_US + 16 * TOKEN_US - 1, 0, id="time for none"),
+    ],
+)
+def test_what_runs_beside_a_request_ends_before_its_deadline(budget_us, tokens):
+    world = world_with_a_ready_request_and_a_job_begun(budget_us)
+    asked_us = world.clock.monotonic_us()
+    world.executor.step()
+    assert [mixed for mixed, _ in world.engine.mixed] == [tokens] * bool(tokens)
+    assert len(world.outbox.ranked_works) == 2
+    assert world.clock.monotonic_us() - asked_us <= budget_us
+
+
+def test_what_runs_beside_a_batch_does_not_make_those_late_that_wait_behind_it():
+    world = world_with_a_ready_request_and_a_job_begun(budget_us=50_000, max_batch_requests=1)
+    world.rank("c", None, "c1", budget_us=3_000)
+    world.rank("d", None, "d1", budget_us=3_500)
+    asked_us = world.clock.monotonic_us()
+    while len(world.outbox.ranked_works) < 3:
+        world.executor.step()
+    assert world.clock.monotonic_us() - asked_us <= 3_500
+    assert world.outbox.failures == []
+
+
+def test_on_a_cpu_nothing_is_mixed_unless_it_is_asked_for():
+    """Its rows take their time one after the other: together they would only delay the request."""
+    world = world_with_a_ready_request_and_a_job_begun(mix_chunks=None)
+    world.run()
+    assert world.engine.mixed == []
+    assert not world.settings.mixes_chunks(on_cpu=True)
+    assert world.settings.mixes_chunks(on_cpu=False)
+
+
+def test_each_class_pays_its_predicted_part_of_a_mixed_pass():
+    world = world_with_a_ready_request_and_a_job_begun()
+    before = device_us(world, "ranking"), device_us(world, "preinfer")
+    world.executor.step()
+    assert device_us(world, "ranking") - before[0] == pytest.approx(HIT_US, abs=1)
+    assert device_us(world, "preinfer") - before[1] == pytest.approx(96 * TOKEN_US, abs=1)
+
+
+def test_when_a_mixed_pass_fails_requests_and_piece_run_alone():
+    world = world_with_a_ready_request_and_a_job_begun()
+    world.engine.fail_mixed = True
+    world.executor.step()
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+    assert world.engine.chunks == [(96, 192)]
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+def test_a_piece_that_fails_beside_a_request_fails_alone():
+    world = world_with_a_ready_request_and_a_job_begun()
+    errors = [RuntimeError("kernel failed"), RuntimeError("kernel failed")]
+    whole = world.engine.pre_infer
+
+    def broken(chunk):
+        if errors:
+            raise errors.pop()
+        whole(chunk)
+
+    world.engine.pre_infer = broken
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.FAILED]
+    assert (world.outbox.paths, world.outbox.failures) == ([Path.FULL, Path.HBM], [])
+    assert world.cache.stats().hbm.in_flight == 0
+
+
+def test_a_request_that_fails_beside_a_piece_fails_alone():
+    world = world_with_a_ready_request_and_a_job_begun()
+    world.engine.fail_candidates = 10
+    world.run()
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+@pytest.mark.parametrize("kind", ["plain", "interleaved actions", "positions from the end", "contextual mask"])
+def test_mixed_passes_score_as_full_inference_and_leave_exact_prefixes(kind):
+    torch.set_num_threads(1)
+    world = RealWorld(kind, mix_chunks=True)
+    versions = {user: world.put(user, 150, seed) for seed, user in enumerate("abc")}
+    world.rank("a", versions["a"], "a0")
+    mixed: list[int] = []
+    whole = world.engine.forward
+
+    def counted(chunks, requests):
+        mixed.append(len(chunks) * len(requests))
+        return whole(chunks, requests)
+
+    world.engine.forward = counted  # type: ignore[method-assign]
+    run, world.run = world.run, lambda: None  # type: ignore[method-assign]
+    world.job("b", versions["b"], "b1")
+    world.job("c", versions["c"], "c1")
+    for number in range(1, 8):
+        world.submit("a", versions["a"], f"a{number}", budget_us=50_000)
+        world.executor.step()
+    world.run = run  # type: ignore[method-assign]
+    world.run()
+    assert max(mixed) == 1
+    for number in range(1, 8):
+        world.assert_exact(world.outbox.answered[f"a{number}"][0], behaviours_of(150))
+    for seed, user in ((1, "b"), (2, "c")):
+        work = world.rank(user, versions[user], f"{user}1")
+        assert work.path is Path.HBM
+        world.assert_exact(work, behaviours_of(150, seed))
+
+
+# -- a device that works by itself ----------------------------------------------------------------
+
+
+@dataclass
+class LateEvent(Event):
+    """Complete once somebody has waited for it."""
+
+    log: list[str]
+    error: Exception | None = None
+    passed: bool = False
+
+    def done(self) -> bool:
+        return self.passed
+
+    def wait(self) -> None:
+        self.log.append("waited")
+        self.passed = True
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class LateStream:
+    log: list[str]
+    error: Exception | None
+
+    def record(self) -> Event:
+        return LateEvent(self.log, self.error)
+
+
+class LateDevice(CpuDevice):
+    """What is given to it is done when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.error: Exception | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def current_stream(self) -> LateStream:  # type: ignore[override]
+        return LateStream(self.log, self.error)
+
+
+def world_on_a_late_device() -> tuple[World, LateDevice]:
+    world = World(mix_chunks=False)
+    world.engine.device = device = LateDevice()
+    return world, device
+
+
+def test_the_host_does_what_it_can_before_it_waits_for_a_piece():
+    world, device = world_on_a_late_device()
+    version = world.store.put("u", 64)
+    world.job(version=version)
+    world.executor.step()
+    assert (device.log, world.outbox.jobs) == ([], []), "given to the device, not waited for"
+    assert world.cache.stats().hbm.in_flight == 4, "and not published"
+    world.executor.post(lambda: device.log.append("looked up"))
+    world.executor.step()
+    assert device.log == ["looked up", "waited"]
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+def test_a_piece_that_turns_out_to_have_failed_fails_its_prefix():
+    world, device = world_on_a_late_device()
+    device.error = RuntimeError("illegal memory access")
+    world.rank("u", world.store.put("u", 64))
+    world.run()
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
+    assert world.cache.stats().hbm.free == 128
+
+
+def test_whatever_comes_while_a_piece_runs_gets_its_answer():
+    world, device = world_on_a_late_device()
+    version = world.store.put("u", 300)
+    world.job(version=version)
+    random = np.random.default_rng(0)
+    for number in range(60):
+        world.executor.step()
+        choice = random.integers(4)
+        if choice == 0:
+            world.rank("u", version, f"r{number}")
+        elif choice == 1:
+            world.executor.user_deleted("u")
+        elif choice == 2:
+            world.job("u", version, f"j{number}")
+        device.error = RuntimeError("kernel failed") if random.integers(8) == 0 else None
+        world.cache.check_invariants()
+    device.error = None
+    world.run()
+    world.mover.finish()
+    world.run()
+    assert world.executor.ranking_outstanding == 0
+    assert world.cache.stats().hbm.in_flight == 0
