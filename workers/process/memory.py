@@ -11,8 +11,10 @@ from streams.clients import LARGEST_QUEUE_BYTES
 from streams.errors import RelayError
 from workers.cache.build import BuiltCache, build_cache
 from workers.cache.policies import TierPolicies
+from workers.cache.trace import TraceRecorder
 from workers.memory import MemoryPlan, process_bytes
 from workers.model.engine import Engine
+from workers.process.cache_trace import recorder_of
 from workers.settings import WorkerSettings
 
 CLIENTS = 5
@@ -25,6 +27,8 @@ class TakenMemory:
 
     built: BuiltCache
     scratch_pages: NDArray[np.int32]
+    recorder: TraceRecorder | None
+    """Of the cache's operations; not started yet."""
 
 
 def queues_bytes(settings: WorkerSettings) -> int:
@@ -76,6 +80,7 @@ def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
             f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but one prefix of the "
             f"model's longest history takes {longest}: give at least {longest * geometry.page_bytes} bytes."
         )
+    recorder = recorder_of(settings)
     built = build_cache(
         engine.device,
         geometry,
@@ -84,6 +89,7 @@ def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
         dram_pages,
         extra_hbm_pages=longest,
         policies=policies_of(settings),
+        listener=recorder,
     )
     engine.bind(built.hbm_arena)
-    return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32))
+    return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)

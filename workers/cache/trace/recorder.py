@@ -2,8 +2,9 @@
 
 `on_event` only queues: it never blocks, and drops when the queue is full, counted. The file is bounded too:
 what does not fit any more is dropped and counted, once with a word in the log. A disk that fails ends the
-recording, not the worker. A file that is there already is kept as `NAME.1`, in the place of what was kept
-before. `on_event` before `start` or after `close` records nothing.
+recording, not the worker. The file is begun with the first event, so that a standby leaves the active one's
+alone; one that is there already is kept as `NAME.1`, in the place of what was kept before. `on_event` before
+`start` or after `close` records nothing.
 """
 
 from __future__ import annotations
@@ -63,18 +64,9 @@ class TraceRecorder:
             self._queue.put(event)
 
     def start(self, header: TraceHeader) -> None:
-        """Opens the file and begins; a disk that refuses by now costs the trace, not the worker."""
-        try:
-            if self._path.exists():
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
-            file = FileIO(str(self._path), "w")
-            self._written_bytes = file.write(encode_header(header)) or 0
-        except OSError as error:
-            _log.error("the cache trace can not be written", path=str(self._path), error=error.strerror)
-            return
-        self._thread = threading.Thread(target=self._run, args=(file,), name="cache-trace", daemon=True)
+        """Records from here on."""
+        self._thread = threading.Thread(target=self._run, args=(header,), name="cache-trace", daemon=True)
         self._thread.start()
-        _log.info("recording cache operations", path=str(self._path), max_bytes=self._max_bytes)
 
     def close(self) -> None:
         """Writes what is queued, and ends. Safe to call again."""
@@ -83,20 +75,31 @@ class TraceRecorder:
             self._queue.put(None)
             thread.join()
 
-    def _run(self, file: FileIO) -> None:
+    def _run(self, header: TraceHeader) -> None:
+        file: FileIO | None = None
         ended = full = False
-        with file:
-            while not ended:
-                batch, ended = self._next_batch()
-                if full:
-                    self._dropped.inc(len(batch))
-                    continue
-                try:
-                    full = not self._write(file, batch)
-                except OSError as error:
-                    full = True
-                    self._dropped.inc(len(batch))
-                    _log.error("the cache trace can not be written", path=str(self._path), error=error.strerror)
+        while not ended:
+            batch, ended = self._next_batch()
+            if full or not batch:
+                self._dropped.inc(len(batch))
+                continue
+            try:
+                file = file if file is not None else self._begin(header)
+                full = not self._write(file, batch)
+            except OSError as error:
+                full = True
+                self._dropped.inc(len(batch))
+                _log.error("the cache trace can not be written", path=str(self._path), error=error.strerror)
+        if file is not None:
+            file.close()
+
+    def _begin(self, header: TraceHeader) -> FileIO:
+        if self._path.exists():
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        file = FileIO(str(self._path), "w")
+        self._written_bytes = file.write(encode_header(header)) or 0
+        _log.info("recording cache operations", path=str(self._path), max_bytes=self._max_bytes)
+        return file
 
     def _next_batch(self) -> tuple[list[CacheEvent], bool]:
         """What is queued, in the order of the operations; and whether it is the last."""
