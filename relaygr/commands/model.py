@@ -1,4 +1,4 @@
-"""`relaygr model init` makes a random checkpoint; `relaygr model show` says what a checkpoint holds."""
+"""`relaygr model init` makes a random checkpoint, `convert` one of somebody else's; `show` says what one holds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.commands.model_convert import convert_command
+from relaygr.commands.texts import parse_task
 from streams.errors import RelayError
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
-from workers.model.config import CONFIG_FILE, Activated, Family, ModelConfig, OutputForm, describe_problems
+from workers.model.config import (
+    CONFIG_FILE,
+    Activated,
+    ContextualFeature,
+    Family,
+    ModelConfig,
+    OutputForm,
+    describe_problems,
+)
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make or inspect a checkpoint.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
+app.command("convert")(convert_command)
 
 _MIB = 2**20
 
@@ -88,7 +99,7 @@ def init(
             "num_actions": actions,
             "num_positions": places + 1 if positions is None else positions,
             "contextual_features": [_feature(text) for text in feature or ()],
-            "tasks": [_task(text) for text in task or ("click",)],
+            "tasks": [parse_task(text) for text in task or ("click",)],
             "readout_hidden": readout_hidden or (),
             "max_prefix_behaviours": max_prefix,
             "max_suffix_behaviours": max_suffix,
@@ -144,9 +155,19 @@ def _feature(text: str) -> dict[str, str]:
     return {"name": name, "cardinality": cardinality}
 
 
-def _task(text: str) -> dict[str, str]:
-    name, _, kind = text.partition(":")
-    return {"name": name, "kind": kind or "binary"}
+def _inputs(config: ModelConfig) -> str:
+    if config.dlrm_inputs is not None:
+        return f"{config.inputs}, {len(config.dlrm_inputs.action_weights)} kinds of action"
+    return f"{config.inputs}, {config.num_actions:,} actions" if config.num_actions else "items alone"
+
+
+def _describe(feature: ContextualFeature) -> str:
+    tokens = f", {feature.tokens} tokens" if feature.tokens > 1 else ""
+    return f"{feature.name} ({feature.cardinality:,}{tokens})"
+
+
+def _widths(config: ModelConfig) -> str:
+    return " to ".join(str(width) for width in (config.embedding_dim, *config.readout_hidden, len(config.tasks)))
 
 
 def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
@@ -164,9 +185,11 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     row("N", f"{config.normalizer:g}")
     row("layer form", f"SiLU on {config.activated}, output {config.output_form}")
     row("items", f"{config.vocabulary_size:,}")
-    row("actions", f"{config.num_actions:,}" if config.num_actions else "not used")
-    row("positions", f"{config.num_positions:,}, from the start" if config.num_positions else "not used")
-    row("features", ", ".join(f"{f.name} ({f.cardinality:,})" for f in config.contextual_features) or "none")
+    row("inputs", _inputs(config))
+    row("positions", f"{config.num_positions:,}, from the {config.position_origin}" if config.num_positions else "none")
+    row("times", f"{config.num_times:,}, {config.time_encoding} of the age" if config.num_times else "none")
+    row("features", ", ".join(_describe(feature) for feature in config.contextual_features) or "none")
+    row("read-out", f"{config.readout}, norm {config.readout_norm}, MLP {_widths(config)}")
     row("tasks", ", ".join(f"{task.name} ({task.kind})" for task in config.tasks))
     row(
         "limits",

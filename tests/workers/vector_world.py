@@ -347,8 +347,9 @@ def make_dlrm(post: str = "layernorm", features: int = 1, contextual: tuple[str,
     weight("_hstu_transducer._positional_encoder._timestamp_embeddings_weight", buckets, d)
     weight(f"{after}_layer_norm.weight", d)
     weight(f"{after}_layer_norm.bias", d)
-    weight(f"{after}_time_feature_combiner.weight", d, d + 4)
-    weight(f"{after}_time_feature_combiner.bias", d)
+    if post != "layernorm":
+        weight(f"{after}_time_feature_combiner.weight", d, d + 4)
+        weight(f"{after}_time_feature_combiner.bias", d)
     layers = [stu_weights(random, d, heads, dqk, dv, False) for _ in range(2)]
     for k, layer in enumerate(layers):
         w |= {f"_hstu_transducer._stu_module._stu_layers.{k}.{name}": array for name, array in layer.items()}
@@ -425,8 +426,9 @@ def make_dlrm(post: str = "layernorm", features: int = 1, contextual: tuple[str,
     arrays["preds"] = np.concatenate(preds, 1).astype(np.float32)
     arrays |= {f"w/{name}": array for name, array in w.items()}
     arrays[f"w/buffer/{pre}_action_encoder._combined_action_weights"] = np.array([1, 2, 4])
-    arrays[f"w/buffer/{after}_period_units"] = np.array([[3600.0, 86_400.0]], np.float32)
-    arrays[f"w/buffer/{after}_units_per_period"] = np.array([[24.0, 7.0]], np.float32)
+    if post != "layernorm":
+        arrays[f"w/buffer/{after}_period_units"] = np.array([[3600.0, 86_400.0]], np.float32)
+        arrays[f"w/buffer/{after}_units_per_period"] = np.array([[24.0, 7.0]], np.float32)
     meta = {
         "N": n,
         "contextual": list(contextual),

@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from workers.model.config import TimeEncoding
 
 Int64Array = NDArray[np.int64]
 
-_LEAST_SECONDS = np.float32(1e-6)
+_LEAST_SECONDS = 1e-6
 _MS_PER_SECOND = 1000
 
 
@@ -33,10 +34,11 @@ def query_seconds(query_time_ms: int) -> int:
 
 def age_rows(times: Int64Array, query_time: int, encoding: TimeEncoding, unit_seconds: float, rows: int) -> Int64Array:
     """int64 [tokens]: rows of a time table of `rows` rows. times, query_time: seconds."""
-    # In float32 throughout, as the original has it: a difference near a bucket's edge must fall on the same side.
-    units = np.maximum((query_time - times).astype(np.float32), _LEAST_SECONDS) / np.float32(unit_seconds)
-    grown = np.log(units) if encoding is TimeEncoding.LOG else np.sqrt(units)
-    return np.clip(grown, np.float32(0), np.float32(rows - 1)).astype(np.int64)
+    # In float32 and by torch's functions, as the original has it: near a bucket's edge numpy's exact root differs.
+    units = torch.from_numpy(query_time - times).float().clamp_(min=_LEAST_SECONDS).div_(unit_seconds)
+    grown = units.log_() if encoding is TimeEncoding.LOG else units.sqrt_()
+    ages: Int64Array = grown.clamp_(0, rows - 1).to(torch.int64).numpy()
+    return ages
 
 
 class Ages(Protocol):

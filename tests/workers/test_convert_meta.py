@@ -1,0 +1,132 @@
+"""Meta's DLRM-v3 state dict: converted, the engine scores what the source scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.messages import Behaviours
+from streams.errors import RelayError
+from tests.workers.source_world import dlrm_state_dict, item_features, load
+from tests.workers.vector_world import Made, make_dlrm
+from workers.model.config import Task, TaskKind
+from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from workers.model.convert.options import SourceFeature
+from workers.model.convert.state_dict import StateDict
+
+GATE_TOKENS = 4
+TASKS = (Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION))
+
+
+def options_of(made: Made, **changes: Any) -> ConvertOptions:
+    meta = made[0]
+    values: dict[str, Any] = {
+        "heads": meta["heads"],
+        "normalizer": meta["N"],
+        "tasks": TASKS,
+        "features": tuple(SourceFeature(name=name) for name in meta["contextual"]),
+        "item_features": tuple(item_features(made)[1:]),
+        "max_prefix": 32,
+    }
+    return ConvertOptions(**(values | changes))
+
+
+def own_values(made: Made) -> dict[str, torch.Tensor]:
+    """Each item has the feature value of its own number."""
+    count = made[1]["in/item"].shape[0] + made[1]["in/c_item"].shape[0]
+    return {f"item_features.{k}.rows": torch.arange(count + 1) for k in range(len(item_features(made)) - 1)}
+
+
+@pytest.mark.parametrize(("page_tokens", "chunk_tokens"), [(4, 3), (64, 512)])
+@pytest.mark.parametrize(
+    "made",
+    [make_dlrm(), make_dlrm(post="timestamp+layernorm"), make_dlrm(features=3, contextual=())],
+    ids=["layernorm", "timestamp", "item features"],
+)
+def test_the_engine_scores_what_the_source_scores(made: Made, page_tokens: int, chunk_tokens: int) -> None:
+    arrays = made[1]
+    source = dlrm_state_dict(made) | own_values(made)
+    converted = convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here")
+    world = load(converted, page_tokens, chunk_tokens)
+    total = arrays["in/item"].shape[0]
+    scores, start, asked = [], 0, 0
+    for user, (history, count) in enumerate(zip(arrays["uih_lengths"], arrays["num_candidates"], strict=True)):
+        h, c = slice(start, start + history), slice(asked, asked + count)
+        start, asked = h.stop, c.stop
+        behaviours = Behaviours(
+            np.arange(h.start, h.stop),
+            arrays["payload/action"][h].astype(np.uint16),
+            arrays["payload/time"][h] * 1000,
+        )
+        # The source hides the user id from short sequences; such a user is unknown to us.
+        hidden = history + count < GATE_TOKENS
+        features = [-1 if hidden and name == "user_id" else user for name in made[0]["contextual"]]
+        query_time_ms = int(arrays["payload/c_time"][c][0]) * 1000 + 999
+        scores.append(world.scores(features, behaviours, total + np.arange(c.start, c.stop), query_time_ms))
+    expected = arrays["preds"].T
+    assert np.abs(np.concatenate(scores) - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+def test_every_tensor_of_the_source_is_accounted_for() -> None:
+    made = make_dlrm()
+    source = dlrm_state_dict(made)
+    report = convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here").report
+    taken = {name for mapped in report.mapped for name in mapped.source.split(" + ")}
+    assert taken | {unused.source for unused in report.unused} == set(source)
+    assert report.is_complete
+    assert {"user_id", "region"} <= {m.source.split(".")[2] for m in report.mapped if "embeddings" in m.source}
+    reasons = {unused.source.split(".")[-3]: unused.why for unused in report.unused if "additional" in unused.source}
+    assert "do not have" in reasons["_additional_embedding_mlp"]
+
+
+def test_what_is_left_over_and_what_is_missing_is_named() -> None:
+    made = make_dlrm()
+    source = dlrm_state_dict(made) | {"loss.weight": torch.zeros(3)}
+    del source["_hstu_transducer._stu_module._stu_layers.1._output_norm_bias"]
+    report = convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here").report
+    assert [left.source for left in report.left_over] == ["loss.weight"]
+    assert [missing.target for missing in report.missing] == ["layers.1.output_norm.bias"]
+    assert report.missing[0].looked_for.endswith("_stu_layers.1._output_norm_bias")
+    assert not report.is_complete
+
+
+def test_all_that_the_state_dict_does_not_say_is_asked_for_at_once() -> None:
+    made = make_dlrm()
+    with pytest.raises(RelayError) as refusal:
+        convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, ConvertOptions(), "here")
+    text = str(refusal.value)
+    for option in ("--heads", "--normalizer", "--task", "--feature"):
+        assert option in text
+    assert "--item-feature" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"heads": 3}, "3 heads do not divide"),
+        (
+            {"features": (SourceFeature(name="user_id"), SourceFeature(name="planet"))},
+            "no embedding table for 'planet'",
+        ),
+        ({"tables": {"region": "nowhere"}}, "--table region=nowhere: the source has no such table"),
+        ({"item_features": ("maker",)}, "reads 0 features beside the item"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    made = make_dlrm()
+    with pytest.raises(RelayError, match=sentence):
+        convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, options_of(made, **changes), "here")
+
+
+def test_names_may_begin_with_anything() -> None:
+    made = make_dlrm()
+    source = {f"model.hstu.{name}": tensor for name, tensor in dlrm_state_dict(made).items()}
+    assert convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here").report.is_complete
+
+
+def test_another_model_is_not_taken_for_this_one() -> None:
+    with pytest.raises(RelayError, match="not DLRM-v3"):
+        convert_state_dict(StateDict({"x": torch.zeros(1)}), SourceKind.META, ConvertOptions(heads=1), "here")

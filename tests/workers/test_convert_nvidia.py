@@ -1,0 +1,118 @@
+"""NVIDIA's state dict in its three layouts: converted, the engine scores what the source scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.messages import Behaviours
+from streams.errors import RelayError
+from tests.workers.source_world import Nvidia, Tensors, load, make_nvidia
+from workers.model.config import Task
+from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from workers.model.convert.options import ProjectionLayout, SourceFeature
+from workers.model.convert.state_dict import StateDict
+
+COLLECTION = "_embedding_collection._data_parallel_embedding_collection.embeddings."
+CANDIDATES = np.array([3, 19, 3, 0])
+
+
+def options_of(**changes: Any) -> ConvertOptions:
+    values: dict[str, Any] = {
+        "heads": 2,
+        "normalizer": 40.0,
+        "tasks": (Task(name="click"), Task(name="like")),
+        "features": (SourceFeature(name="region"),),
+    }
+    return ConvertOptions(**(values | changes))
+
+
+def with_tables(source: Nvidia, layout: str) -> Tensors:
+    w = source.weights
+    tables = {"item": w["items"], "action": w["actions"], "region": w["region"]}
+    found = {f"{COLLECTION}{name}.weight": torch.from_numpy(table) for name, table in tables.items()}
+    return source.state_dict(layout) | found
+
+
+def behaviours(count: int) -> Behaviours:
+    random = np.random.default_rng(1)
+    return Behaviours(random.integers(0, 20, count), random.integers(0, 4, count).astype(np.uint16), np.arange(count))
+
+
+def largest_error(ours: Any, theirs: Any) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("with_mlps", [False, True])
+@pytest.mark.parametrize(("page_tokens", "chunk_tokens"), [(4, 3), (64, 512)])
+@pytest.mark.parametrize("layout", ["fused", "native", "inference"])
+def test_the_engine_scores_what_the_source_scores(
+    layout: str, page_tokens: int, chunk_tokens: int, with_mlps: bool
+) -> None:
+    source = make_nvidia(with_mlps)
+    projection = ProjectionLayout.CONTIGUOUS if layout == "inference" else None
+    state = StateDict(with_tables(source, layout))
+    world = load(
+        convert_state_dict(state, SourceKind.NVIDIA, options_of(projection=projection), "here"),
+        page_tokens,
+        chunk_tokens,
+    )
+    history = behaviours(11)
+    expected = source.scores([2], history, CANDIDATES)
+    assert largest_error(world.scores([2], history, CANDIDATES), expected) <= 2e-5
+    assert largest_error(world.scores([2], history, CANDIDATES, suffix=4), expected) <= 2e-5
+
+
+def test_per_head_columns_read_as_contiguous_are_another_model() -> None:
+    source = make_nvidia()
+    state = StateDict(with_tables(source, "native"))
+    options = options_of(projection=ProjectionLayout.CONTIGUOUS)
+    world = load(convert_state_dict(state, SourceKind.NVIDIA, options, "here"), 4, 512)
+    history = behaviours(11)
+    assert largest_error(world.scores([2], history, CANDIDATES), source.scores([2], history, CANDIDATES)) > 1e-3
+
+
+def test_a_layout_that_names_do_not_tell_is_asked_for() -> None:
+    state = StateDict(with_tables(make_nvidia(), "inference"))
+    with pytest.raises(RelayError, match="--projection"):
+        convert_state_dict(state, SourceKind.NVIDIA, options_of(), "here")
+
+
+def test_tables_that_lie_in_one_flat_tensor_are_cut_by_their_rows() -> None:
+    source = make_nvidia()
+    w = source.weights
+    flat = np.concatenate((w["items"], w["actions"], w["region"])).reshape(-1)
+    state = source.state_dict("fused") | {f"{COLLECTION}item/action/region_weights": torch.from_numpy(flat)}
+    with pytest.raises(RelayError, match="--table-rows item=ROWS"):
+        convert_state_dict(StateDict(state), SourceKind.NVIDIA, options_of(), "here")
+    options = options_of(table_rows={"item": 20, "action": 4})
+    world = load(convert_state_dict(StateDict(state), SourceKind.NVIDIA, options, "here"), 4, 3)
+    history = behaviours(6)
+    assert largest_error(world.scores([0], history, CANDIDATES), source.scores([0], history, CANDIDATES)) <= 2e-5
+
+
+def test_tables_from_files_with_ids_of_their_own(tmp_path: Path) -> None:
+    source = make_nvidia()
+    ids = np.random.default_rng(2).permutation(1000)[:20].astype(np.int64)
+    np.save(tmp_path / "ids.npy", ids)
+    np.save(tmp_path / "items.npy", source.weights["items"])
+    state = {name: t for name, t in with_tables(source, "fused").items() if not name.endswith(".item.weight")}
+    options = options_of(items=tmp_path / "ids.npy", tables={"item": str(tmp_path / "items.npy")})
+    world = load(convert_state_dict(StateDict(state), SourceKind.NVIDIA, options, "here"), 4, 3)
+    history = behaviours(6)
+    known = Behaviours(ids[history.items], history.actions, history.timestamps_ms)
+    expected = source.scores([0], history, CANDIDATES)
+    assert largest_error(world.scores([0], known, ids[CANDIDATES]), expected) <= 2e-5
+
+
+def test_what_only_training_needs_is_not_left_over() -> None:
+    state = with_tables(make_nvidia(), "native")
+    state["_hstu_block._attention_layers.0._linear_uvqk._extra_state"] = torch.zeros(4)
+    source = StateDict(state, ("_hstu_block._attention_layers.1._linear_uvqk._extra_state",))
+    report = convert_state_dict(source, SourceKind.NVIDIA, options_of(), "here").report
+    assert report.is_complete
+    assert len([unused for unused in report.unused if unused.source.endswith("_extra_state")]) == 2
