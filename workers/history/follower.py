@@ -45,6 +45,8 @@ from workers.history.store import ApplyOutcome, HistoryBatch, HistoryRecord, His
 log = structlog.get_logger()
 
 POLL_S: Final = 0.1
+# Nothing is followed yet: how late the first partitions are noticed. A standby waits for hours, a worker for moments.
+IDLE_POLL_S: Final = 0.01
 RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 512
 BATCH_BYTES: Final = 4 * 1024 * 1024
@@ -205,7 +207,7 @@ class HistoryFollower:
         self._collect_reports()
         self._retry_letters()
         if self._undelivered < MAX_UNDELIVERED:
-            for message in _drain(consumer):
+            for message in _drain(consumer, POLL_S if self._followed else IDLE_POLL_S):
                 self._receive(consumer, message)
         else:
             self._stopping.wait(POLL_S)
@@ -422,9 +424,9 @@ class HistoryFollower:
         return sum(len(followed.undelivered) for followed in self._followed.values())
 
 
-def _drain(consumer: Consumer) -> list[Message]:
+def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:
     """What is there, up to a batch; waits for the first only."""
-    first = consumer.poll(POLL_S)
+    first = consumer.poll(timeout_s)
     if first is None:
         return []
     messages = [first]

@@ -34,6 +34,9 @@ from workers.supervisor.leash import Leash
 
 log = structlog.get_logger()
 
+WARM_INTERVAL_S = 30.0
+WARM_TIMEOUT_S = 0.3
+
 
 class WorkerProcess:
     """One worker, from its parts to its exit code."""
@@ -72,6 +75,10 @@ class WorkerProcess:
             parts = self._activate()
             self._say_hello(parts)
             self._serve(parts)
+            if self._exit is Exit.FENCED:
+                # The id is another's: nothing more is answered, committed or written.
+                log.critical("fenced; exiting", worker_id=self._settings.worker_id)
+                os._exit(Exit.FENCED)
             self._stop(parts)
         self._put_away()
         return self._exit
@@ -81,8 +88,12 @@ class WorkerProcess:
     def _await_turn(self) -> bool:
         """Until this process holds the lock: True. False when told to stop, or when nobody here may take over."""
         log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
+        warm_at_s = 0.0
         while not self._is_over():
             self._beat(Phase.STANDBY, WAITING)
+            if time.monotonic() >= warm_at_s:
+                self._keep_warm()
+                warm_at_s = time.monotonic() + WARM_INTERVAL_S
             self._reload(is_active=False)
             if self._lock.acquire(timeout_s=INTERVAL_S) is None:
                 continue
@@ -96,14 +107,18 @@ class WorkerProcess:
             return True
         return False
 
+    def _keep_warm(self) -> None:
+        """Connections that nothing uses are closed by brokers, and what the clients have to say piles up."""
+        self._prepared.producer.poll(0)
+        if self._parts is not None:
+            self._parts.loop.connect(WARM_TIMEOUT_S)
+
     # -- active ------------------------------------------------------------------------------------
 
     def _activate(self) -> Parts:
         """Owns from here on: joins the group, and every thread runs."""
         started_s = time.monotonic()
         parts = self._parts = self._parts or self._assemble()
-        parts.device.start()
-        parts.follower.start()
         parts.loop.start()
         parts.report.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
@@ -115,11 +130,15 @@ class WorkerProcess:
             self._config,
             prepared,
             prepared.memory or take_memory(prepared.engine, self._settings),
+            self._lock,
             self._clock,
             on_device_death=lambda: self._end_with(Exit.FAILED),
             on_loop_end=self._loop_ended,
         )
         CacheCollector(parts.cache.stats)
+        # Idle until there are partitions; the store is checked and both threads are warm by then.
+        parts.device.start()
+        parts.follower.start()
         return parts
 
     def _serve(self, parts: Parts) -> None:
@@ -138,9 +157,7 @@ class WorkerProcess:
         parts.loop.stop(self._settings.drain_s)
         parts.loop.join(self._settings.drain_s + 5)
         parts.device.stop(2)
-        if self._exit is not Exit.FENCED:
-            # The id is another's by then, and so is its status.
-            parts.report.publish()
+        parts.report.publish()
         parts.answers.close(1)
         self._prepared.dead_letters.flush(1)
         parts.follower.stop()
@@ -148,6 +165,8 @@ class WorkerProcess:
 
     def _put_away(self) -> None:
         if self._parts is not None:
+            self._parts.device.stop(2)
+            self._parts.follower.stop()
             self._parts.cache.close()
         self._prepared.store.close()
         self._probes.stop()

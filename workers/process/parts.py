@@ -16,7 +16,8 @@ from functools import partial
 from schemas.topics import Topic
 from streams.clients import make_group_consumer
 from streams.clock import Clock
-from streams.consumer import ConsumerLoop, LoopState
+from streams.consumer import ConsumerLoop, LoopState, Membership
+from streams.consumer.membership import holder_of
 from workers.admission import JobAdmission
 from workers.answers import Answers
 from workers.cache.arena import copy_page
@@ -32,7 +33,10 @@ from workers.process.duties import PollDuties
 from workers.process.memory import TakenMemory
 from workers.process.prepare import Prepared
 from workers.process.report import StatusReport
+from workers.shared.lock import ArenaLock
 from workers.status import QueueWaits
+
+_HOLDER_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Parts:
         config: WorkerConfig,
         prepared: Prepared,
         memory: TakenMemory,
+        lock: ArenaLock,
         clock: Clock,
         on_device_death: Callable[[], None],
         on_loop_end: Callable[[LoopState], None],
@@ -126,6 +131,10 @@ class Parts:
             clock,
             config.consumer,
             on_end=on_loop_end,
+            membership=Membership(
+                may_own=lock.is_held,
+                holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
+            ),
         )
         self.report = StatusReport(config, prepared, self.cache, self.executor, self.loop, waits, clock)
         self.duties = PollDuties(config, self.loop, self.executor, self.cache, self.follower, self.report, self.metrics)
