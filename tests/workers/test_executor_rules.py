@@ -1,7 +1,6 @@
 """Real engines of every kind of prefix, through the executor: what was relayed scores as full inference does.
 
-The oracle is another engine of the same checkpoint on an arena of its own: the whole history in one piece, then the
-candidates. It knows no cache, no pieces and no suffix.
+The oracle is `workers.model.reference`: everything in one dense pass, in float64.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from workers.device import CpuDevice
 from workers.executor import Executor
 from workers.history.record import StoredHistory
 from workers.kv import KvDtype
-from workers.measuring import bind_own_arena
 from workers.metrics import WorkerMetrics
 from workers.model.checkpoint import Checkpoint, random_checkpoint
 from workers.model.config import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from workers.model.engine import build_engine
-from workers.model.interface import PrefixChunk
+from workers.model.reference import full_inference
 from workers.process.memory import forward_bytes
 from workers.settings import WorkerSettings
 from workers.work import JobOutcome, JobWork, RankingWork
@@ -97,14 +95,12 @@ def behaviours_of(count: int, seed: int = 0, start: int = 0) -> Behaviours:
 
 
 class World:
-    """An executor over a real engine on the CPU, and an oracle beside it."""
+    """An executor over a real engine on the CPU."""
 
     def __init__(self, kind: str, hbm_pages: int = HBM_PAGES, **settings) -> None:
         self.checkpoint: Checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=3)
         device = CpuDevice()
         self.engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
-        self.oracle = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
-        bind_own_arena(self.oracle)
         longest = self.engine.geometry.pages_for(self.engine.layout.tokens(self.engine.limits.max_prefix_behaviours))
         built = build_cache(device, self.engine.geometry, self.engine.layout, hbm_pages, 0, extra_hbm_pages=longest)
         self.arena, self.cache = built.hbm_arena, built.cache
@@ -185,26 +181,19 @@ class World:
                 break
         self.cache.check_invariants()
 
-    def expected(self, work: RankingWork, behaviours: Behaviours) -> np.ndarray:
-        """Scores of full inference over these behaviours."""
-        return self.scores_of(self.oracle, work, behaviours)
-
-    def scores_of(self, oracle, work: RankingWork, behaviours: Behaviours) -> np.ndarray:
+    def expected(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> np.ndarray:
+        """Scores of full inference over these behaviours, by this model (none: the world's)."""
         request = work.request
         stored = self.histories.get(request.user_id)
         features = stored.history.features if stored is not None else np.empty(0, "<i8")
-        inputs = oracle.prefix_inputs(features, behaviours, query_time_ms=request.query_time_ms)
-        pages = np.arange(oracle.geometry.pages_for(inputs.tokens), dtype=np.int32)
-        if inputs.tokens:
-            oracle.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
-        asked = oracle.rank_inputs(
-            inputs.tokens, pages, Behaviours.empty(), request.candidates,
-            query_time_ms=request.query_time_ms, prefix_timestamps_ms=behaviours.timestamps_ms,
-        )  # fmt: skip
-        return oracle.rank([asked])[0].scores
+        outputs = full_inference(
+            checkpoint or self.checkpoint, features, behaviours, request.candidates, request.query_time_ms
+        )
+        return outputs.scores.numpy()
 
-    def assert_exact(self, work: RankingWork, behaviours: Behaviours) -> None:
-        scores, expected = self.outbox.answered[work.request.request_id][1], self.expected(work, behaviours)
+    def assert_exact(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> None:
+        scores = self.outbox.answered[work.request.request_id][1]
+        expected = self.expected(work, behaviours, checkpoint)
         assert np.abs(scores - expected).max() <= TOLERANCE * np.abs(expected).max()
         assert np.ptp(expected[:, 1]) > 0
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -18,11 +19,10 @@ import workers.model_reload
 from schemas.messages import LatencyCoefficients, Path
 from streams.latency import Corrector, LatencyModel, Stage
 from tests.workers.model_world import small_config
-from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, TOLERANCE, World, behaviours_of
+from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, World, behaviours_of
 from workers.calibration import Calibration, describe, save_calibration
 from workers.device import CpuDevice
 from workers.kv import KvDtype
-from workers.measuring import bind_own_arena
 from workers.model.checkpoint import WEIGHTS_FILE, random_checkpoint, save_checkpoint
 from workers.model.engine import build_engine, load_engine
 from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
@@ -144,19 +144,17 @@ def test_a_new_calibration_begins_without_the_corrections_of_the_old_one():
 
 
 def second_model(world: World, kind: str = "plain"):
-    """Another checkpoint of the same form: an engine on the world's arena, and its oracle."""
+    """Another checkpoint of the same form, and an engine of it on the world's arena."""
     checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=4)
-    engine, oracle = (build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS) for _ in range(2))
+    engine = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
     engine.bind(world.arena)
-    bind_own_arena(oracle)
-    return engine, oracle
+    return engine, checkpoint
 
 
-def assert_of(world: World, request_id: str, oracle, behaviours) -> None:
-    work, scores = world.outbox.answered[request_id]
-    assert work.span.revision == oracle.revision
-    expected = world.scores_of(oracle, work, behaviours)
-    assert np.abs(scores - expected).max() <= TOLERANCE * np.abs(expected).max()
+def assert_of(world: World, request_id: str, checkpoint, behaviours) -> None:
+    work, _ = world.outbox.answered[request_id]
+    assert work.span.revision == checkpoint.revision
+    world.assert_exact(work, behaviours, checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["plain", "contextual mask", "positions from the end and times"])
@@ -164,12 +162,12 @@ def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_the_new_models(k
     world = World(kind)
     version = world.put("u", 100)
     world.rank("u", version, "r1")
-    engine, oracle = second_model(world, kind)
+    engine, successor = second_model(world, kind)
     world.executor.serve_with(engine)
     work = world.rank("u", version, "r2")
     assert (work.path, work.tokens_cached) == (Path.FULL, 0)
-    assert_of(world, "r1", world.oracle, behaviours_of(100))
-    assert_of(world, "r2", oracle, behaviours_of(100))
+    assert_of(world, "r1", world.checkpoint, behaviours_of(100))
+    assert_of(world, "r2", successor, behaviours_of(100))
     assert world.rank("u", version, "r3").path is Path.HBM
     assert world.cache.keep_only(engine.namespace) == 1, "what was left of the old model"
     assert world.rank("u", version, "r4").path is Path.HBM
@@ -188,14 +186,14 @@ def test_work_in_flight_begins_again_with_the_new_model_at_whatever_point_it_was
     for _ in range(steps):
         world.executor.step()
     before = set(world.outbox.answered)
-    engine, oracle = second_model(world)
+    engine, successor = second_model(world)
     world.executor.serve_with(engine)
     world.run()
     assert world.outbox.failures == []
     assert len(world.outbox.answered) == 7
     for seed, user in enumerate("abc"):
         for request_id, count in ((f"{user}1", 150), (f"{user}2", 154)):
-            of = world.oracle if request_id in before else oracle
+            of = world.checkpoint if request_id in before else successor
             assert_of(world, request_id, of, behaviours_of(count, seed))
     assert world.executor.ranking_outstanding == 0
     world.cache.keep_only(engine.namespace)
@@ -289,12 +287,27 @@ def test_whatever_is_wrong_the_worker_keeps_its_model_and_counts_why(tmp_path):
 
 def test_a_second_wish_while_one_loads_is_not_lost(tmp_path, monkeypatch):
     world = Reloading(save(tmp_path))
-    seen = []
-    monkeypatch.setattr("workers.process.reloading.load_beside", lambda *_: seen.append(1))
+    may_end = threading.Event()
+    monkeypatch.setattr("workers.process.reloading.load_beside", lambda *_: may_end.wait(30) and None)
     for _ in range(3):
         world.reloading.want()
         world.reloading.tick(None, is_active=False)
-    world.reloading._thread.join(30)
-    world.reloading.tick(None, is_active=False)
-    world.reloading._thread.join(30)
-    assert len(seen) >= 2
+    may_end.set()
+    for _ in range(2):
+        world.reloading._thread.join(30)
+        world.reloading.tick(None, is_active=False)
+    assert world.outcomes() == {"unchanged": 2}, "two of them were one"
+
+
+def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):
+    """They are mapped from their file: the model that served was no longer the one that its revision names."""
+    world = Reloading(save(tmp_path, seed=0))
+    file = tmp_path / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes() + b" ")
+    with structlog.testing.capture_logs() as logs:
+        world.reload()
+    assert "overwritten in place" in logs[0]["event"]
+    save(tmp_path, seed=1)
+    with structlog.testing.capture_logs() as logs:
+        world.reload()
+    assert not any("overwritten" in line["event"] for line in logs), "a file that was replaced is another one"
