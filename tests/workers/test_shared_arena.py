@@ -260,7 +260,7 @@ def test_a_torn_record_is_dropped_alone(tmp_path: Path) -> None:
     [ann] = [entry for entry in found.restored if entry.key.user_id == "ann"]
     found.die()
     with path_of(tmp_path, "index").open("r+b") as file:
-        file.seek(4096 + int(ann.pages[0]) * SHAPE.slot_bytes + 60)
+        file.seek(4096 + int(ann.pages[0]) * SHAPE.slot_bytes + 68)
         file.write(b"\xff\xff\xff")
     with counted("relaygr_arena_prefixes_total", outcome="torn") as grown:
         assert users(SharedWorld(tmp_path).restored) == ["bob"]

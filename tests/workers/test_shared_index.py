@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from schemas.digest import BLOCK, DigestChain
 from schemas.messages import PrefixSource
@@ -23,14 +24,14 @@ SLOT = slot_bytes(100)
 IDENTITY: dict[str, str | int] = {"worker_id": "worker-00", "num_pages": PAGES}
 
 
-def make_index() -> tuple[ArenaIndex, np.ndarray]:  # type: ignore[type-arg]
+def make_index() -> tuple[ArenaIndex, NDArray[np.uint8]]:
     file = np.zeros(index_bytes(PAGES, SLOT), np.uint8)
     index = ArenaIndex(file, PAGES, SLOT)
     index.format(IDENTITY)
     return index, file
 
 
-def pages(*numbers: int) -> np.ndarray:  # type: ignore[type-arg]
+def pages(*numbers: int) -> NDArray[np.int32]:
     return np.array(numbers, np.int32)
 
 
@@ -102,7 +103,7 @@ def test_what_was_put_and_not_dropped_is_there(stored: dict[int, bytes], dropped
     index, _ = make_index()
     for number, record in stored.items():
         # Four prefixes of three pages each; the head is not the lowest.
-        assert index.put(record, pages(number + 8, number, number + 4), used_us=100 - number)
+        assert index.put(record, pages(number + 8, number, number + 4), used_us=100 - number, stamp=number)
     for number in dropped:
         index.drop(number + 8)
     left = [number for number in stored if number not in dropped]
@@ -112,8 +113,8 @@ def test_what_was_put_and_not_dropped_is_there(stored: dict[int, bytes], dropped
 
 def test_a_use_changes_the_order_and_not_the_record() -> None:
     index, _ = make_index()
-    index.put(b"ann", pages(0), used_us=1)
-    index.put(b"bob", pages(1), used_us=2)
+    index.put(b"ann", pages(0), used_us=1, stamp=1)
+    index.put(b"bob", pages(1), used_us=2, stamp=2)
     index.use(0, 3)
     assert index.heads().tolist() == [1, 0]
     assert index.get(0) == b"ann"
@@ -121,8 +122,8 @@ def test_a_use_changes_the_order_and_not_the_record() -> None:
 
 def test_a_record_that_does_not_fit_its_slots_is_not_there_at_all() -> None:
     index, _ = make_index()
-    index.put(b"before", pages(3), 1)
-    assert not index.put(bytes(1000), pages(3), 2)
+    index.put(b"before", pages(3), 1, 1)
+    assert not index.put(bytes(1000), pages(3), 2, 2)
     assert index.heads().size == 0
 
 
@@ -130,7 +131,7 @@ def test_a_record_that_does_not_fit_its_slots_is_not_there_at_all() -> None:
 def test_a_flipped_bit_never_gives_another_record(at: int, bit: int) -> None:
     index, file = make_index()
     record = bytes(range(250))
-    index.put(record, pages(0, 1, 2), 1)
+    index.put(record, pages(0, 1, 2), 1, 1)
     file[4096 + at] ^= 1 << bit
     assert index.get(0) in (None, record)
 
@@ -160,7 +161,7 @@ def test_a_header_that_is_torn_or_of_another_format_is_not_trusted() -> None:
 
 def test_formatting_empties_it() -> None:
     index, _ = make_index()
-    index.put(b"ann", pages(0), 1)
+    index.put(b"ann", pages(0), 1, 1)
     index.format(IDENTITY)
     assert index.heads().size == 0
 

@@ -332,11 +332,16 @@ class PrefixCache:
     # Taking over.
 
     def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
-        """Puts back into DRAM what its journal kept, the first to be evicted first. Raises ValueError if pages
-        of it are taken: nothing may have been spilled before.
+        """Puts back into DRAM what its journal kept, the first to be evicted first, and opens the tier.
+
+        A cache whose DRAM has a journal spills nothing before that; all else may go on meanwhile. Raises ValueError
+        if two of them claim one page.
         """
+        for start in range(0, len(stored), removal.BATCH):
+            with self._books.section(now_us):
+                self._dram.restore(stored[start : start + removal.BATCH], now_us)
         with self._books.section(now_us):
-            self._dram.restore(stored, now_us)
+            self._dram.open()
 
     # Counting.
 

@@ -60,6 +60,7 @@ class TierMetadata:
     ) -> None:
         self.tier = tier
         self._journal: TierJournal = journal if journal is not None else NoJournal()
+        self._is_open = journal is None
         self._counters = counters
         self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
         self._pool, self._policy, self._leases = self._state.pool, policy, self._state.leases
@@ -131,6 +132,8 @@ class TierMetadata:
             return NoRoomReason.NOTHING_TO_CACHE
         if self._state.pages_for(tokens) > self._pool.capacity:
             return NoRoomReason.TOO_LARGE
+        if not self._is_open:
+            return NoRoomReason.FULL
         if base is not None and not self._may_grow(base, own_pins):
             base = None
         if base is None:
@@ -174,7 +177,10 @@ class TierMetadata:
         return entry
 
     def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
-        """Shows what an earlier process left, in this order of use. Raises ValueError if a page is not free."""
+        """Shows what an earlier process left, in this order of use, before the tier is open.
+
+        Raises ValueError if a page is not free.
+        """
         if stored:
             self._pool.claim(np.concatenate([each.pages for each in stored]))
         for each in stored:
@@ -184,6 +190,10 @@ class TierMetadata:
             entry.pages, entry.tokens, entry.source = each.pages, each.tokens, each.source
             self._index.add(entry)
             self._show(entry, now_us)
+
+    def open(self) -> None:
+        """All is restored: other pages may be taken. Until then a tier with a journal gives none."""
+        self._is_open = True
 
     def end_journal(self) -> None:
         """What happens to the entries from now on is this process's alone."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from workers.cache.books import Books
 
 # How many entries one section under the lock handles.
-_BATCH = 256
+BATCH = 256
 
 
 def remove_user(books: Books, user_id: str) -> int:
@@ -26,7 +26,7 @@ def drop_namespace(books: Books, namespace: bytes) -> int:
     dropped = 0
     while True:
         with books.section() as after:
-            entries = [(tier, entry) for tier in books.tiers for entry in tier.index.of_namespace(namespace)[:_BATCH]]
+            entries = [(tier, entry) for tier in books.tiers for entry in tier.index.of_namespace(namespace)[:BATCH]]
             if not entries:
                 return dropped
             books.remove(after, entries)
@@ -48,7 +48,7 @@ def demote(books: Books, users: Iterable[str] | Callable[[str], bool]) -> int:
         users = filter(users, known)
     demoted = 0
     remaining = iter(users)
-    while batch := list(itertools.islice(remaining, _BATCH)):
+    while batch := list(itertools.islice(remaining, BATCH)):
         with books.section():
             for tier, user_id in itertools.product(books.tiers, batch):
                 for entry in tier.index.of_user(user_id):

@@ -98,10 +98,10 @@ class Found(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """A record, and the bytes that it was decoded from."""
+    """What lies in the slots of a page, None if it is no record of this arena, and its stamp."""
 
-    packed: bytes
-    record: Record
+    stamp: int
+    record: Record | None
 
 
 class SharedArena:
@@ -129,8 +129,9 @@ class SharedArena:
     def read_ahead(self) -> int:
         """Decodes what is in the index now, written by a live owner or not; how many prefixes."""
         if self._index.difference(self._identity) is None:
-            heads = [int(head) for head in self._index.heads()]
-            self._decoded = {head: found for head in heads if (found := self._decode(head)) is not None}
+            # Whatever is torn now may be in the middle of being written.
+            found = self._read()
+            self._decoded = {head: known for head, known in found.items() if known.record is not None}
         return len(self._decoded)
 
     def adopt(self, namespace: bytes) -> tuple[StoredEntry, ...]:
@@ -147,13 +148,19 @@ class SharedArena:
             self._start_anew(difference)
         outcomes: Counter[Found] = Counter()
         records = []
-        for head in (int(head) for head in self._index.heads()):
-            known = self._decode(head)
-            found = Found.TORN if known is None else self._judge(head, known.record, arena_epoch, namespace)
-            outcomes[found] += 1
-            if known is not None and found is Found.RESTORED:
-                records.append(known.record)
+        for head, known in self._read().items():
+            record = known.record
+            if record is None:
+                found = Found.TORN
+            elif record.arena_epoch >= arena_epoch:
+                found = Found.FOREIGN
+            elif record.entry.key.namespace != namespace:
+                found = Found.OTHER_MODEL
             else:
+                found = Found.RESTORED
+                records.append(record)
+            outcomes[found] += 1
+            if found is not Found.RESTORED:
                 self._index.drop(head)
         self._decoded.clear()
         if not _are_disjoint(records):
@@ -176,36 +183,34 @@ class SharedArena:
                 "the arena's index is dropped as a whole", reason=difference.reason.value, fields=difference.fields
             )
 
-    def _decode(self, head: int) -> _Decoded | None:
-        """The record and its bytes; what was read ahead and did not change is not decoded again."""
-        packed = self._index.get(head)
-        if packed is None:
-            return None
-        known = self._decoded.get(head)
-        if known is not None and known.packed == packed:
-            return known
-        try:
-            return _Decoded(packed, unpack(packed))
-        except TornRecordError:
-            return None
+    def _read(self) -> dict[int, _Decoded]:
+        """All that is in the index by page, used longest ago first; what was read ahead is not decoded again."""
+        heads = self._index.heads()
+        found = {}
+        for head, stamp in zip(heads.tolist(), self._index.stamps(heads).tolist(), strict=True):
+            known = self._decoded.get(head)
+            found[head] = known if known is not None and known.stamp == stamp else self._decode(head, stamp)
+        return found
 
-    def _judge(self, head: int, record: Record, arena_epoch: int, namespace: bytes) -> Found:
-        """RESTORED if the prefix may be shown again, else why not."""
-        entry, shape = record.entry, self._shape
-        if record.arena_epoch >= arena_epoch:
-            return Found.FOREIGN
-        if entry.key.namespace != namespace:
-            return Found.OTHER_MODEL
-        pages = entry.pages
-        fits = (
+    def _decode(self, head: int, stamp: int) -> _Decoded:
+        packed = self._index.get(head)
+        try:
+            record = unpack(packed) if packed is not None else None
+        except TornRecordError:
+            record = None
+        return _Decoded(stamp, record if record is not None and self._fits(head, record.entry) else None)
+
+    def _fits(self, head: int, entry: StoredEntry) -> bool:
+        """Whether a prefix of this arena can look like that."""
+        pages, shape = entry.pages, self._shape
+        return (
             entry.key.is_known
             and entry.tokens == shape.layout.tokens(entry.key.length)
             and pages.size == shape.geometry.kv.pages_for(entry.tokens)
-            and pages[0] == head
+            and int(pages[0]) == head
             and int(pages.min()) >= 0
             and int(pages.max()) < shape.num_pages
         )
-        return Found.RESTORED if fits else Found.TORN
 
 
 def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:

@@ -5,11 +5,13 @@ record's *head*, the others carry on where it is full. Nothing is shared, so not
 transaction, and the index holds as many prefixes as the arena.
 
     header   magic and a JSON object that must be equal to the one expected, and its CRC-32
-    slot     kind u32 (0 none, HEAD, MORE) | next page i32 (-1: last) | length u32 | CRC-32 u32 | used_us u64 | bytes
+    slot     kind u32 (0 none, HEAD, MORE) | next page i32 (-1: last) | length u32 | CRC-32 u32 |
+             used_us u64 | stamp u64 | bytes
 
 `put` writes the kind of the head last, `drop` clears it first: one aligned store each, so a process that dies
 in the middle leaves the record in the index or not. `length` and the CRC-32 cover the whole record; a head whose
-bytes do not match is torn, which no death explains, and is not given out.
+bytes do not match is torn, which no death explains, and is not given out. `stamp` is the writer's, another for
+each `put`: who has seen it knows the record.
 
 Plain memory, no locks: one process writes. Others may read meanwhile, and may then see records as torn.
 """
@@ -32,7 +34,7 @@ from workers.cache.pages import PageArray
 HEADER_BYTES: Final = 4096
 _HEADER: Final = struct.Struct("<16sII")
 _MAGIC: Final = b"relaygr.arena.1\0"
-_SLOT_HEAD_BYTES: Final = 24
+_SLOT_HEAD_BYTES: Final = 32
 _NONE, _HEAD, _MORE = 0, 0x64616568, 0x65726F6D
 _KIND, _NEXT, _LENGTH, _CRC = range(4)
 _LAST: Final = 0xFFFFFFFF
@@ -76,6 +78,7 @@ class ArenaIndex:
         self._slots = file[HEADER_BYTES:].reshape(num_pages, one_slot_bytes)
         self._words = self._slots.view("<u4")
         self._used_us = self._slots.view("<u8")[:, 2]
+        self._stamps = self._slots.view("<u8")[:, 3]
         self._room = one_slot_bytes - _SLOT_HEAD_BYTES
 
     # The whole.
@@ -129,7 +132,11 @@ class ArenaIndex:
         record = b"".join(parts)
         return record if record and zlib.crc32(record) == crc else None
 
-    def put(self, record: bytes, pages: PageArray, used_us: int) -> bool:
+    def stamps(self, heads: PageArray) -> NDArray[np.uint64]:
+        """The stamp of each of these records."""
+        return self._stamps[heads].copy()
+
+    def put(self, record: bytes, pages: PageArray, used_us: int, stamp: int) -> bool:
         """Stores the record of the prefix that lies in `pages`; False, and nothing is there, if it does not fit."""
         head = int(pages[0])
         self.drop(head)
@@ -146,6 +153,7 @@ class ArenaIndex:
         words[_LENGTH] = len(record)
         words[_CRC] = zlib.crc32(record)
         self._used_us[head] = used_us
+        self._stamps[head] = stamp
         words[_KIND] = _HEAD
         return True
 

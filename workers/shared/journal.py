@@ -12,7 +12,7 @@ after any failed copy.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import structlog
@@ -46,13 +46,15 @@ class ArenaJournal:
         self._lock = lock
         self._checksums = np.zeros(len(pages), np.uint32)
         self._unverified = np.zeros(len(pages), np.bool_)
+        self._records = 0
         self._ended = False
 
-    def restored(self, records: Iterable[Record]) -> None:
+    def restored(self, records: Sequence[Record]) -> None:
         """These are in the index, and in the books from now on; their pages are unverified."""
-        for record in records:
-            self._checksums[record.entry.pages] = record.checksums
-            self._unverified[record.entry.pages] = True
+        if records:
+            pages = np.concatenate([record.entry.pages for record in records])
+            self._checksums[pages] = np.concatenate([record.checksums for record in records])
+            self._unverified[pages] = True
 
     # The books, under the cache's lock.
 
@@ -61,7 +63,10 @@ class ArenaJournal:
             return
         stored = StoredEntry(entry.key, entry.pages, entry.tokens, entry.source)
         record = pack(Record(stored, self._checksums[entry.pages], self._lock.arena_epoch))
-        if not self._index.put(record, entry.pages, now_us):
+        self._records += 1
+        # No two records of an index have it: epochs count the writers.
+        stamp = (self._lock.arena_epoch << 40) + self._records
+        if not self._index.put(record, entry.pages, now_us, stamp):
             metrics.UNRECORDED.inc()
 
     def touched(self, entry: Entry, now_us: int) -> None:
