@@ -19,7 +19,7 @@ from workers.model.convert.report import ConversionReport
 
 EXIT_INCOMPLETE = 1
 
-_LINE_WIDTH = 200
+_LINE_WIDTH = 1000
 
 
 def convert_command(

@@ -269,6 +269,29 @@ def make_nv(group: int = 1, contextuals: tuple[int, ...] = (0,), scaling: int = 
     return meta, arrays
 
 
+def research_rows(
+    x: Floats, stamps: NDArray[np.int64], layers: list[dict[str, Floats]], heads: int, size: int, concat_ua: bool
+) -> Floats:
+    """Rows after all research layers; stamps are padded to `size`."""
+    rows, length = x.astype(float), x.shape[0]
+    for w in layers:
+        times, positions = w["_rel_attn_bias._ts_w"], w["_rel_attn_bias._pos_w"]
+        bias = np.zeros((length, length))
+        for i in range(length):
+            following = stamps[min(i + 1, size - 1)]
+            for j in range(length):
+                apart = np.float32(max(abs(int(following - stamps[j])), 1))
+                bucket = min(int(np.log(apart) / np.float32(0.301)), len(times) - 1)
+                bias[i, j] = positions[size - 1 + j - i] + times[bucket]
+        u, v, q, k = np.split(silu(norm(rows) @ w["_uvqk"].astype(float)), 4, axis=1)
+        mask = np.tril(np.ones((length, length), dtype=bool))
+        heads_of = [part.reshape(length, heads, -1) for part in (q, k, v)]
+        a = norm(attend(*heads_of, mask, 1.0, size, bias).reshape(length, -1))
+        read = np.concatenate((u, a, u * a), 1) if concat_ua else u * a
+        rows = rows + read @ w["_o.weight"].T + w["_o.bias"]
+    return rows
+
+
 def make_research(concat_ua: bool = False) -> Made:
     """Two research layers with position and time bias."""
     random = np.random.default_rng(3)
@@ -290,21 +313,7 @@ def make_research(concat_ua: bool = False) -> Made:
     layers = [{name: array.astype(np.float32) for name, array in layer.items()} for layer in layers]
     out, start = [], 0
     for user, length in enumerate(lengths):
-        rows: Floats = x[start : start + length].astype(float)
-        for w in layers:
-            bias = np.zeros((length, length))
-            for i in range(length):
-                following = stamps[user, min(i + 1, size - 1)]
-                for j in range(length):
-                    apart = np.float32(max(abs(int(following - stamps[user, j])), 1))
-                    bucket = min(int(np.log(apart) / np.float32(0.301)), buckets)
-                    bias[i, j] = w["_rel_attn_bias._pos_w"][size - 1 + j - i] + w["_rel_attn_bias._ts_w"][bucket]
-            u, v, q, k = np.split(silu(norm(rows) @ w["_uvqk"].astype(float)), 4, axis=1)
-            mask = np.tril(np.ones((length, length), dtype=bool))
-            heads_of = [part.reshape(length, heads, dim) for part in (q, k, v)]
-            a = norm(attend(*heads_of, mask, 1.0, size, bias).reshape(length, -1))
-            read = np.concatenate((u, a, u * a), 1) if concat_ua else u * a
-            rows = rows + read @ w["_o.weight"].T + w["_o.bias"]
+        rows = research_rows(x[start : start + length], stamps[user], layers, heads, size, concat_ua)
         out.append(rows)
         start += length
     meta = {"N": size, "heads": heads, "dqk": dim, "dv": dim, "eps": 1e-6, "buckets": buckets, "log_base": 0.301}

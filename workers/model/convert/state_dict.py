@@ -23,6 +23,8 @@ _SAFETENSORS = ".safetensors"
 _NESTED = ("state_dict", "model_state_dict", "dense_dict", "model")
 _WRAPPER = "module."
 """What data-parallel wrappers put before every name."""
+_UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
+"""What torch's reader raises over a file that is none of its own, whichever opcode it trips over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} holds more than tensors, and nothing else is loaded from it ({first_line}): "
             "save its state dict as .safetensors."
         ) from error
-    except (OSError, RuntimeError, EOFError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, *_UNREADABLE) as error:
         raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
     return _unwrapped(_inner(loaded, path))
 
