@@ -53,7 +53,7 @@ def trace(
         task = progress.add_task("writing", total=None)
         if interactions is not None:
             read = read_interactions(interactions)
-            anchor = settings.worker.anchor_behaviours
+            anchor = min(settings.worker.anchor_behaviours, max(1, max_behaviours // 4))
             records = records_of_interactions(read, round(lead_ms * 1000), max_behaviours, anchor)
         else:
             records = _scheduled(settings)
