@@ -48,7 +48,7 @@ COEFFICIENTS = LatencyCoefficients(
 )  # fmt: skip
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, seed: int = 7) -> Path:
     """A small random checkpoint with a contextual feature and two tasks, and its calibration beside it."""
     config = ModelConfig(
         embedding_dim=32,
@@ -66,7 +66,7 @@ def make_model(folder: Path) -> Path:
         max_suffix_behaviours=32,
         max_candidates=MAX_CANDIDATES,
     )
-    checkpoint = random_checkpoint(config, seed=7)
+    checkpoint = random_checkpoint(config, seed)
     save_checkpoint(folder, config, checkpoint.tensors)
     defaults = WorkerSettings()
     engine = load_engine(folder, "cpu", defaults.kv_dtype, defaults.page_tokens, defaults.threads)

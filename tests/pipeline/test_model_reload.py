@@ -1,0 +1,204 @@
+"""A worker gets another checkpoint under traffic, on both brokers: nothing is lost, no answer is a mix of two models."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+
+import numpy as np
+import pytest
+
+from relaygr.demo.processes import Child
+from schemas import codec
+from schemas.messages import History, Path, PreInferJob, RankingResult
+from schemas.topics import Topic
+from streams.client import RankOutcome, RankStatus, RelayClient
+from streams.clock import SystemClock
+from streams.partitioner import partition_for
+from streams.settings import KafkaSettings
+from tests.pipeline.relay_world import (
+    PARTITIONS,
+    RawGateway,
+    Relay,
+    candidates_of,
+    history_of,
+    make_model,
+    new_user,
+    reading,
+    wait_until,
+)
+from workers.model.checkpoint import Checkpoint, load_checkpoint
+from workers.model.reference import full_inference
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+BUDGET_MS = 20_000
+TOLERANCE = 2e-5
+
+
+@dataclass
+class Traffic:
+    """Pre-infer jobs and ranking requests of a few users, from a thread of its own, until it is closed."""
+
+    client: RelayClient
+    raw: RawGateway
+    histories: list[History]
+    sent: list[tuple[History, Future[RankOutcome]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traffic")
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        turn = 0
+        while not self._end.wait(0.01):
+            history = self.histories[turn % len(self.histories)]
+            turn += 1
+            if turn % 3 == 0:
+                self._job(history)
+            suffix = history_of(history.user_id, 4, seed=77).behaviours if turn % 2 else None
+            fields = {} if suffix is None else {"suffix": suffix}
+            future = self.client.submit_rank(
+                history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version(), **fields
+            )
+            self.sent.append((history, future))
+
+    def _job(self, history: History) -> None:
+        now_us = SystemClock().wall_us()
+        user = history.user_id
+        job = PreInferJob(
+            f"{self.raw.gateway_id}.{now_us}", user, now_us, now_us + 200_000, 1_000, 20, 4, now_us, history.version()
+        )
+        where = partition_for(user.encode(), PARTITIONS)
+        self.raw.send(Topic.PREINFER, codec.encode(job), user.encode(), partition=where)
+
+    def revisions(self) -> set[str]:
+        """Those that have answered so far."""
+        done = [future.result() for _, future in list(self.sent) if future.done()]
+        return {outcome.result.model_revision for outcome in done if outcome.result is not None}
+
+
+@dataclass
+class World:
+    relay: Relay
+    worker: Child
+    client: RelayClient
+    raw: RawGateway
+    model: FilePath
+    checkpoints: dict[str, Checkpoint]
+
+    def swap_files(self, seed: int) -> str:
+        """Another checkpoint in the worker's folder; its revision."""
+        make_model(self.model, seed)
+        checkpoint = load_checkpoint(self.model)
+        self.checkpoints[checkpoint.revision] = checkpoint
+        return checkpoint.revision
+
+    def hang_up(self) -> None:
+        self.worker.process.send_signal(signal.SIGHUP)
+
+    def reloads(self, outcome: str) -> float:
+        return reading(self.worker).total("relaygr_model_reloads_total", outcome=outcome)
+
+    def users(self, count: int, length: int) -> list[History]:
+        histories = [history_of(new_user("reload"), length + 16 * number, seed=number) for number in range(count)]
+        for history in histories:
+            self.client.publish_history(history)
+        return histories
+
+    def assert_of_its_revision(self, history: History, result: RankingResult, with_suffix: bool) -> None:
+        behaviours = history.behaviours
+        if with_suffix:
+            behaviours = behaviours + history_of(history.user_id, 4, seed=77).behaviours
+        checkpoint = self.checkpoints[result.model_revision or ""]
+        key = (result.model_revision, history.user_id, with_suffix)
+        if key not in self._expected:
+            outputs = full_inference(checkpoint, history.features, behaviours, candidates_of())
+            self._expected[key] = outputs.scores.numpy().reshape(-1)
+        expected = self._expected[key]
+        assert result.scores is not None
+        assert np.abs(result.scores - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+    def __post_init__(self) -> None:
+        self._expected: dict[tuple[str | None, str, bool], np.ndarray] = {}
+
+
+@pytest.fixture(scope="module")
+def world(module_kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    model = make_model(tmp_path_factory.mktemp("model"), seed=7)
+    first = load_checkpoint(model)
+    with Relay(module_kafka, tmp_path_factory.mktemp("relay"), model) as relay:
+        worker = relay.start_worker()
+        relay.await_ready(worker)
+        raw = RawGateway(relay.kafka)
+        with relay.client() as client:
+            yield World(relay, worker, client, raw, model, {first.revision: first})
+        raw.close()
+
+
+def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_that_it_names(world: World):
+    histories = world.users(6, 200)
+    before = next(iter(world.checkpoints))
+    with Traffic(world.client, world.raw, histories) as traffic:
+        wait_until("the first model answers", lambda: traffic.revisions() == {before})
+        after = world.swap_files(seed=8)
+        world.hang_up()
+        wait_until("the second model answers", lambda: after in traffic.revisions())
+        answered = len(traffic.sent)
+        wait_until("a little more traffic", lambda: len(traffic.sent) > answered + 100)
+    outcomes = [(number, history, future.result(timeout=60)) for number, (history, future) in enumerate(traffic.sent)]
+    assert {outcome.status for _, _, outcome in outcomes} == {RankStatus.RANKED}
+    results = [outcome.result for _, _, outcome in outcomes]
+    for number, history, outcome in outcomes:
+        world.assert_of_its_revision(history, outcome.result, with_suffix=number % 2 == 0)
+    assert {result.model_revision for result in results} == {before, after}
+    late = results[-20:]
+    assert {result.model_revision for result in late} == {after}
+    assert {result.path for result in late} == {Path.HBM}, "its prefixes are cached again"
+    assert world.reloads("swapped") == 1
+    world.relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
+
+
+def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: World):
+    (history,) = world.users(1, 300)
+    present = list(world.checkpoints)[-1]
+    config = world.model / "config.json"
+    whole = config.read_text()
+    for content, outcome in (("{}", "broken"), (whole.replace('"num_layers": 2', '"num_layers": 3'), "unfit")):
+        config.write_text(content)
+        world.hang_up()
+        wait_until(outcome, lambda outcome=outcome: world.reloads(outcome) == 1)
+        answer = world.client.rank(
+            history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version()
+        )
+        assert answer.status is RankStatus.RANKED
+        assert answer.result.model_revision == present
+        world.assert_of_its_revision(history, answer.result, with_suffix=False)
+    config.write_text(whole)
+    world.hang_up()
+    wait_until("unchanged", lambda: world.reloads("unchanged") == 1)
+    assert world.worker.process.poll() is None
+    log = world.worker.log.read_text()
+    assert "is not a model configuration" in log and "start the worker anew" in log
+
+
+def test_after_a_reload_a_new_start_serves_the_same_model(world: World):
+    present = list(world.checkpoints)[-1]
+    assert world.relay.stop(world.worker) == 0
+    world.worker = world.relay.start_worker()
+    world.relay.await_ready(world.worker)
+    user = new_user("anew")
+    answer = world.client.rank(user, candidates_of(), budget_ms=BUDGET_MS, history=history_of(user, 50))
+    assert answer.result.model_revision == present
