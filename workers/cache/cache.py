@@ -115,6 +115,11 @@ class PrefixCache:
             layer_wise,
         )
 
+    @property
+    def geometry(self) -> DramGeometry:
+        """The shape of a page in both tiers."""
+        return self._geometry
+
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
         """Policies weigh prefixes by this from now on: predicted µs of device time that a hit saves, of its tokens."""
         with self._books.section():

@@ -16,7 +16,9 @@ def recorder_of(settings: WorkerSettings) -> TraceRecorder | None:
     return TraceRecorder(settings.cache_trace, int(settings.cache_trace_bytes))
 
 
-def trace_header(engine: Engine, geometry: DramGeometry, settings: WorkerSettings, latency: LatencyModel) -> TraceHeader:
+def trace_header(
+    engine: Engine, geometry: DramGeometry, settings: WorkerSettings, latency: LatencyModel
+) -> TraceHeader:
     """What a replay has to know of this worker."""
     return TraceHeader(
         geometry=geometry,

@@ -28,6 +28,7 @@ from workers.history.follower import HistoryFollower
 from workers.history.record import StoredHistory
 from workers.history.store import HistoryStore
 from workers.metrics import WorkerMetrics
+from workers.process.cache_trace import trace_header
 from workers.process.config import WorkerConfig
 from workers.process.duties import PollDuties
 from workers.process.memory import TakenMemory
@@ -73,6 +74,9 @@ class Parts:
         self.cache = built.cache
         self.arena = built.hbm_arena
         self.cache.weigh_by(prepared.corrector.model.pre_us)
+        self.recorder = memory.recorder
+        if self.recorder is not None:
+            self.recorder.start(trace_header(engine, self.cache.geometry, settings, prepared.corrector.model))
         self.follower = HistoryFollower(
             kafka,
             prepared.store,
@@ -131,6 +135,7 @@ class Parts:
             clock,
             config.consumer,
             on_end=on_loop_end,
+            finished_log=prepared.outliving.finished,
             membership=Membership(
                 may_own=lock.is_held,
                 holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
