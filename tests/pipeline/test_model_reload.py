@@ -1,4 +1,4 @@
-"""A worker gets another checkpoint under traffic, on both brokers: nothing is lost, no answer is a mix of two models."""
+"""Another checkpoint under traffic, on both brokers: no request is lost, and no answer is a mix of two models."""
 
 from __future__ import annotations
 

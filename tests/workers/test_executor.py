@@ -26,7 +26,7 @@ from streams.consumer import Received, Token
 from streams.latency import Corrector, LatencyModel
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
-from workers.cache import Hit, PrefixCache, PrefixKey
+from workers.cache import Hit, PrefixCache, PrefixKey, WasteReason
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 from workers.device import CpuDevice, Device
 from workers.executor import Executor
@@ -194,7 +194,7 @@ def history_of(user_id: str, length: int, number: int = 1) -> History:
 class World:
     """An executor with everything around it, and the calls that tests make."""
 
-    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, **settings):
+    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, **settings):
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.engine = FakeEngine(self.clock)
         self.mover = HeldMover()
@@ -203,7 +203,7 @@ class World:
         self.outbox = Outbox()
         self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
         admission = AdmissionSettings(
-            lease_margin_ms=0, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
+            lease_margin_ms=lease_margin_ms, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
         )
         capacity = hbm_pages * self.engine.geometry.page_bytes
         self.corrector = Corrector(LatencyModel(COEFFICIENTS))
@@ -728,6 +728,43 @@ def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():
     assert work.path is Path.TRUNCATED
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
     assert world.cache.stats().leases == 0
+    assert dict(world.cache.stats().wasted) == {WasteReason.OVERTAKEN: 1}
+
+
+def test_a_prefix_that_another_request_uses_is_not_wasted_because_its_own_went_before():
+    world = World(max_clock_skew_ms=0)
+    version = world.store.put("u", 480)
+    world.job(version=version)
+    world.executor.step()
+    world.rank(version=version, budget_us=2_500)
+    other = world.rank(version=version, request_id="r2")
+    world.run()
+    assert (other.path, world.outbox.jobs) == (Path.PENDING, [JobOutcome.COMPUTED])
+    assert dict(world.cache.stats().wasted) == {}
+
+
+def test_a_prefix_that_is_taken_away_before_its_request_came_is_wasted_as_invalidated():
+    world = World()
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    world.run()
+    world.executor.user_deleted("u")
+    assert dict(world.cache.stats().wasted) == {WasteReason.INVALIDATED: 1}
+
+
+def test_a_lease_ends_a_margin_after_the_request_should_have_come_and_its_prefix_is_wasted():
+    world = World(lease_margin_ms=30)
+    asked_us = world.clock.monotonic_us()
+    world.job(version=world.store.put("u", 100), lead_us=40_000, budget_ms=20)
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    ends_us = asked_us + 40_000 + 20_000 + 30_000
+    world.cache.expire_leases(ends_us - 1)
+    assert world.cache.stats().hbm.leased > 0
+    world.cache.expire_leases(ends_us)
+    stats = world.cache.stats()
+    assert (stats.hbm.leased, stats.leases_leaked) == (0, 1)
+    assert dict(stats.wasted) == {WasteReason.LEASE_EXPIRED: 1}
 
 
 def test_a_job_from_a_clock_that_runs_ahead_holds_its_prefix_for_a_minute_at_most():
@@ -799,7 +836,7 @@ def test_a_request_that_expired_says_so_of_its_unused_prefix():
     world.run()
     world.rank(version=version, budget_us=-10_000)
     world.run()
-    assert sum(dict(world.cache.stats().wasted).values()) == 1
+    assert dict(world.cache.stats().wasted) == {WasteReason.REQUEST_EXPIRED: 1}
 
 
 def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():

@@ -302,11 +302,12 @@ class PrefixFlow:
                 waiter.path = Path.FULL
                 self._requests.look_up(waiter)
             return None
+        # Those that wait use it first: a job whose request has gone by then may else count it as wasted.
+        for waiter in prefix.waiters:
+            self._continue_on(waiter, prefix, now_us)
         for job in prefix.jobs:
             self._jobs.lease(job, prefix.span)
             self._shared.outbox.job_done(job.received, JobOutcome.COMPUTED)
-        for waiter in prefix.waiters:
-            self._continue_on(waiter, prefix, now_us)
         self._shared.cache.release(handle)
         return None
 
