@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from tests.workers.model_world import small_config
 from workers.device import CpuDevice, Device
@@ -130,3 +131,8 @@ BACKENDS: dict[str, Backend] = {
     "as chosen on the CPU": Backend(CpuDevice, choose_attention, lambda _: True),
     "tiled, where blocked is chosen": Backend(CpuDevice, _tiled, lambda spec: spec.is_plain),
 }
+if find_spec("triton") is not None:
+    # Triton is there for Linux only.
+    from tests.workers.triton_world import DEVICE, choose_triton
+
+    BACKENDS["triton, interpreted or on a GPU"] = Backend(lambda: DEVICE, choose_triton, lambda spec: spec.is_plain)

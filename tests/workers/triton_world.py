@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from workers.device import Device, open_device
+from workers.kv import KvGeometry
+from workers.model.attention.bias import RelativeBiases
+from workers.model.attention.spec import AttentionSpec
 
 DEVICE: Device = open_device()
 INTERPRETED = DEVICE.torch_device.type != "cuda"
@@ -29,10 +32,19 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is there fo
 import triton.language as tl  # noqa: E402 - the interpreter is chosen above
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
+from workers.model.attention.triton_attention import TritonAttention  # noqa: E402
 from workers.model.attention.triton_launch import Blocks  # noqa: E402
 
 BLOCKS = Blocks(keys=16) if INTERPRETED else None
 """The interpreter has no clock to tune by."""
+
+
+def choose_triton(
+    spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+) -> TritonAttention:
+    """An `AttentionChooser`."""
+    return TritonAttention(spec, device, BLOCKS)
+
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 

@@ -1,0 +1,82 @@
+"""The NPU back end over a stand-in for RecSDK's operator, which checks what it is given (`fake_rec_sdk.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.workers import fake_rec_sdk
+from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
+from workers.device import CpuDevice
+from workers.kv import KvDtype
+from workers.model.attention import rec_sdk
+from workers.model.attention.rec_sdk import RecSdkAttention, load_operators
+
+
+@pytest.fixture(autouse=True, scope="module")
+def operator() -> None:
+    fake_rec_sdk.register_operator()
+
+
+def forward_of(runs: list[Run], **options: object) -> RaggedForward:
+    return RaggedForward(runs, **({"dqk": 16, "dv": 32, "device": CpuDevice()} | options))  # type: ignore[arg-type]
+
+
+def attend(forward: RaggedForward) -> torch.Tensor:
+    return (
+        RecSdkAttention(forward.spec).begin(forward.kv, forward.segments).attend(LAYER, forward.q, forward.k, forward.v)
+    )
+
+
+@pytest.mark.parametrize("runs", SHAPES.values(), ids=SHAPES.keys())
+def test_rows_get_what_the_formula_gives(runs: list[Run]) -> None:
+    forward = forward_of(runs)
+    assert forward.error(attend(forward)) <= TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("compute", TOLERANCES)
+def test_any_compute_type(compute: torch.dtype) -> None:
+    forward = forward_of(MIXED, compute=compute)
+    assert forward.error(attend(forward)) <= TOLERANCES[compute]
+
+
+def test_chunks_are_stored() -> None:
+    forward = forward_of([Run(9, 14, 0)], page_tokens=5, stored=KvDtype.BFLOAT16)
+    attend(forward)
+    pages = forward.segments[0].pages
+    for row, token in enumerate(range(9, 23)):
+        stored = forward.kv.k(LAYER)[int(pages[token // 5]), :, token % 5]
+        assert torch.equal(stored, forward.k[row].to(torch.bfloat16))
+
+
+def test_two_calls_a_layer_whatever_the_segments() -> None:
+    fake_rec_sdk.calls.clear()
+    attend(forward_of(MIXED))
+    assert fake_rec_sdk.calls == [0, 2]
+
+
+def test_a_forward_too_long_for_the_operator_is_computed_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rec_sdk, "MAX_TOKENS", 22)
+    fake_rec_sdk.calls.clear()
+    forward = forward_of(MIXED)
+    assert forward.error(attend(forward)) <= TOLERANCES[torch.float32]
+    assert fake_rec_sdk.calls == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_heads": 17}, {"attention_dim": 24}, {"hidden_dim": 528}, {"max_attn_len": 5}, {"normalizer": None}],
+    ids=str,
+)
+def test_what_the_operator_does_not_compute_is_not_asked_of_it(change: dict[str, int]) -> None:
+    spec = forward_of(MIXED).spec
+    assert RecSdkAttention.fits(spec)
+    assert not RecSdkAttention.fits(replace(spec, **change))
+    with pytest.raises(ValueError, match="does not compute"):
+        RecSdkAttention(replace(spec, **change))
+
+
+def test_the_operator_is_found_where_it_is_registered() -> None:
+    assert load_operators()
