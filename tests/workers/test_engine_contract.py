@@ -23,7 +23,7 @@ from workers.model.attention.segments import Segment
 from workers.model.attention.sight import Sight, Visible
 from workers.model.attention.spec import AttentionSpec, spec_of
 from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import PositionOrigin
+from workers.model.config import ModelConfig, PositionOrigin
 from workers.model.encodings import positions_from_end
 from workers.model.inputs.tokens import Column
 from workers.model.interface import PrefixChunk, RankInputs
@@ -65,14 +65,14 @@ class World:
 
     def __init__(
         self,
-        kind: str,
+        kind: str | ModelConfig,
         backend: str = "as chosen on the CPU",
         seed: int = 0,
         page_tokens: int = 8,
         kv_dtype: KvDtype = KvDtype.FLOAT32,
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     ) -> None:
-        self.config = KINDS[kind]
+        self.config = KINDS[kind] if isinstance(kind, str) else kind
         self.checkpoint: Checkpoint = random_checkpoint(self.config, seed)
         made = BACKENDS[backend]
         device = made.device()
@@ -180,11 +180,13 @@ def test_cached_inference_is_full_inference(
 
 
 @each_case
-def test_long_histories_take_several_tiles_and_are_as_exact(kind: str, backend: str) -> None:
-    world = World(kind, backend, 1, page_tokens=64)
-    user = world.user(200, 32)
-    prefix = world.prefix_of(200, 16)
-    world.pre_infer(user, prefix, [101])
+def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str) -> None:
+    """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges."""
+    config = KINDS[kind].model_copy(update={"max_prefix_behaviours": 600, "max_candidates": 300})
+    world = World(config, backend, 1, page_tokens=64)
+    user = world.user(560, 290)
+    prefix = world.prefix_of(560, 16)
+    world.pre_infer(user, prefix, [301])
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 
