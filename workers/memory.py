@@ -42,9 +42,12 @@ def process_bytes(loaded_on_host: int) -> int:
     return max(0, psutil.Process().memory_info().rss - loaded_on_host)
 
 
-def require_host_memory(plan: MemoryPlan, device_is_host: bool) -> None:
-    """Raises RelayError if the host cannot give what the plan takes at once."""
-    wanted = plan.dram_bytes + plan.queues_bytes
+def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int = 0) -> None:
+    """Raises RelayError if the host cannot give what the plan takes at once.
+
+    `taken_bytes` of it are taken already: an arena on tmpfs that an earlier process made.
+    """
+    wanted = plan.dram_bytes + plan.queues_bytes - taken_bytes
     if device_is_host:
         wanted += plan.weights_bytes + plan.hbm_bytes + plan.scratch_bytes
     available = int(psutil.virtual_memory().available * HEADROOM)

@@ -53,8 +53,8 @@ class WorkerSettings(Section):
     ] = 600.0
     shared_path: Path | None = Field(
         None,
-        description="folder of what outlives a worker, on tmpfs: lock, DRAM tier, offsets; "
-        "none: /dev/shm/relaygr-USER where there is one",
+        description="folder, on tmpfs, of what outlives a worker: lock, finished offsets and the DRAM tier; "
+        "none: /dev/shm/relaygr-USER where there is one, and without a standby the DRAM tier ends with the process",
     )
     standby_memory: StandbyMemory = Field(
         StandbyMemory.RESERVED, description="the HBM tier of a standby: taken ahead, or at_takeover"

@@ -16,6 +16,7 @@ standby prepares, and then waits for it: the kernel frees it when the active wor
     config         the settings of one worker
     shared_folder  what outlives the process, and the right to write it
     memory         what it takes: planned, checked, taken
+    outliving      prefixes and finished offsets, from predecessor to successor
     warm           the latency model, and a device that has done its first work
     prepare        the first phase
     parts          the parts, wired to each other

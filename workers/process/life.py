@@ -36,6 +36,7 @@ log = structlog.get_logger()
 
 WARM_INTERVAL_S = 30.0
 WARM_TIMEOUT_S = 0.3
+READ_AHEAD_INTERVAL_S = 5.0
 
 
 class WorkerProcess:
@@ -58,7 +59,13 @@ class WorkerProcess:
         self._lock = ArenaLock(self._folder)
         if not is_standby:
             claim(self._lock, config)
-        self._prepared = prepare(config, self._folder, is_standby=is_standby)
+        self._prepared = prepare(
+            config,
+            self._folder,
+            self._lock,
+            is_standby=is_standby,
+            keeps_prefixes=self._settings.shared_path is not None or leash is not None,
+        )
         self._reloading = ModelReloading(self._settings, self._prepared)
         self._parts: Parts | None = None
         if self._prepared.memory is not None:
@@ -88,12 +95,15 @@ class WorkerProcess:
     def _await_turn(self) -> bool:
         """Until this process holds the lock: True. False when told to stop, or when nobody here may take over."""
         log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
-        warm_at_s = 0.0
+        warm_at_s = read_at_s = 0.0
         while not self._is_over():
             self._beat(Phase.STANDBY, WAITING)
             if time.monotonic() >= warm_at_s:
                 self._keep_warm()
                 warm_at_s = time.monotonic() + WARM_INTERVAL_S
+            if time.monotonic() >= read_at_s:
+                self._prepared.outliving.read_ahead()
+                read_at_s = time.monotonic() + READ_AHEAD_INTERVAL_S
             self._reload(is_active=False)
             if self._lock.acquire(timeout_s=INTERVAL_S) is None:
                 continue
@@ -119,7 +129,10 @@ class WorkerProcess:
         """Owns from here on: joins the group, and every thread runs."""
         started_s = time.monotonic()
         parts = self._parts = self._parts or self._assemble()
+        self._prepared.outliving.begin()
         parts.loop.start()
+        # Joining takes as long; what is asked for before it is restored is computed.
+        self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         parts.report.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
         return parts
@@ -129,7 +142,7 @@ class WorkerProcess:
         parts = Parts(
             self._config,
             prepared,
-            prepared.memory or take_memory(prepared.engine, self._settings),
+            prepared.memory or take_memory(prepared.engine, self._settings, prepared.outliving.dram),
             self._lock,
             self._clock,
             on_device_death=lambda: self._end_with(Exit.FAILED),
@@ -168,6 +181,8 @@ class WorkerProcess:
             self._parts.device.stop(2)
             self._parts.follower.stop()
             self._parts.cache.close()
+            if self._parts.recorder is not None:
+                self._parts.recorder.close()
         self._prepared.store.close()
         self._probes.stop()
         self._lock.release()

@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 
 from streams.clients import LARGEST_QUEUE_BYTES
 from streams.errors import RelayError
-from workers.cache.build import BuiltCache, build_cache
+from workers.cache.build import BuiltCache, DramMemory, build_cache
 from workers.cache.policies import TierPolicies
 from workers.cache.trace import TraceRecorder
+from workers.kv import DramGeometry
 from workers.memory import MemoryPlan, process_bytes
 from workers.model.engine import Engine
 from workers.process.cache_trace import recorder_of
 from workers.settings import WorkerSettings
+from workers.shared.arena import ArenaShape
 
 CLIENTS = 5
 """Two consumers and three producers, each with a queue of at most LARGEST_QUEUE_BYTES."""
@@ -41,15 +43,23 @@ def policies_of(settings: WorkerSettings) -> TierPolicies:
     return TierPolicies(settings.hbm_policy, settings.dram_policy, round(settings.prefix_ttl_s * 1e6))
 
 
-def plan_memory(engine: Engine, settings: WorkerSettings) -> MemoryPlan:
-    """Bytes at most, by kind, before anything but the weights is taken."""
+def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
+    """The DRAM tier as another process would have to take it; None: there is none."""
+    geometry = DramGeometry(engine.geometry)
+    pages = int(settings.dram_bytes) // geometry.page_bytes
+    return ArenaShape(settings.worker_id, pages, geometry, engine.layout) if pages else None
+
+
+def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: bool) -> MemoryPlan:
+    """Bytes at most, by kind, before anything but the weights is taken. A DRAM tier that is kept has an index."""
     geometry = engine.geometry
+    shape = arena_shape(engine, settings) if keeps_prefixes else None
     scratch_tokens = engine.layout.tokens(engine.limits.max_prefix_behaviours)
     return MemoryPlan(
         weights_bytes=engine.weights_bytes,
         hbm_bytes=int(settings.hbm_bytes),
         scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes + forward_bytes(engine, settings),
-        dram_bytes=int(settings.dram_bytes),
+        dram_bytes=int(settings.dram_bytes) + (shape.index_bytes if shape is not None else 0),
         queues_bytes=queues_bytes(settings),
         history_bytes=int(settings.history_max_bytes),
         process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
@@ -69,8 +79,11 @@ def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
     return max(engine.scratch_bytes(piece, 0), engine.scratch_bytes(0, rows))
 
 
-def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
-    """Takes both tiers, and binds the engine to the first. Raises RelayError if a tier is too small or does not fit."""
+def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | None) -> TakenMemory:
+    """Takes both tiers, and binds the engine to the first; `dram` is memory that is there already.
+
+    Raises RelayError if a tier is too small or does not fit.
+    """
     geometry = engine.geometry
     hbm_pages = int(settings.hbm_bytes) // geometry.page_bytes
     dram_pages = int(settings.dram_bytes) // geometry.page_bytes
@@ -88,6 +101,7 @@ def take_memory(engine: Engine, settings: WorkerSettings) -> TakenMemory:
         hbm_pages,
         dram_pages,
         extra_hbm_pages=longest,
+        dram=dram,
         policies=policies_of(settings),
         listener=recorder,
     )

@@ -21,9 +21,12 @@ from workers.measuring import bind_own_arena
 from workers.memory import MemoryPlan, require_host_memory
 from workers.model.engine import Engine, load_engine
 from workers.process.config import WorkerConfig
-from workers.process.memory import TakenMemory, plan_memory, take_memory
+from workers.process.memory import TakenMemory, arena_shape, plan_memory, take_memory
+from workers.process.outliving import Outliving, attach
 from workers.process.warm import measured_latency
 from workers.settings import StandbyMemory
+from workers.shared.arena import make_room
+from workers.shared.lock import ArenaLock
 
 
 @dataclass(slots=True)
@@ -35,6 +38,7 @@ class Prepared:
 
     engine: Engine
     plan: MemoryPlan
+    outliving: Outliving
     memory: TakenMemory | None
     corrector: Corrector
     producer: Producer
@@ -43,10 +47,10 @@ class Prepared:
     store: HistoryStore
 
 
-def prepare(config: WorkerConfig, folder: Path, *, is_standby: bool) -> Prepared:
+def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: bool, keeps_prefixes: bool) -> Prepared:
     """Makes everything ready; `folder` is the shared one. A standby disturbs nothing that the active one has.
 
-    Raises RelayError for what the user can mend.
+    With `keeps_prefixes` the DRAM tier outlives the process. Raises RelayError for what the user can mend.
     """
     kafka, settings = config.kafka, config.worker
     engine = load_engine(
@@ -58,20 +62,24 @@ def prepare(config: WorkerConfig, folder: Path, *, is_standby: bool) -> Prepared
         settings.compute_dtype,
         settings.cuda_graphs,
     )
-    plan = plan_memory(engine, settings)
-    require_host_memory(plan, engine.device.is_cpu)
+    plan = plan_memory(engine, settings, keeps_prefixes=keeps_prefixes)
+    shape = arena_shape(engine, settings) if keeps_prefixes else None
+    require_host_memory(plan, engine.device.is_cpu, make_room(folder, shape, lock) if shape is not None else 0)
+    outliving = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
     memory = None
     if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
         bind_own_arena(engine)
     else:
-        memory = take_memory(engine, settings)
+        memory = take_memory(engine, settings, outliving.dram)
     latency = measured_latency(engine, settings, folder, undisturbed=not is_standby)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")
     store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
     _warm_up(producer, config)
-    return Prepared(engine, plan, memory, Corrector(latency), producer, dead_letters, follower_letters, store)
+    return Prepared(
+        engine, plan, outliving, memory, Corrector(latency), producer, dead_letters, follower_letters, store
+    )
 
 
 def _warm_up(producer: Producer, config: WorkerConfig) -> None:
