@@ -14,6 +14,7 @@ import numpy as np
 from schemas.digest import digest_chain
 from schemas.messages import Behaviours
 from workers.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
+from workers.cache.cache import LONGEST_HOLD_US
 from workers.cache.copy_queue import CopyLimits, CopyQueue
 from workers.cache.events import CacheListener
 from workers.cache.policies import TierPolicies
@@ -85,6 +86,14 @@ class SteppedMover:
             self._under_way.append(request)
         return request is not None
 
+    def arrive(self, index: int = 0) -> None:
+        """The first layer of a reload under way is there, and who waits for the others gets them."""
+        request = self._under_way[index]
+        if request.arrival is not None:
+            self._arenas[request.target][request.target_pages] = self._arenas[request.source][request.source_pages]
+            request.arrival.launch(0, GEOMETRY.num_layers, lambda: None)
+            request.arrival.begin()
+
     def finish(self, copied: bool = True, index: int = 0, takes_us: int = 100) -> None:
         """Ends a copy under way; one that fails leaves half of its pages torn."""
         request = self._under_way.pop(index)
@@ -124,6 +133,8 @@ class World:
         limits: CopyLimits | None = None,
         spill_gate: SpillGate | None = None,
         listener: CacheListener | None = None,
+        layer_wise: bool = False,
+        longest_hold_us: int = LONGEST_HOLD_US,
     ) -> None:
         self.arenas = {
             Tier.HBM: np.full((hbm_pages, PAGE_TOKENS), GARBAGE, np.int64),
@@ -139,6 +150,8 @@ class World:
             policies=policies,
             spill_gate=spill_gate,
             listener=listener,
+            layer_wise=layer_wise,
+            longest_hold_us=longest_hold_us,
         )
 
     def write(self, fill: Fill, key: PrefixKey, tokens: int) -> None:

@@ -1,13 +1,16 @@
 """19. Random sequences of all cache operations, with faults, under every policy.
 
-After every step the books add up, every pinned row still reads what its key's own computation gives, a
-waiter is told exactly once, and what is leased is still there.
+After every step the books add up, every page of a tier is in exactly one state, every row that a hit would show
+or that somebody holds is what its key's own computation gives (a shadow of all bytes, in both tiers), a waiter is
+told exactly once, and what is leased is still there. Faults: copies that fail or stay, full queues, waiters that
+raise or left, handles and leases that nobody ends, histories and models taken away in any state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,11 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key
-from workers.cache import Fill, Handle, Hit, Pending, PrefixKey, Presence, Purpose, SpillOutcome
+from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
+from workers.cache import Fill, Handle, Hit, Miss, Pending, PrefixKey, Presence, Purpose, SpillOutcome
 from workers.cache.copy_queue import CopyLimits
 from workers.cache.entries import EntryState
-from workers.cache.policies import PolicyName, TierPolicies
+from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
 from workers.cache.transfer import SpillGate
 
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
@@ -34,6 +37,7 @@ _KEYS += [make_key(user, length, at) for user in ("ann", "bob") for length in (1
 _KEYS += [make_key("ann", length, 0) for length in (64, 100)]
 _KEYS += [make_key("ann", 100, None, b"m2"), make_key("ann", 100, feature=8), make_key("cid", 130)]
 _NOTHING = Presence(0, 0, EntryState.EMPTY, EntryState.EMPTY)
+_MODELS = (b"model-1", b"m2")
 keys = st.sampled_from(_KEYS)
 picks = st.integers(0, 1_000)
 
@@ -50,14 +54,31 @@ class Waiter:
     pending: Pending | None = None
 
 
+def shadows() -> dict[tuple[str, bytes, bytes], np.ndarray]:  # type: ignore[type-arg]
+    """What the rows of any prefix that may be in a tier must hold, by user, model and digest."""
+    known = {}
+    for key in {(each.user_id, each.namespace, each.chain.digest): each for each in _KEYS}.values():
+        rows = stamps(key)
+        for length in range(1, key.length + 1):
+            digest = key.digest_at(length)
+            assert digest is not None
+            known[key.user_id, key.namespace, digest] = rows[: LAYOUT.tokens(length)]
+    return known
+
+
+SHADOWS = shadows()
+
+
 @dataclass(slots=True)
 class Run:
     """What the test itself holds."""
 
     handles: list[Held] = field(default_factory=list)
+    leaked: list[Held] = field(default_factory=list)
     leaving: list[tuple[Held, Later]] = field(default_factory=list)
     fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
     waiters: list[Waiter] = field(default_factory=list)
+    events: list[Later] = field(default_factory=list)
     leases: dict[str, tuple[PrefixKey, int, int]] = field(default_factory=dict)
 
 
@@ -69,24 +90,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.world = World(
             hbm_pages,
             dram_pages,
-            TierPolicies(self.policy, self.policy),
+            TierPolicies(self.policy, self.policy, ttl_us=2 * VISIT_US),
             limits=CopyLimits(max_in_flight=2, max_jobs=max_jobs, max_bytes=64 * 1024),
             spill_gate=SpillGate(0.5, 2.0, weight=0.5),
+            layer_wise=True,
+            longest_hold_us=3 * VISIT_US,
         )
         self.cache = self.world.cache
+        self.cache.weigh_by(lambda tokens: float(tokens**2))
         self.run = Run()
         self.now_us = 0
+        self.only_model: bytes | None = None
 
     def tick(self) -> int:
         self.now_us += 1
         return self.now_us
 
-    def wait_on(self, pending: Pending) -> None:
+    @rule(visits=st.floats(0.1, 3))
+    def time_passes(self, visits: float) -> None:
+        self.now_us += int(visits * VISIT_US)
+
+    def wait_on(self, pending: Pending, raises: bool = False) -> None:
         waiter = Waiter(pending=pending)
         self.run.waiters.append(waiter)
 
         def tell(_: Pending) -> None:
             waiter.told += 1
+            if raises:
+                raise RuntimeError("a waiter that fails")
 
         pending.add_done_callback(tell)
 
@@ -98,14 +129,17 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.peek(key)
         assert self.cache.stats() == before
 
-    @rule(key=keys, join=st.booleans(), purpose=st.sampled_from(Purpose))
-    def acquire(self, key: PrefixKey, join: bool, purpose: Purpose) -> None:
-        found = self.cache.acquire(key, self.tick(), join, purpose)
+    @rule(key=keys, join=st.booleans(), purpose=st.sampled_from(Purpose), arriving=st.booleans(), raises=st.booleans())
+    def acquire(self, key: PrefixKey, join: bool, purpose: Purpose, arriving: bool, raises: bool = False) -> None:
+        found = self.cache.acquire(key, self.tick(), join, purpose, arriving)
+        if self.only_model not in (None, key.namespace):
+            assert isinstance(found, Miss)
         if isinstance(found, Hit):
+            assert found.handle.arrival is None or arriving
             self.run.handles.append(Held(key, found.handle))
         elif isinstance(found, Pending):
             assert join
-            self.wait_on(found)
+            self.wait_on(found, raises)
 
     @rule(key=keys, purpose=st.sampled_from(Purpose))
     def reserve(self, key: PrefixKey, purpose: Purpose) -> None:
@@ -115,7 +149,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=picks, key=keys)
     def extend(self, pick: int, key: PrefixKey) -> None:
         held = self.run.handles[pick % len(self.run.handles)]
-        self.take(key, self.cache.extend(held.handle, key, self.tick()))
+        if held.handle.is_held:
+            self.take(key, self.cache.extend(held.handle, key, self.tick()))
 
     def take(self, key: PrefixKey, answer: object) -> None:
         if isinstance(answer, Fill):
@@ -161,12 +196,33 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(held.handle, after=event)
         self.run.leaving.append((held, event))
 
+    @precondition(lambda self: self.run.handles)
+    @rule(pick=picks)
+    def lose_a_handle(self, pick: int) -> None:
+        self.run.leaked.append(self.run.handles.pop(pick % len(self.run.handles)))
+
+    @rule(after_the_device=st.booleans())
+    def take_what_was_held_too_long(self, after_the_device: bool) -> None:
+        event = Later() if after_the_device else None
+        held = [each.handle for each in (*self.run.handles, *self.run.leaked) if each.handle.is_held]
+        # Those on their way out count too, while their event has not come.
+        leaving = [each.handle for each, _ in self.run.leaving if each.handle.is_held]
+        taken = self.cache.force_unpins(self.tick(), event)
+        assert taken == sum(not handle.is_held for handle in (*held, *leaving))
+        if event is not None:
+            self.run.events.append(event)
+
+    @precondition(lambda self: self.run.events)
+    @rule()
+    def the_device_passes_what_was_taken(self) -> None:
+        self.run.events.pop(0).complete()
+
     @precondition(lambda self: self.run.leaving)
     @rule()
     def the_device_passes(self) -> None:
         self.run.leaving.pop(0)[1].complete()
 
-    @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 40))
+    @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 4 * VISIT_US))
     def lease(self, key: PrefixKey, request: int, lasts_us: int) -> None:
         until_us = self.tick() + lasts_us
         if self.cache.lease(key, f"r{request}", until_us):
@@ -181,6 +237,10 @@ class CacheMachine(RuleBasedStateMachine):
     def expire_leases(self) -> None:
         self.cache.expire_leases(self.tick())
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if lease[2] > self.now_us}
+
+    @rule()
+    def expire_prefixes(self) -> None:
+        self.cache.expire_prefixes(self.tick())
 
     @rule(key=keys, deadline_us=st.integers(0, 50), saved_us=st.none() | st.floats(0, 1))
     def reload(self, key: PrefixKey, deadline_us: int, saved_us: float | None) -> None:
@@ -207,6 +267,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.world.mover.under_way <= 2
 
     @precondition(lambda self: self.world.mover.under_way)
+    @rule(index=st.integers(0, 1))
+    def a_first_layer_arrives(self, index: int) -> None:
+        self.world.mover.arrive(index % self.world.mover.under_way)
+
+    @rule()
+    def the_mover_ends_all_it_has(self) -> None:
+        """Copies under way end well, those that wait fail: as at the end of a worker."""
+        self.world.mover.close()
+        self.forget_lost_leases()
+
+    @precondition(lambda self: self.world.mover.under_way)
     @rule(copied=st.booleans() | st.just(True), index=st.integers(0, 1))
     def end_a_copy(self, copied: bool, index: int) -> None:
         self.world.mover.finish(copied, index % self.world.mover.under_way)
@@ -228,9 +299,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if not matches(lease[0])}
         assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
-    @rule(key=keys)
-    def demote(self, key: PrefixKey) -> None:
-        self.cache.demote([key.user_id])
+    @rule(model=st.sampled_from(_MODELS), frees=st.booleans())
+    def another_model_serves(self, model: bytes, frees: bool) -> None:
+        self.only_model = model
+        if not frees:
+            self.cache.admit_only(model)
+            return
+        self.cache.keep_only(model)
+        self.run.leases = {name: lease for name, lease in self.run.leases.items() if lease[0].namespace == model}
+        assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if other.namespace != model)
+
+    @rule(key=keys, by_question=st.booleans())
+    def demote(self, key: PrefixKey, by_question: bool) -> None:
+        self.cache.demote((lambda user_id: user_id == key.user_id) if by_question else [key.user_id])
 
     # Whole stories, so that the single operations meet something.
 
@@ -253,15 +334,23 @@ class CacheMachine(RuleBasedStateMachine):
     def reload_and_read(self, key: PrefixKey) -> None:
         self.reload(key, self.now_us, None)
         self.world.mover.run()
-        self.acquire(key, True, Purpose.RANKING)
+        self.acquire(key, True, Purpose.RANKING, False)
+
+    @rule(key=keys)
+    def read_while_it_arrives(self, key: PrefixKey) -> None:
+        self.reload(key, self.now_us, None)
+        if self.world.mover.start():
+            self.world.mover.arrive(self.world.mover.under_way - 1)
+        self.acquire(key, True, Purpose.RANKING, True)
 
     @rule()
     def crowd_out(self) -> None:
         """Another user takes all the room there is, and goes."""
         stats = self.cache.stats().hbm
         tokens = (stats.free + stats.evictable) * PAGE_TOKENS
+        model = self.only_model or _MODELS[0]
         if tokens > LAYOUT.contextual_tokens:
-            self.store(make_key("crowd", tokens - LAYOUT.contextual_tokens))
+            self.store(make_key("crowd", tokens - LAYOUT.contextual_tokens, model=model))
             self.cache.invalidate_user("crowd")
 
     def forget_lost_leases(self) -> None:
@@ -282,8 +371,30 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_reader_sees_another_prefix(self) -> None:
         if hasattr(self, "cache"):
-            for held in (*self.run.handles, *(held for held, _ in self.run.leaving)):
-                self.world.check_reads(held.handle, held.key)
+            for held in (*self.run.handles, *self.run.leaked, *(held for held, _ in self.run.leaving)):
+                arrival = held.handle.arrival
+                if held.handle.is_held and not (arrival is not None and arrival.failed):
+                    self.world.check_reads(held.handle, held.key)
+
+    @invariant()
+    def every_page_is_in_one_state(self) -> None:
+        if hasattr(self, "cache"):
+            stats = self.cache.stats()
+            for tier in (stats.hbm, stats.dram):
+                parts = (tier.free, tier.evictable, tier.leased, tier.pinned, tier.in_flight)
+                assert min(parts) >= 0
+                assert sum(parts) == tier.capacity
+
+    @invariant()
+    def no_hit_would_show_another_prefix(self) -> None:
+        if hasattr(self, "cache"):
+            for tier in self.cache._books.tiers:
+                rows = self.world.arenas[tier.tier]
+                for entry in tier.index.all():
+                    if entry.is_visible:
+                        shadow = SHADOWS[entry.key.user_id, entry.key.namespace, entry.key.chain.digest]
+                        assert entry.tokens == shadow.size
+                        assert np.array_equal(rows[entry.pages].reshape(-1)[: shadow.size], shadow)
 
     @invariant()
     def waiters_are_told_exactly_once(self) -> None:
@@ -305,6 +416,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.release(held.handle)
         for _, event in self.run.leaving:
             event.complete()
+        for event in self.run.events:
+            event.complete()
+        self.cache.force_unpins(self.now_us + 10 * VISIT_US)
         self.cache.close()
         self.cache.check_invariants()
         stats = self.cache.stats()
