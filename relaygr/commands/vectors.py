@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from workers.model.vector_cases import KINDS
-from workers.model.vectors import TOLERANCE, CaseResult, Verdict, check_case, read_vectors
+from workers.model.vectors import KINDS, TOLERANCE, CaseResult, Verdict, check_case, read_vectors
 
 EXIT_FAILED = 1
 EXIT_NOT_UNDERSTOOD = 2

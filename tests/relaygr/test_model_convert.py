@@ -151,5 +151,5 @@ def test_item_ids_and_values_of_features_come_from_files(tmp_path: Path) -> None
     assert done.exit_code == 0, done.output
     tensors = load_checkpoint(tmp_path / "out").tensors
     assert tensors["items.ids"].tolist() == [5 * row for row in range(count)]
-    assert tensors["item_features.0.rows"].tolist() == [*range(count)][::-1] + [count]
+    assert tensors["item_features.0.rows"].tolist() == [*reversed(range(count)), count]
     assert torch.equal(tensors["items.weight"][0], source["_embedding_collection.embeddings.item.weight"][-1])

@@ -24,8 +24,7 @@ from tests.workers.vector_world import (
     make_stu,
     write,
 )
-from workers.model.vector_cases import KINDS
-from workers.model.vectors import Case, CaseResult, Verdict, check_case, read_vectors
+from workers.model.vectors import KINDS, Case, CaseResult, Verdict, check_case, read_vectors
 
 CASES: dict[str, Callable[[], Made]] = {
     "stu_plain": make_stu,
@@ -96,7 +95,7 @@ def test_what_is_not_a_number_fails() -> None:
     options, arrays = make_dlrm()
     arrays["preds"][0, 0] = np.nan
     result = checked("dlrm_x", (options, arrays))
-    assert (result.verdict, result.worst_array) == (Verdict.FAILED, "preds")
+    assert (result.verdict, result.worst_array) == (Verdict.FAILED, "preds in pages of 4")
 
 
 def test_without_targets_positions_of_padding_do_not_count() -> None:

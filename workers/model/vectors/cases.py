@@ -171,6 +171,12 @@ def slices(lengths: list[int]) -> Iterator[slice]:
         start += length
 
 
+def require_rows(name: str, rows: int, lengths: list[int]) -> None:
+    """Raises MalformedCaseError unless a jagged array has as many rows as its lengths say."""
+    if rows != sum(lengths):
+        raise MalformedCaseError(f"{name} has {rows} rows, lengths add up to {sum(lengths)}")
+
+
 def compare(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Checked:
     """Floats, by their largest difference."""
     if ours.shape != expected.shape:

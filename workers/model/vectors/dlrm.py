@@ -1,0 +1,249 @@
+"""`dlrm_`: Meta's whole ranking model, converted and run by the modules that serve it, over pages.
+
+A case holds embeddings where a model has tables: each of its rows becomes an item, or a feature's value, of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from schemas.messages import Behaviours
+from streams.errors import RelayError
+from workers.model.attention.dtypes import torch_dtype
+from workers.model.attention.spec import spec_of
+from workers.model.config import ModelConfig, Task, TaskKind
+from workers.model.convert import Converted, ConvertOptions, SourceKind, convert_state_dict
+from workers.model.convert.options import SourceFeature
+from workers.model.convert.state_dict import StateDict
+from workers.model.inputs import Column, TokenEmbedding, TokenLookup, Vocabulary
+from workers.model.inputs.shapes import ITEM_FEATURE_ROWS
+from workers.model.inputs.times import age_rows
+from workers.model.layers import build_layers
+from workers.model.precision import ComputeDtype
+from workers.model.readout import Readout
+from workers.model.vectors.cases import (
+    Case,
+    Checked,
+    MalformedCaseError,
+    NotUnderstoodError,
+    compare,
+    require_rows,
+    slices,
+)
+from workers.model.vectors.paged import PAGINGS, PagedLayers
+
+_KNOWN = frozenset(
+    {"contextual", "tasks", "post", "N", "dim", "heads", "layers", "norm_eps", "post_ln_eps", "swish_ln_eps"}
+    | {"stu_contextual_seq_len", "use_group_norm"}
+)
+_POSTS = ("layernorm", "timestamp+layernorm")
+_ITEM = "item"
+_GATED_FEATURE = "user_id"
+_GATE_TOKENS = 4
+"""The contextual token of the user id counts only from so many tokens of history and candidates on."""
+_MODULE_DEFAULT_EPS = 1e-5
+_MS = 1000
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """A contextual feature: its tokens, and of each user the rows of its embeddings."""
+
+    name: str
+    tokens: int
+    rows: list[range]
+
+
+class _Served:
+    """The modules of a served model."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], masked_context: int) -> None:
+        self.lookup = TokenLookup(config, Vocabulary(config.vocabulary_size))
+        self.embedding = TokenEmbedding(config, tensors)
+        self.readout = Readout(config, tensors)
+        spec = replace(spec_of(config, ComputeDtype.FLOAT32), contextual_tokens=masked_context)
+        layers = build_layers(config, tensors, torch_dtype(ComputeDtype.FLOAT32))
+        self.layers = PagedLayers(layers, spec)
+
+
+def run_dlrm(case: Case) -> list[Checked]:
+    """The candidates' rows, their items' rows, and predictions."""
+    case.require_known(_KNOWN)
+    if case.option("post") not in _POSTS:
+        raise NotUnderstoodError(f"option post={case.option('post')!r} is not known")
+    histories, asked = case.lengths("uih_lengths"), case.lengths("num_candidates")
+    items = [name.removeprefix("in/") for name in case.names("in/") if case.has(f"in/c_{name.removeprefix('in/')}")]
+    if not items:
+        raise MalformedCaseError("in/item or in/c_item is missing")
+    items.sort(key=lambda name: name != _ITEM)
+    require_rows(f"in/{items[0]}", case.floats(f"in/{items[0]}").shape[0], histories)
+    contexts = _contexts(case, len(histories))
+    converted = _converted(case, items, contexts)
+    model = _Served(converted.config, dict(converted.tensors), case.whole("stu_contextual_seq_len", 0))
+    checked = []
+    for paging in PAGINGS:
+        rows, tokens = [], []
+        for user in _users(case, histories, asked, contexts):
+            found = _rows_of(model, converted.config, user, paging)
+            rows.append(found[0])
+            tokens.append(found[1])
+        last, own = torch.cat(rows), torch.cat(tokens)
+        where = f"in pages of {paging[0]}"
+        users, theirs = model.readout.user_rows(last, own), model.readout.item_rows(own)
+        checked += [
+            compare(f"candidates_user_embeddings {where}", users, case.floats("candidates_user_embeddings")),
+            compare(f"candidates_item_embeddings {where}", theirs, case.floats("candidates_item_embeddings")),
+            compare(f"preds {where}", model.readout(last, own).T, case.floats("preds")),
+        ]
+    return checked
+
+
+@dataclass(frozen=True, slots=True)
+class _User:
+    """One user's request: ids are rows of the case's embeddings."""
+
+    features: NDArray[np.int64]
+    behaviours: Behaviours
+    candidates: NDArray[np.int64]
+    candidate_times: NDArray[np.int64]
+
+
+def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_Context]) -> Iterator[_User]:
+    times, asked_times = (case.integers(f"payload/{name}").numpy() for name in ("time", "c_time"))
+    actions = case.integers("payload/action").numpy() if case.has("payload/action") else np.zeros_like(times)
+    if actions.size and (actions.min() < 0 or actions.max() > np.iinfo(np.uint16).max):
+        raise NotUnderstoodError("action codes beyond 16 bits are not known")
+    first_candidate = sum(histories)
+    parts = zip(slices(histories), slices(asked), strict=True)
+    for user, (history, own) in enumerate(parts):
+        tokens = history.stop - history.start + own.stop - own.start
+        yield _User(
+            np.array([row for context in contexts for row in _values(context, user, tokens)], dtype=np.int64),
+            Behaviours(
+                np.arange(history.start, history.stop, dtype=np.int64),
+                actions[history].astype(np.uint16),
+                times[history] * _MS,
+            ),
+            np.arange(own.start, own.stop, dtype=np.int64) + first_candidate,
+            asked_times[own],
+        )
+
+
+def _values(context: _Context, user: int, tokens: int) -> list[int]:
+    """One value a token; what is hidden or missing is unknown, whose embedding is zero."""
+    hidden = context.name == _GATED_FEATURE and tokens < _GATE_TOKENS
+    rows = [] if hidden else list(context.rows[user])[: context.tokens]
+    return rows + [_UNKNOWN] * (context.tokens - len(rows))
+
+
+def _rows_of(
+    model: _Served, config: ModelConfig, user: _User, paging: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the candidates after the last layer, and their tokens."""
+    stamps = user.candidate_times if user.candidate_times.size else user.behaviours.timestamps_ms // _MS
+    query_time = int(stamps[-1]) if stamps.size else 0
+    prefix = model.lookup.prefix(user.features, user.behaviours, query_time * _MS).tokens
+    scored = model.lookup.scored(prefix.shape[0], Behaviours.empty(), user.candidates, query_time * _MS).tokens
+    # A request has one query time; the case may have one a candidate, and the last of them counts for ages.
+    scored[:, Column.TIME] = user.candidate_times
+    scored[:, Column.AGE] = age_rows(
+        user.candidate_times, query_time, config.time_encoding, config.time_unit_seconds, config.num_times
+    )
+    x = model.embedding(np.concatenate((prefix, scored)))
+    rows = model.layers.run(x, prefix.shape[0], user.candidates.size, *paging).rows
+    return rows[prefix.shape[0] :], torch.from_numpy(scored)
+
+
+def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Converted:
+    """The case's weights and embeddings as a state dict, converted. Raises MalformedCaseError if something lacks."""
+    tensors = {name.removeprefix("w/buffer/").removeprefix("w/"): case.floats(name) for name in case.names("w/")}
+    tables = {name: torch.cat((case.floats(f"in/{name}"), case.floats(f"in/c_{name}"))) for name in items}
+    tensors |= {f"_embedding_collection.embeddings.{name}.weight": table for name, table in tables.items()}
+    rows = torch.arange(tables[items[0]].shape[0] + 1)
+    tensors |= {ITEM_FEATURE_ROWS.format(index): rows for index in range(len(items) - 1)}
+    for context in contexts:
+        tensors[f"_embedding_collection.embeddings.{context.name}.weight"] = case.floats(f"in/{context.name}")
+    options = ConvertOptions(
+        heads=case.whole("heads"),
+        normalizer=case.number("N"),
+        eps=case.number("norm_eps"),
+        tasks=_tasks(case),
+        features=tuple(SourceFeature(name=context.name, tokens=context.tokens) for context in contexts),
+        item_features=tuple(items[1:]),
+        tables={"item": items[0]},
+    )
+    try:
+        converted = convert_state_dict(StateDict(tensors), SourceKind.META, options, case.name)
+    except RelayError as error:
+        raise MalformedCaseError(str(error)) from error
+    missing = [missing.looked_for for missing in converted.report.missing]
+    left = [left.source for left in converted.report.left_over]
+    if missing or left:
+        raise MalformedCaseError(
+            f"missing: {', '.join(missing) or 'nothing'}; left over: {', '.join(left) or 'nothing'}"
+        )
+    if bool(converted.config.readout_periods) != (case.option("post") == _POSTS[1]):
+        raise MalformedCaseError(f"post is {case.option('post')}, the weights are another one's")
+    return replace(converted, config=_with_eps(case, converted.config))
+
+
+def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
+    """Epsilons that the case names and a state dict does not say."""
+    told = case.option("swish_ln_eps", "module default")
+    mlp_eps = _MODULE_DEFAULT_EPS if told == "module default" else case.number("swish_ln_eps")
+    changes: dict[str, Any] = {"readout_norm_eps": case.number("post_ln_eps"), "readout_mlp_eps": mlp_eps}
+    if config.dlrm_inputs is not None:
+        changes["dlrm_inputs"] = config.dlrm_inputs.model_copy(update={"norm_eps": mlp_eps})
+    return config.model_copy(update=changes)
+
+
+def _tasks(case: Case) -> tuple[Task, ...]:
+    tasks = []
+    for text in case.option("tasks"):
+        name, _, kind = str(text).rpartition(":")
+        if kind not in list(TaskKind):
+            raise NotUnderstoodError(f"option tasks={case.option('tasks')!r} has a kind that is not known")
+        tasks.append(Task(name=name or kind, kind=TaskKind(kind)))
+    return tuple(tasks)
+
+
+def _contexts(case: Case, users: int) -> list[_Context]:
+    """Contextual features in order, named in a list, or in a mapping to how many tokens each has."""
+    told = case.option("contextual", [])
+    sizes = dict(told) if isinstance(told, dict) else {}
+    names = [str(name) for name in told]
+    rows = {name: _ranges(case, name, users) for name in names}
+    longest = {name: max((len(own) for own in rows[name]), default=0) for name in names}
+    tokens = {name: int(sizes.get(name, max(1, longest[name]))) for name in names}
+    linear = "w/_hstu_transducer._input_preprocessor._batched_contextual_linear_weights"
+    if names and case.has(linear) and case.array(linear).shape[0] != sum(tokens.values()):
+        raise NotUnderstoodError(
+            f"option contextual={told!r} does not say how many tokens each has: "
+            f"{case.array(linear).shape[0]} in all, the embeddings have {tokens}"
+        )
+    return [_Context(name, tokens[name], rows[name]) for name in names]
+
+
+def _ranges(case: Case, name: str, users: int) -> list[range]:
+    """Of each user, the rows of a feature's embeddings: by its lengths or offsets, else the same number for all."""
+    count = case.floats(f"in/{name}").shape[0]
+    lengths = next((found for found in case.names() if found.endswith(f"/{name}_lengths")), None)
+    offsets = next((found for found in case.names() if found.endswith(f"/{name}_offsets")), None)
+    if lengths is not None:
+        own = case.lengths(lengths)
+    elif offsets is not None:
+        own = np.diff(case.integers(offsets).numpy()).tolist()
+    elif users and count % users == 0:
+        own = [count // users] * users
+    else:
+        raise NotUnderstoodError(f"contextual feature {name} has {count} embeddings for {users} users, and no lengths")
+    if len(own) != users or sum(own) != count:
+        raise MalformedCaseError(f"in/{name} has {count} rows, its lengths {own} do not fit {users} users")
+    return [range(part.start, part.stop) for part in slices(own)]
