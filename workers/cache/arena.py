@@ -111,17 +111,17 @@ class ArenaCopier:
 
     def _launch(self, request: CopyRequest, stream: Stream, runs: Sequence[CopyRun]) -> None:
         move = self._reload if request.target is Tier.HBM else self._spill
-        first: Event | None = None
+        events: list[Event] = []
         for low, high in self._layer_groups(request):
             work = partial(self._move, move, runs, low, high)
             stream.run(work, int(request.source_pages.size) * (high - low) * self._dram_layer_bytes)
-            event = stream.record()
-            first = first or event
+            events.append(stream.record())
             if request.arrival is not None:
-                request.arrival.launch(low, high, partial(self._wait_on_device, event))
-        if request.arrival is not None and first is not None:
-            first.wait()
-            request.arrival.begin()
+                request.arrival.launch(low, high, partial(self._wait_on_device, events[-1]))
+        for event in events:
+            event.wait()
+            if request.arrival is not None:
+                request.arrival.begin()
 
     def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
         """All layers at once, or in as many groups as keep the launches few."""

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import structlog
 
 from schemas.messages import Behaviours, FailureReason, Path, PrefixSource
-from workers.cache import Handle, Hit, Pending, PendingKind, WasteReason
+from workers.cache import Handle, Hit, Pending, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
+from workers.executor.waiting import Waiting
 from workers.history.resolve import HistoryMismatchError
 from workers.model.interface import EngineLimits, RankOutputs, TooLongError
 from workers.remembered import Remembered
@@ -39,6 +39,7 @@ class RankingFlow:
     def __init__(self, shared: Shared, prefixes: PrefixFlow) -> None:
         self._shared = shared
         self._prefixes = prefixes
+        self._waiting = Waiting(shared, self)
         self.answered = Remembered(REMEMBERED_ANSWERS)
         self.outstanding = 0
         self.outstanding_bytes = 0
@@ -55,9 +56,9 @@ class RankingFlow:
 
     def look_up(self, work: RankingWork) -> None:
         """Finds the request's history and prefix, and the way to serve it."""
-        self._guarded(work, self._look_up)
+        self.guarded(work, self._look_up)
 
-    def _guarded(self, work: RankingWork, step: Callable[[RankingWork], None]) -> None:
+    def guarded(self, work: RankingWork, step: Callable[[RankingWork], None]) -> None:
         """One request may not take the process, and so its neighbours, with it."""
         try:
             step(work)
@@ -78,7 +79,7 @@ class RankingFlow:
                 )
             except HistoryMismatchError as error:
                 return self.fail(work, FailureReason.UNDECODABLE, str(error))
-            if resolved.is_behind and self._wait_for_history(work):
+            if resolved.is_behind and self._waiting.for_history(work):
                 return None
             work.span = self._shared.spans.span(request.user_id, resolved, request.query_time_ms, request.suffix)
         span = work.span
@@ -94,17 +95,17 @@ class RankingFlow:
             return self._join(work, coming)
         found = self._shared.cache.acquire(span.key, now_us, arriving=True)
         if isinstance(found, Pending):
-            return self._wait_for(work, found)
+            return self._waiting.for_prefix(work, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
-                return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM)
+                return self.rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
         pending = self._shared.reload_more(span, handle, work.deadline_us)
         if pending is not None:
             if handle is not None:
                 self._shared.cache.release(handle)
-            return self._wait_for(work, pending)
+            return self._waiting.for_prefix(work, pending)
         return self.plan(work, span, handle, now_us)
 
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours) -> None:
@@ -113,7 +114,8 @@ class RankingFlow:
         work.scored_tokens = self._shared.spans.scored_tokens(suffix, work.request.candidates.size)
         work.predicted_us = self._shared.latency.hit_us(prefix_tokens, work.scored_tokens)
 
-    def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path) -> None:
+    def rank_on_handle(self, work: RankingWork, handle: Handle, path: Path) -> None:
+        """Ranks on the whole prefix; the handle is the request's from here on."""
         work.path, work.tokens_cached, work.prefix_source = path, handle.tokens, handle.source
         work.handle, work.pages = handle, handle.pages
         self.ready(work)
@@ -127,7 +129,7 @@ class RankingFlow:
             span.tokens,
             work.scored_tokens,
             handle.tokens if handle is not None else 0,
-            self._remaining_us(work, now_us),
+            self._shared.time_left_us(work, now_us),
             self._shared.latency,
             self._shared.chunking,
             handle is not None and self._shared.spans.tail_as_suffix(span, handle.behaviours) is not None,
@@ -192,58 +194,6 @@ class RankingFlow:
         self._shared.metrics.joined(overtaken=not coming.started)
         self._shared.scheduler.push(coming)
 
-    def _wait_for(self, work: RankingWork, pending: Pending) -> None:
-        """Waits at most until full inference would still end in time."""
-        assert work.span is not None
-        if pending.kind is PendingKind.LOAD:
-            work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
-            work.tokens_cached = self._shared.engine.layout.tokens(pending.behaviours)
-        else:
-            work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
-        started_us = self._shared.now_us()
-        full_us = self._shared.full_us(work.span.tokens, work.scored_tokens)
-        state = {"waiting": True}
-
-        def arrived() -> None:
-            if state.pop("waiting", False):
-                if pending.kind is PendingKind.LOAD:
-                    work.reload_us += self._shared.now_us() - started_us
-                self._after_waiting(work)
-
-        def begun() -> None:
-            handle = self._arriving(work) if "waiting" in state else None
-            if handle is not None:
-                state.clear()
-                work.reload_us += self._shared.now_us() - started_us
-                self._guarded(work, lambda work: self._rank_on_handle(work, handle, Path.DRAM))
-
-        def overdue() -> None:
-            if state.pop("waiting", False):
-                self._guarded(work, self._compute_instead)
-
-        if pending.arrival is not None:
-            pending.arrival.add_begun_callback(lambda: self._shared.post(begun))
-        pending.add_done_callback(lambda _: self._shared.post(arrived))
-        spare_us = self._remaining_us(work, started_us) - int(full_us)
-        self._shared.timers.at(started_us + max(0, spare_us), overdue)
-
-    def _arriving(self, work: RankingWork) -> Handle | None:
-        """The request's whole prefix, if its first layers are there; else it goes on waiting."""
-        assert work.span is not None
-        if not self._shared.is_current(work.span):
-            return None
-        found = self._shared.cache.acquire(work.span.key, self._shared.now_us(), arriving=True)
-        if isinstance(found, Hit) and not found.handle.complete:
-            self._shared.cache.release(found.handle)
-            return None
-        return found.handle if isinstance(found, Hit) else None
-
-    def _compute_instead(self, work: RankingWork) -> None:
-        assert work.span is not None
-        if not self._shared.is_current(work.span):
-            return self.look_up(work)
-        return self.plan(work, work.span, None, self._shared.now_us())
-
     def start_over(self, work: RankingWork) -> None:
         """Another model serves now: nothing that was found or computed for the request counts any more."""
         work.lookups = 0
@@ -254,12 +204,6 @@ class RankingFlow:
         work.pages, work.inputs, work.unknown_items = np.empty(0, np.int32), None, 0
         work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
         self.look_up(work)
-
-    def _after_waiting(self, work: RankingWork) -> None:
-        waited_for = work.path
-        self.look_up(work)
-        if work.path is Path.HBM:
-            work.path = waited_for
 
     def ready(self, work: RankingWork) -> None:
         assert work.span is not None
@@ -333,23 +277,6 @@ class RankingFlow:
         if work.handle is not None:
             self._shared.cache.release(work.handle)
             work.handle = None
-
-    def _wait_for_history(self, work: RankingWork) -> bool:
-        """Waits for the version asked for while full inference over it would still fit."""
-        tokens = self._shared.spans.expected_tokens(work.request.history_version)
-        needed_us = self._shared.full_us(tokens, work.scored_tokens) + self._shared.chunk_us
-        again = partial(self.look_up, work)
-        return self._shared.park(work.request.user_id, work.answer_by_us - int(needed_us), again, again)
-
-    def _remaining_us(self, work: RankingWork, now_us: int) -> int:
-        """Time to the deadline, less the device time of what is more urgent (and of pre-infer's share of it)."""
-        ahead_us = 0.0
-        for other in self._shared.scheduler.ranking:
-            if other.latest_start_us <= work.latest_start_us:
-                ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
-        if ahead_us and len(self._shared.scheduler.preinfer):
-            ahead_us /= 1 - self._shared.admission_settings.preinfer_share
-        return int(work.answer_by_us - now_us - ahead_us)
 
 
 def _lost_its_prefix(work: RankingWork) -> bool:

@@ -1,0 +1,225 @@
+"""A real engine and executor on a simulated device: reloads take virtual time, and so does each layer of a ranking."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from schemas.headers import RankingHeaders
+from schemas.messages import Behaviours, FailureReason, History, HistoryVersion, LatencyCoefficients, RankingRequest
+from streams.consumer import Received, Token
+from streams.latency import Corrector, LatencyModel
+from streams.trigger.settings import AdmissionSettings
+from tests.workers.model_world import VOCABULARY, small_config
+from tests.workers.simulated_device import SimulatedDevice
+from workers.admission import JobAdmission
+from workers.cache import PrefixCache
+from workers.cache.arena import copy_page
+from workers.cache.build import BuiltCache, build_cache
+from workers.device import CpuDevice
+from workers.executor import Executor
+from workers.history.record import StoredHistory
+from workers.kv import DramKvDtype, KvDtype
+from workers.measuring import bind_own_arena
+from workers.metrics import WorkerMetrics
+from workers.model.checkpoint import random_checkpoint
+from workers.model.engine import Engine, build_engine
+from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
+from workers.settings import WorkerSettings
+from workers.work import RankingWork
+
+PAGE_TOKENS = 8
+LAYERS = 4
+LAYER_US = 100
+"""Virtual time that one layer of a ranking pass takes, whatever the batch."""
+BEHAVIOURS = 160
+PAGES = BEHAVIOURS // PAGE_TOKENS
+COEFFICIENTS = LatencyCoefficients(
+    a0=LAYERS * LAYER_US, a1=100, a2=0, b0=0, b1=100, b2=0, c0=LAYERS * LAYER_US, c1=0, c2=0, d0=0, d1=0
+)
+
+
+class TimedEngine:
+    """The engine, whose ranking passes take LAYER_US a layer from when the layer's K,V is there."""
+
+    def __init__(self, engine: Engine, device: SimulatedDevice) -> None:
+        self._engine = engine
+        self._timed_device = device
+        self.layers_ranked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        first, *others = batch
+        return self._engine.rank([replace(first, layer_ready=self._timed(first.layer_ready)), *others])
+
+    def _timed(self, layer_ready: Callable[[int], None] | None) -> Callable[[int], None]:
+        def ready(layer: int) -> None:
+            if layer_ready is not None:
+                layer_ready(layer)
+            self._timed_device.timeline.advance(LAYER_US)
+            self.layers_ranked += 1
+
+        return ready
+
+
+@dataclass
+class Outbox:
+    answered: dict[str, tuple[RankingWork, np.ndarray]] = field(default_factory=dict)  # type: ignore[type-arg]
+    failures: list[tuple[FailureReason, str]] = field(default_factory=list)
+
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+        self.answered[work.request.request_id] = (work, outputs.scores)
+
+    def expired(self, work: RankingWork) -> None:
+        raise AssertionError(f"{work.request.request_id} expired")
+
+    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        self.failures.append((reason, detail))
+
+    def job_done(self, received: object, outcome: object) -> None:
+        raise AssertionError("no jobs here")
+
+
+class OverlapWorld:
+    """Copies take `copy_us_per_layer` of a whole prefix of BEHAVIOURS behaviours."""
+
+    def __init__(
+        self, copy_us_per_layer: float = 100.0, dram: DramKvDtype = DramKvDtype.SAME, hbm_pages: int = 2 * PAGES
+    ) -> None:
+        config = small_config(num_layers=LAYERS)
+        checkpoint = random_checkpoint(config, seed=3)
+        geometry = config.geometry(PAGE_TOKENS, KvDtype.FLOAT32)
+        self.device = SimulatedDevice(bytes_per_us=PAGES * geometry.layer_bytes / copy_us_per_layer)
+        self.engine = TimedEngine(build_engine(checkpoint, self.device, KvDtype.FLOAT32, PAGE_TOKENS), self.device)
+        self.oracle = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
+        bind_own_arena(self.oracle)
+        longest = geometry.pages_for(config.layout().tokens(config.max_prefix_behaviours))
+        self.built: BuiltCache = build_cache(
+            self.device, geometry, config.layout(), hbm_pages, 4 * PAGES, extra_hbm_pages=longest, clock=self.device,
+            dram_kv_dtype=dram,
+        )  # fmt: skip
+        self.cache: PrefixCache = self.built.cache
+        self.engine.bind(self.built.hbm_arena)
+        self.outbox = Outbox()
+        self.histories: dict[str, StoredHistory] = {}
+        admission = AdmissionSettings()
+        self.executor = Executor(
+            self.engine,
+            self.cache,
+            np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
+            self,
+            lambda copy: copy_page(self.built.hbm_arena, copy),
+            Corrector(LatencyModel(COEFFICIENTS)),
+            WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0),
+            admission,
+            self.outbox,
+            WorkerMetrics(CollectorRegistry()),
+            self.device,
+            JobAdmission(admission, 1 << 30, geometry, self.device),
+        )
+        self._offset = 0
+
+    def close(self) -> None:
+        """Ends the copies under way first: the mover waits for them."""
+        self.device.timeline.finish()
+        self.cache.close()
+
+    # The history store, as the executor sees it.
+
+    def get(self, user_id: str) -> StoredHistory | None:
+        return self.histories.get(user_id)
+
+    def is_loading(self, partition: int) -> bool:
+        return False
+
+    def put(self, user_id: str, seed: int, count: int = BEHAVIOURS) -> HistoryVersion:
+        random = np.random.default_rng(seed)
+        items, actions = random.integers(0, VOCABULARY, 1000), random.integers(0, 4, 1000).astype("<u2")
+        behaviours = Behaviours(items[:count], actions[:count], np.arange(count, dtype="<i8"))
+        history = History(user_id, count, np.empty(0, "<i8"), behaviours)
+        self.histories[user_id] = StoredHistory(history, history.chain())
+        return history.version()
+
+    # What tests do.
+
+    def submit(self, user_id: str, version: HistoryVersion, request_id: str, budget_us: int = 1_000_000) -> None:
+        wall_us = self.device.wall_us()
+        items = np.random.default_rng(5).integers(0, VOCABULARY, 9)
+        request = RankingRequest(
+            request_id, user_id, wall_us, wall_us + budget_us, 0, items, Behaviours.empty(), version, None
+        )
+        self._offset += 1
+        token = Token("ranking", 0, self._offset, 0)
+        received = Received("ranking", 0, self._offset, b"", b"", [], 0, 0, 1, token, None)  # type: ignore[arg-type]
+        reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
+        work = RankingWork(request, reply, received, wall_us, self.device.monotonic_us() + budget_us)
+        self.executor.submit_ranking(work)
+
+    def run(self) -> None:
+        """Steps until nothing is left to do by itself."""
+        for _ in range(1000):
+            if self.executor.step() != 0 and not self.executor.has_mail:
+                break
+
+    def spill_and_evict(self, user_id: str, version: HistoryVersion) -> None:
+        """The user's prefix lies in DRAM only."""
+        self.submit(user_id, version, f"first-{user_id}")
+        self.run()
+        self.until(lambda: self.cache.stats().dram.in_flight == 0)
+        assert self.cache.stats().dram.evictable >= PAGES
+        for seed in (101, 102):
+            filler = f"filler-{seed}"
+            self.submit(filler, self.put(filler, seed), filler)
+            self.run()
+        self.until(lambda: self.cache.stats().dram.in_flight == 0)
+        for seed in (101, 102):
+            self.cache.invalidate_user(f"filler-{seed}")
+        assert self.cache.stats().hbm.entries == 0
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Copies end one by one, and the threads act on it, until it is so. Virtual time passes by copies only."""
+        step = threading.Event()
+        for _ in range(4000):
+            self.run()
+            if condition():
+                return
+            if not self.device.timeline.step():
+                step.wait(0.005)
+        raise AssertionError("it never came to that")
+
+    def settle(self, condition: Callable[[], bool]) -> None:
+        """In real time: the copy threads act on what is there already. Virtual time stands."""
+        step = threading.Event()
+        for _ in range(4000):
+            if condition():
+                return
+            step.wait(0.005)
+        raise AssertionError("the copy threads did not act")
+
+    def scores(self, request_id: str) -> np.ndarray:  # type: ignore[type-arg]
+        return self.outbox.answered[request_id][1]
+
+    def work(self, request_id: str) -> RankingWork:
+        return self.outbox.answered[request_id][0]
+
+    def exact(self, user_id: str) -> np.ndarray:  # type: ignore[type-arg]
+        """Full inference, elsewhere."""
+        history = self.histories[user_id].history
+        inputs = self.oracle.prefix_inputs(history.features, history.behaviours)
+        pages = np.arange(self.oracle.geometry.pages_for(inputs.tokens), dtype=np.int32)
+        self.oracle.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
+        items = np.random.default_rng(5).integers(0, VOCABULARY, 9)
+        ranked = self.oracle.rank([self.oracle.rank_inputs(inputs.tokens, pages, Behaviours.empty(), items)])
+        return ranked[0].scores
+
+
+def worst(scores: np.ndarray, exact: np.ndarray) -> float:  # type: ignore[type-arg]
+    """Largest difference, as a part of the largest score."""
+    return float(np.abs(scores - exact).max() / np.abs(exact).max())

@@ -1,0 +1,251 @@
+"""A CPU device with streams, in virtual time: copies and computations overlap, and every run of a test is the same.
+
+Each stream is a thread. What it is given takes `delay_us` and its bytes over the link's `bytes_per_us`; it runs, and
+its bytes change, at the virtual moment at which it ends, so whoever reads too early reads what was there before.
+All streams share one link.
+
+Time moves only when the thread that made the device (the driver: the test, which is also the device thread) spends it,
+advances it, or waits for an event. Other threads that wait are woken when it is there; `await_waiters` lets the driver
+wait, in real time, until so many have begun to. Work that raises makes the events after it raise, until one has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from workers.device import CpuDevice, Event, Stream
+
+_REAL_PATIENCE_S = 20.0
+
+
+@dataclass(slots=True)
+class _Work:
+    run: Callable[[], None]
+    delay_us: float
+    on_link: bool
+    given_us: float
+
+
+class SimulatedEvent(Event):
+    """Ends when the timeline says so."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.at_us: float | None = None
+        self.stream: SimulatedStream | None = None
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.at_us is not None
+
+    def wait(self) -> None:
+        self._timeline.wait(self)
+        if self.error is not None:
+            if self.stream is not None:
+                self.stream.error = None
+            raise RuntimeError("the stream's work failed") from self.error
+
+
+class Timeline:
+    """Virtual time, and what the streams of one device have to do."""
+
+    def __init__(self) -> None:
+        self._driver = threading.current_thread()
+        self._changed = threading.Condition(threading.RLock())
+        self._waiters = 0
+        self._streams: list[SimulatedStream] = []
+        self._link_free_us = 0.0
+        self.now_us = 0.0
+        self.fails_in: int | None = None
+        """So many works from now one fails: 0 is the next."""
+
+    def advance(self, duration_us: float) -> None:
+        """So much time passes, with all that ends in it."""
+        until_us = self.now_us + duration_us
+        with self._changed:
+            while self._end_next(until_us):
+                pass
+            self.now_us = until_us
+            self._changed.notify_all()
+
+    def stall_link(self, duration_us: float) -> None:
+        """For so long from now no copy starts."""
+        self._link_free_us = self.now_us + duration_us
+
+    def step(self) -> bool:
+        """Time passes until the next work ends; False if there is none."""
+        with self._changed:
+            return self._end_next(float("inf"))
+
+    def finish(self) -> None:
+        """Time passes until nothing is left to do."""
+        with self._changed:
+            while self._end_next(float("inf")):
+                pass
+
+    def wait(self, event: SimulatedEvent) -> None:
+        with self._changed:
+            if threading.current_thread() is self._driver:
+                while not event.done():
+                    if not self._end_next(float("inf")):
+                        raise AssertionError("a wait for what nobody will do")
+                return
+            self._waiters += 1
+            self._changed.notify_all()
+            try:
+                while not event.done():
+                    self._changed.wait()
+            finally:
+                self._waiters -= 1
+
+    def await_waiters(self, count: int = 1) -> None:
+        """In real time: until so many threads wait for events that are not there yet."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._waiters >= count, _REAL_PATIENCE_S), "nobody waits"
+
+    def give(self, stream: SimulatedStream, item: _Work | SimulatedEvent) -> None:
+        """Work, an event of the stream to be reached, or one of another stream to be waited for."""
+        with self._changed:
+            stream.queue.append(item)
+            self._settle()
+            self._changed.notify_all()
+
+    def add(self, stream: SimulatedStream) -> None:
+        with self._changed:
+            self._streams.append(stream)
+
+    def _settle(self) -> None:
+        """Passes events: those of the stream itself are reached, others are waited for."""
+        moved = True
+        while moved:
+            moved = False
+            for stream in self._streams:
+                while stream.queue and isinstance(stream.queue[0], SimulatedEvent):
+                    event = stream.queue[0]
+                    if event.stream is stream and not event.done():
+                        event.at_us, event.error = max(self.now_us, stream.free_us), stream.error
+                    elif not event.done():
+                        break
+                    else:
+                        stream.free_us = max(stream.free_us, event.at_us or 0.0)
+                    stream.queue.popleft()
+                    moved = True
+
+    def _end_next(self, until_us: float) -> bool:
+        """Ends the work that ends first, if it does so by then."""
+        self._settle()
+        first: tuple[float, SimulatedStream, _Work] | None = None
+        for stream in self._streams:
+            if stream.queue and isinstance(work := stream.queue[0], _Work):
+                start_us = max(stream.free_us, work.given_us, self._link_free_us if work.on_link else 0.0)
+                if first is None or start_us + work.delay_us < first[0]:
+                    first = start_us + work.delay_us, stream, work
+        if first is None or first[0] > until_us:
+            return False
+        ends_us, stream, work = first
+        self.now_us = max(self.now_us, ends_us)
+        stream.free_us = ends_us
+        if work.on_link:
+            self._link_free_us = ends_us
+        stream.queue.popleft()
+        try:
+            if self._is_to_fail():
+                raise OSError("the link broke")
+            stream.thread.submit(work.run).result()
+        except BaseException as error:
+            stream.error = error
+        self._settle()
+        self._changed.notify_all()
+        return True
+
+    def _is_to_fail(self) -> bool:
+        if self.fails_in is None:
+            return False
+        self.fails_in = self.fails_in - 1 if self.fails_in else None
+        return self.fails_in is None
+
+
+class SimulatedStream(Stream):
+    """A thread of its own."""
+
+    def __init__(self, timeline: Timeline, delay_us: float, bytes_per_us: float) -> None:
+        self._timeline = timeline
+        self._delay_us = delay_us
+        self._bytes_per_us = bytes_per_us
+        self.queue: deque[_Work | SimulatedEvent] = deque()
+        self.thread = ThreadPoolExecutor(1, "simulated-stream")
+        self.free_us = 0.0
+        self.error: BaseException | None = None
+        timeline.add(self)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        raise AssertionError("work reaches a simulated stream by `run`")
+        yield
+
+    def run(self, work: Callable[[], None], size_bytes: int = 0) -> None:
+        takes_us = self._delay_us + size_bytes / self._bytes_per_us
+        self._timeline.give(self, _Work(work, takes_us, size_bytes > 0, self._timeline.now_us))
+
+    def record(self) -> SimulatedEvent:
+        event = SimulatedEvent(self._timeline)
+        event.stream = self
+        self._timeline.give(self, event)
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        self._timeline.give(self, event)
+
+
+class _DriversStream(Stream):
+    """The calling thread itself: what it computes is done when the call returns, and it waits where a stream would."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        yield
+
+    def record(self) -> SimulatedEvent:
+        event = SimulatedEvent(self._timeline)
+        event.at_us = self._timeline.now_us
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+
+class SimulatedDevice(CpuDevice):
+    """See the module. It is also the clock of its time."""
+
+    def __init__(self, delay_us: float = 0.0, bytes_per_us: float = float("inf")) -> None:
+        super().__init__()
+        self.timeline = Timeline()
+        self._delay_us = delay_us
+        self._bytes_per_us = bytes_per_us
+
+    @property
+    def has_streams(self) -> bool:
+        return True
+
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        return SimulatedStream(self.timeline, self._delay_us, self._bytes_per_us)
+
+    def current_stream(self) -> Stream:
+        return _DriversStream(self.timeline)
+
+    def synchronize(self) -> None:
+        self.timeline.finish()
+
+    def monotonic_us(self) -> int:
+        return 1_000_000 + int(self.timeline.now_us)
+
+    def wall_us(self) -> int:
+        return 1_700_000_000_000_000 + int(self.timeline.now_us)
