@@ -8,9 +8,12 @@ Full inference is not a second code path: it is the chunks of a prefix followed 
 its K,V is published if there is room.
 
     executor   the loop
-    ranking    requests: look up, wait, batch, answer
+    ranking    requests: look up, choose a way, answer
+    waiting    what a request waits for, and until when
+    batches    the ranking pass: which requests go together, and what runs beside them
     jobs       pre-infer jobs: what is there already, what is to be computed or reloaded
     prefixes   prefixes under computation, shared by both
+    pieces     one piece of a prefix on the device
     shared     the device's parts, and the accounts of its time
 """
 

@@ -115,6 +115,16 @@ class Shared:
             self.admission.count_ranking(duration_us)
         self.last_progress_us = now_us
 
+    def time_left_us(self, work: RankingWork, now_us: int) -> int:
+        """Time to the deadline, less the device time of what is more urgent (and of pre-infer's share of it)."""
+        ahead_us = 0.0
+        for other in self.scheduler.ranking:
+            if other.latest_start_us <= work.latest_start_us:
+                ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
+        if ahead_us and len(self.scheduler.preinfer):
+            ahead_us /= 1 - self.admission_settings.preinfer_share
+        return int(work.answer_by_us - now_us - ahead_us)
+
     def reload_more(self, span: PrefixSpan, handle: Handle | None, deadline_us: int) -> Pending | None:
         """Starts a reload if DRAM holds more of the prefix than HBM, and copying it beats computing it."""
         in_hbm = handle.behaviours if handle is not None else 0
