@@ -67,6 +67,29 @@ def test_without_torch_npu_the_cpu_works() -> None:
 
 
 @pytest.mark.slow
+def test_loading_an_engine_imports_no_accelerator_s_library() -> None:
+    """Triton comes with CUDA builds of torch, and costs a second; a CPU worker, or one on an NPU, never needs it."""
+    done = run_python(f"{LOADS_AN_ENGINE}; import sys; print(sorted({{'triton', 'torch_npu'}} & set(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
+def test_without_triton_the_cpu_works() -> None:
+    done = run_python(f"import sys; sys.modules['triton'] = None; {LOADS_AN_ENGINE}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_without_cuda_the_cpu_is_taken_and_asking_for_cuda_says_what_is_missing() -> None:
+    hidden = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
+    done = run_python(f"{hidden}{LOADS_AN_ENGINE}; open_device('cuda')")
+    assert done.stdout.splitlines()[0] == "cpu"
+    assert "Device 'cuda' was asked for" in done.stderr
+    assert "no accelerator at all" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_broken_torch_npu_does_not_break_the_cpu(broken_torch_npu: Path) -> None:
     unguarded = run_python("import torch", broken_torch_npu)
     assert unguarded.returncode != 0, "the trap is not set: torch does not load its plug-ins"
@@ -123,6 +146,20 @@ def test_work_on_the_cpu_is_done_when_its_call_returns() -> None:
     assert device.empty_host_bytes(2).dtype is torch.uint8
     memory = device.memory()
     assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+def test_captured_work_on_the_cpu_runs_again_on_what_its_memory_holds_now() -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+
+    def work() -> None:
+        torch.mul(source, 2.0, out=target)
+
+    replay = CpuDevice().capture(work)
+    assert target.tolist() == [2.0, 2.0, 2.0]
+    source.fill_(5.0)
+    replay.run()
+    assert target.tolist() == [10.0, 10.0, 10.0]
+    assert CpuDevice().compute_units == 1
 
 
 def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:

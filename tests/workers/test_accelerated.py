@@ -1,0 +1,114 @@
+"""Which back end an accelerator gets, and that plain torch takes over where its library is missing or broken."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from tests.workers.triton_world import BLOCKS, DEVICE
+from workers.device import CpuDevice
+from workers.kv import KvDtype, KvGeometry
+from workers.model.attention import rec_sdk, triton_attention
+from workers.model.attention.accelerated import accelerated_attention
+from workers.model.attention.choose import choose_attention
+from workers.model.attention.rec_sdk import RecSdkAttention
+from workers.model.attention.spec import AttentionSpec
+from workers.model.attention.triton_attention import TritonAttention, warm_up
+
+SPEC = AttentionSpec(2, 16, 32, 0.25, 37.0)
+GEOMETRY = KvGeometry(2, 2, 16, 32, 8, KvDtype.FLOAT32)
+
+
+class Called(CpuDevice):
+    """A device that says it is of that kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        # torch knows the name npu only once torch_npu is imported.
+        self.torch_device = cast(torch.device, SimpleNamespace(type=kind))
+
+    @property
+    def name(self) -> str:
+        return f"{self.torch_device.type}:0"
+
+
+def nothing(*_: object) -> None:
+    """Instead of a warm-up."""
+
+
+def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "warm_up", nothing)
+    with capture_logs() as logs:
+        chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
+    assert isinstance(chosen, TritonAttention)
+    assert logs == [
+        {
+            "event": "attention back end",
+            "name": "triton",
+            "device": "cuda:0",
+            "reason": "the plain mask on cuda",
+            "log_level": "info",
+        }
+    ]
+
+
+def test_without_triton_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "workers.model.attention.triton_attention", None)
+    with capture_logs() as logs:
+        chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
+    assert chosen.name == "blocked torch"
+    assert [entry["log_level"] for entry in logs] == ["warning", "info"]
+    assert "triton_attention" in logs[0]["error"]
+
+
+def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("ptxas fatal: no such architecture")
+
+    monkeypatch.setattr(triton_attention, "warm_up", fails)
+    with capture_logs() as logs:
+        assert accelerated_attention(SPEC, GEOMETRY, Called("cuda")) is None
+    assert [entry["error"] for entry in logs] == ["RuntimeError('ptxas fatal: no such architecture')"]
+
+
+def test_other_masks_and_other_devices_have_no_kernels_of_their_own() -> None:
+    windowed = replace(SPEC, max_attn_len=5)
+    with capture_logs() as logs:
+        assert accelerated_attention(windowed, GEOMETRY, Called("cuda")) is None
+        assert accelerated_attention(SPEC, GEOMETRY, CpuDevice()) is None
+        assert accelerated_attention(SPEC, GEOMETRY, Called("xpu")) is None
+    assert logs == []
+    with pytest.raises(ValueError, match="plain mask only"):
+        TritonAttention(windowed, DEVICE)
+
+
+def test_an_npu_gets_the_operator_where_it_is_there_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_there, spec, expected in (
+        (True, SPEC, RecSdkAttention),
+        (False, SPEC, type(None)),
+        (True, replace(SPEC, attention_dim=24), type(None)),
+    ):
+        monkeypatch.setattr(rec_sdk, "load_operators", lambda is_there=is_there: is_there)
+        assert type(accelerated_attention(spec, GEOMETRY, Called("npu"))) is expected
+
+
+def test_an_operator_library_that_cannot_be_loaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> bool:
+        raise OSError("libascendcl.so: cannot open shared object file")
+
+    monkeypatch.setattr(rec_sdk, "load_operators", fails)
+    with capture_logs() as logs:
+        assert accelerated_attention(SPEC, GEOMETRY, Called("npu")) is None
+    assert [entry["event"] for entry in logs] == ["no kernels for this device, plain torch instead"]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_the_warm_up_runs_all_kernels(compute: torch.dtype) -> None:
+    spec = replace(SPEC, compute_dtype=compute)
+    warm_up(TritonAttention(spec, DEVICE, BLOCKS), spec, GEOMETRY, DEVICE, 64)
