@@ -13,7 +13,7 @@ its K,V is published if there is room.
     batches    the ranking pass: which requests go together, and what runs beside them
     jobs       pre-infer jobs: what is there already, what is to be computed or reloaded
     prefixes   prefixes under computation, shared by both
-    pieces     one piece of a prefix on the device
+    pieces     pieces of prefixes on the device
     shared     the device's parts, and the accounts of its time
 """
 

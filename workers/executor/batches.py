@@ -13,8 +13,7 @@ from typing import Protocol
 import structlog
 
 from streams.latency import Stage
-from workers.executor.pieces import Piece
-from workers.executor.prefixes import PrefixFlow
+from workers.executor.pieces import Piece, PieceFlow
 from workers.executor.shared import Shared
 from workers.model.interface import RankOutputs
 from workers.scheduler.order import WorkClass
@@ -44,9 +43,9 @@ class _Batch:
 class BatchFlow:
     """Belongs to the device thread."""
 
-    def __init__(self, shared: Shared, prefixes: PrefixFlow, requests: Answering) -> None:
+    def __init__(self, shared: Shared, pieces: PieceFlow, requests: Answering) -> None:
         self._shared = shared
-        self._prefixes = prefixes
+        self._pieces = pieces
         self._requests = requests
         self._mixes = shared.settings.mixes_chunks(shared.engine.device.is_cpu)
 
@@ -74,7 +73,7 @@ class BatchFlow:
             else:
                 self._requests.fail_on(work, output)
         if piece is not None and not mixed:
-            self._prefixes.run_chunk(piece.prefix, ended_us)
+            self._pieces.run(piece.prefix, ended_us)
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         settings, queue = self._shared.settings, self._shared.scheduler.ranking
@@ -115,7 +114,7 @@ class BatchFlow:
 
     def _piece_beside(self, batch: _Batch, now_us: int) -> Piece | None:
         slack_us = batch.must_end_us - batch.ends_us
-        return self._prefixes.piece_within(slack_us, now_us) if slack_us > 0 else None
+        return self._pieces.within(slack_us, now_us) if slack_us > 0 else None
 
     def _forward_mixed(
         self, batch: list[RankingWork], piece: Piece, started_us: int
@@ -136,7 +135,7 @@ class BatchFlow:
         duration_us = ended_us - started_us
         share = rank_us / (rank_us + piece_us) if rank_us + piece_us else 0.5
         shared.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
-        self._prefixes.computed(piece, round(duration_us * (1 - share)), ended_us)
+        self._pieces.computed(piece, round(duration_us * (1 - share)), ended_us)
         return list(outputs)
 
     def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:

@@ -65,7 +65,7 @@ class Executor:
         )
         self._prefixes = PrefixFlow(self._shared, scratch_pages, copy_page)
         self._requests = RankingFlow(self._shared, self._prefixes)
-        self._batches = BatchFlow(self._shared, self._prefixes, self._requests)
+        self._batches = BatchFlow(self._shared, self._prefixes.pieces, self._requests)
         self._jobs = JobFlow(self._shared, self._prefixes, self._requests.answered)
         self._prefixes.connect(self._requests, self._jobs, self._batches)
         self._completions = DeviceCompletions(engine.device)
@@ -123,7 +123,7 @@ class Executor:
         now_us = shared.last_progress_us = shared.now_us()
         shared.timers.run_due(now_us)
         # All of the above went on beside the piece that the device was given last.
-        self._prefixes.settle()
+        self._prefixes.pieces.settle()
         now_us = shared.now_us()
         work = shared.scheduler.pick(now_us)
         if work is None:
@@ -131,7 +131,7 @@ class Executor:
         if isinstance(work, RankingWork):
             self._batches.rank_batch(now_us)
         else:
-            self._prefixes.run_chunk(work, now_us)
+            self._prefixes.pieces.run(work, now_us)
         return 0
 
     def submit_ranking(self, work: RankingWork) -> None:
@@ -163,7 +163,7 @@ class Executor:
         now = shared.engine
         if (engine.geometry, engine.layout) != (now.geometry, now.layout):
             raise ValueError("the new model's K,V have another form than the arena")
-        self._prefixes.settle()
+        self._prefixes.pieces.settle()
         shared.engine, shared.spans = engine, shared.spans.for_engine(engine)
         shared.cache.admit_only(engine.namespace)
         for work in [*shared.scheduler.ranking, *shared.scheduler.preinfer]:

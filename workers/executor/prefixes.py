@@ -7,7 +7,6 @@ which serve one request at a time. Between two chunks anything more urgent may r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,12 +14,10 @@ import structlog
 from numpy.typing import NDArray
 
 from schemas.messages import Path, PrefixSource
-from streams.latency import Stage
 from workers.cache import Fill, Handle, Hit, PageCopy, Pending, PrefixKey, Purpose
 from workers.cache.identity import common_behaviours
-from workers.executor.pieces import Piece, RunningPiece
+from workers.executor.pieces import PieceFlow
 from workers.executor.shared import Shared
-from workers.scheduler.chunks import Chunking
 from workers.scheduler.plan import RoutePlan, plan_truncation
 from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork, RankingWork
 
@@ -68,11 +65,16 @@ class PrefixFlow:
         self._copy_page = copy_page
         self._scratch_user: PrefixWork | RankingWork | None = None
         self._coming: dict[str, PrefixWork] = {}
-        self._running: RunningPiece | None = None
+        self._pieces = PieceFlow(shared, self)
 
     def connect(self, requests: Requests, jobs: Jobs, batches: Batches) -> None:
         """Who waits for prefixes. Once, before any work."""
         self._requests, self._jobs, self._batches = requests, jobs, batches
+
+    @property
+    def pieces(self) -> PieceFlow:
+        """Their pieces, on the device."""
+        return self._pieces
 
     @property
     def preinfer_backlog_us(self) -> int:
@@ -116,79 +118,22 @@ class PrefixFlow:
             self._begin_anew_on_scratch(prefix)
         self._shared.scheduler.push(prefix)
 
-    def run_chunk(self, prefix: PrefixWork, now_us: int) -> None:
-        """Gives the device the next piece. What the host has to do meanwhile, it may; `settle` waits for the end."""
-        device = self._shared.engine.device
-        try:
-            piece = self._next_piece(prefix, now_us, self._shared.chunking)
-            if piece is None:
-                return
-            self._shared.engine.pre_infer(piece.chunk)
-            self._running = RunningPiece(piece, now_us, device.current_stream().record())
-        except Exception as error:
-            # One prefix may not take the process, and so everybody else's requests, with it.
-            return self._failed(prefix, error)
-        if device.is_cpu:
-            self.settle()
-
-    def settle(self) -> None:
-        """Waits for the piece that the device has, if it has one: only then it is written, and its time known."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        piece = running.piece
-        # Who comes late cannot tell when it ended; on the CPU it ended with its call.
-        is_timed = self._shared.engine.device.is_cpu or not running.event.done()
-        try:
-            running.event.wait()
-        except Exception as error:
-            return self._failed(piece.prefix, error)
-        ended_us = self._shared.now_us()
-        duration_us = ended_us - running.started_us
-        if is_timed:
-            calibrated = self._shared.corrector.calibrated
-            self._shared.corrector.observe(Stage.PRE, piece.predicted_us(calibrated), duration_us)
-        self.computed(piece, duration_us, ended_us)
-
-    def piece_within(self, slack_us: float, now_us: int) -> Piece | None:
-        """The next piece of the most urgent pre-infer work that is predicted to fit, its pages taken."""
-        prefix = self._shared.scheduler.preinfer.peek()
-        if not isinstance(prefix, PrefixWork):
-            return None
-        shared = self._shared
-        chunking = replace(shared.chunking, chunk_us=min(shared.chunk_us, slack_us))
-        end = chunking.end(prefix.done_tokens, prefix.total_tokens, shared.latency)
-        if Piece(prefix, end).predicted_us(shared.latency) > slack_us:
-            return None
-        try:
-            piece = self._next_piece(prefix, now_us, chunking)
-        except Exception as error:
-            self._failed(prefix, error)
-            return None
-        fits = piece is not None and piece.predicted_us(shared.latency) <= slack_us
-        return piece if fits else None
-
-    def _next_piece(self, prefix: PrefixWork, now_us: int, chunking: Chunking) -> Piece | None:
-        """None if there is nothing to compute, or no place: what becomes of the prefix is then settled."""
+    def begin(self, prefix: PrefixWork, now_us: int) -> bool:
+        """Before each piece: False if nobody wants it any more, or if there is no place; that is then settled."""
         self._drop_hopeless(prefix, now_us)
         if not prefix.waiters and all(job.expires_us < now_us for job in prefix.jobs):
             self.abandon(prefix, JobOutcome.EXPIRED)
-            return None
+            return False
         if not prefix.started and not self._take_pages(prefix, now_us):
-            return None
+            return False
         for job in prefix.jobs:
             self._jobs.begin(job)
         for waiter in prefix.waiters:
             waiter.started_us = waiter.started_us or now_us
-        return Piece(prefix, chunking.end(prefix.done_tokens, prefix.total_tokens, self._shared.latency))
+        return True
 
-    def computed(self, piece: Piece, duration_us: int, now_us: int) -> None:
-        """The piece is written: charges its time, and queues the next one or hands the prefix over."""
-        prefix = piece.prefix
-        self._shared.charge(prefix.work_class, duration_us, now_us)
-        for waiter in prefix.waiters:
-            waiter.pre_infer_us += duration_us
-        prefix.done_tokens = piece.end_tokens
+    def advance(self, prefix: PrefixWork, now_us: int) -> None:
+        """After each piece: queues the next one, or hands the prefix over."""
         if prefix.fill is not None:
             prefix.fill.progress(prefix.done_tokens)
         if prefix.done_tokens < prefix.total_tokens:
@@ -196,10 +141,6 @@ class PrefixFlow:
             self._shared.scheduler.push(prefix)
         else:
             self._complete(prefix, now_us)
-
-    def _failed(self, prefix: PrefixWork, error: Exception) -> None:
-        log.warning("pre-infer failed", tokens=prefix.total_tokens, error=repr(error))
-        self.fail(prefix, error)
 
     def _take_pages(self, prefix: PrefixWork, now_us: int) -> bool:
         """Reserves cache pages, or the scratch pages if there is no room; False if it cannot run now."""
@@ -226,7 +167,7 @@ class PrefixFlow:
             # The scratch pages serve one request at a time: help that one along.
             self._shared.scheduler.push(prefix)
             if isinstance(self._scratch_user, PrefixWork):
-                self.run_chunk(self._scratch_user, now_us)
+                self._pieces.run(self._scratch_user, now_us)
             else:
                 self._batches.rank_batch(now_us, self._scratch_user)
             return False
