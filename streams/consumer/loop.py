@@ -302,6 +302,8 @@ class ConsumerLoop:
 
     def _tick(self, now_us: int) -> None:
         self._handler.on_tick(now_us)
+        # A tick polls producers, so it finishes what was waiting for its delivery report.
+        self._take_finished()
         self._full = {tp for tp in self._full if self._tracker.span(tp) * 2 > self._settings.max_span}
         self._apply_pauses()
         if self._received:

@@ -53,7 +53,14 @@ class GuardedMover(SteppedMover):
 class SharedWorld(World):
     """One process with its arena. A successor is another `SharedWorld` on the same folder, after `die`."""
 
-    def __init__(self, folder: Path, hbm_pages: int = 32, shape: ArenaShape = SHAPE, model: bytes = MODEL) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hbm_pages: int = 32,
+        shape: ArenaShape = SHAPE,
+        model: bytes = MODEL,
+        restores: bool = True,
+    ) -> None:
         self.lock = ArenaLock(folder)
         self.shared = SharedArena.attach(folder, shape, CpuDevice(), self.lock)
         assert self.lock.try_acquire() is not None
@@ -65,7 +72,8 @@ class SharedWorld(World):
         mover.guard = self.shared.journal
         self.cache = PrefixCache(GEOMETRY, LAYOUT, hbm_pages, shape.num_pages, mover, dram_journal=self.shared.journal)
         self.restored = self.shared.adopt(model)
-        self.cache.restore(self.restored, 0)
+        if restores:
+            self.cache.restore(self.restored, 0)
 
     def die(self) -> None:
         """As a kill -9 does: nothing is closed, the kernel frees the lock."""

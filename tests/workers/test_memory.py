@@ -44,3 +44,10 @@ def test_on_the_cpu_hbm_is_host_memory_too() -> None:
 
 def test_the_history_file_is_the_page_caches_and_the_process_is_there_already() -> None:
     require_host_memory(plan(history=1000, process=1000), device_is_host=True)
+
+
+def test_an_arena_that_an_earlier_process_made_is_not_counted_twice() -> None:
+    """What lies on tmpfs is no longer among what is free, and is not taken again."""
+    require_host_memory(plan(dram=20, queues=1), device_is_host=True, taken_bytes=20 * GIB)
+    with pytest.raises(RelayError, match=r"16\.00 GiB .* 9\.00 GiB"):
+        require_host_memory(plan(dram=20), device_is_host=True, taken_bytes=4 * GIB)

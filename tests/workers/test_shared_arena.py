@@ -156,6 +156,18 @@ def test_what_was_read_ahead_and_changed_since_is_read_again(tmp_path: Path) -> 
     assert sorted(users(standby.adopt(MODEL))) == ["ann", "cas"]
 
 
+def test_until_it_is_restored_the_tier_gives_no_pages_away(tmp_path: Path) -> None:
+    """A worker may join its group while it restores: what it spills meanwhile could lie where a prefix lies."""
+    left_by(tmp_path, ANN)
+    world = SharedWorld(tmp_path, restores=False)
+    world.store(BOB)
+    assert world.cache.spill(BOB) is SpillOutcome.NO_ROOM
+    world.cache.restore(world.restored, 0)
+    assert world.cache.spill(BOB) is SpillOutcome.STARTED
+    world.mover.run()
+    reload(world, ANN)
+
+
 # What does not.
 
 

@@ -1,0 +1,233 @@
+"""A worker that was killed and started again: its prefixes are in DRAM, and torn ones are never served."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaygr.demo.processes import Child
+from schemas.messages import Path as ServedBy
+from schemas.messages import PrefixSource, RankingResult
+from schemas.topics import Topic
+from streams.broker import LocalBroker
+from streams.client import RankStatus, RelayClient
+from streams.consumer import FinishedOffsets
+from streams.settings import KafkaSettings
+from streams.topic_identity import identify_topics
+from tests.pipeline.relay_world import (
+    PARTITIONS,
+    Relay,
+    candidates_of,
+    history_of,
+    make_model,
+    new_user,
+    reading,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+LENGTH = 300
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class NextHolder:
+    """Reads what the worker's successor would read."""
+
+    arena_epoch: int
+
+    def is_held(self) -> bool:
+        return True
+
+
+class Life:
+    """A worker that dies and comes back, and a gateway that stays."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.worker = self.start()
+        self.client: RelayClient = relay.client()
+        self.client.start()
+
+    def start(self, *settings: str) -> Child:
+        worker = self.relay.start_worker("worker-00", *settings)
+        self.relay.await_ready(worker)
+        return worker
+
+    def restart(self, *settings: str, after_death: Callable[[], None] = lambda: None) -> None:
+        """kill -9, and whatever happens to its files before it is started again."""
+        self.relay.kill(self.worker)
+        after_death()
+        self.worker = self.start(*settings)
+
+    def rank(self, user: str, seed: int) -> RankingResult:
+        version = history_of(user, LENGTH, seed).version()
+        outcome = self.client.rank(user, candidates_of(), history_version=version, budget_ms=5_000)
+        assert outcome.status is RankStatus.RANKED, outcome
+        assert outcome.result is not None
+        return outcome.result
+
+    def spilled(self, *users: str) -> dict[str, RankingResult]:
+        """Ranks each of them for the first time; once their prefixes are in DRAM too, and nothing is left to do."""
+        before = self.spills()
+        results = {}
+        for seed, user in enumerate(users):
+            self.client.publish_history(history_of(user, LENGTH, seed))
+            results[user] = self.rank(user, seed)
+            assert results[user].path is ServedBy.FULL
+        wait_until("their prefixes are in DRAM", lambda: self.spills() >= before + len(users))
+        self.await_noted()
+        return results
+
+    def await_noted(self) -> None:
+        """Until every request is finished, delivery report included, and the worker has noted that."""
+        ends = self.relay.ends(Topic.RANKING)
+        kafka, epoch = self.relay.kafka, int((self.folder / "epoch").read_text())
+        topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
+        identity = identify_topics(kafka, topics, "test-finished", 10)
+
+        def noted() -> bool:
+            log = FinishedOffsets(self.folder / "finished", identity, kafka.partitions, NextHolder(epoch + 1))
+            log.begin()
+            found = {tp.partition: each.finished for tp, each in log.predecessor().items() if tp.topic == topics[1]}
+            return all(found.get(partition, 0) >= end for partition, end in ends.items())
+
+        wait_until("all requests noted as finished", noted)
+
+    def spills(self) -> float:
+        return reading(self.worker).by_label("relaygr_cache_spills_ended_total", "outcome").get("published", 0)
+
+    def counted(self, name: str, label: str) -> dict[str, float]:
+        counts = reading(self.worker).by_label(name, label)
+        return {value: count for value, count in counts.items() if count}
+
+    @property
+    def folder(self) -> Path:
+        [lock] = (self.relay.folder / "shared").rglob("lock")
+        return lock.parent
+
+    def file(self, prefix: str) -> Path:
+        [path] = self.folder.glob(f"{prefix}-*")
+        return path
+
+
+def assert_same_scores(one: RankingResult, other: RankingResult) -> None:
+    assert one.scores is not None and other.scores is not None
+    assert np.ptp(other.scores) > 0
+    assert np.abs(one.scores - other.scores).max() <= TOLERANCE * np.abs(other.scores).max()
+
+
+@pytest.fixture(scope="module")
+def life(relay: Relay) -> Iterator[Life]:
+    life = Life(relay)
+    yield life
+    life.client.close()
+
+
+@pytest.fixture(scope="module")
+def embedded_life(
+    embedded_broker: LocalBroker, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Life]:
+    """What is done to files does not depend on the broker."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = embedded_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    embedded_broker.create_topics(kafka)
+    with Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
+        life = Life(relay)
+        yield life
+        life.client.close()
+
+
+def test_the_first_request_after_a_kill_is_served_from_dram_with_the_same_scores(life: Life) -> None:
+    users = [new_user() for _ in range(3)]
+    before = life.spilled(*users)
+    life.restart()
+    assert life.counted("relaygr_arena_prefixes_total", "outcome")["restored"] >= 3
+    assert life.counted("relaygr_worker_ranked_total", "path") == {}, "a finished request is done again"
+    for seed, user in enumerate(users):
+        after = life.rank(user, seed)
+        assert (after.path, after.prefix_source) == (ServedBy.DRAM, PrefixSource.DRAM)
+        assert_same_scores(after, before[user])
+    # And a second time, from the arena that the second process wrote to.
+    life.await_noted()
+    life.restart()
+    after = life.rank(users[0], 0)
+    assert after.path is ServedBy.DRAM
+    assert_same_scores(after, before[users[0]])
+
+
+def test_a_planned_restart_keeps_the_prefixes_too(life: Life) -> None:
+    user = new_user()
+    before = life.spilled(user)
+    assert life.relay.stop(life.worker) == 0
+    life.worker = life.start()
+    after = life.rank(user, 0)
+    assert after.path is ServedBy.DRAM
+    assert_same_scores(after, before[user])
+
+
+def test_flipped_bytes_are_found_at_the_first_reload_and_never_served(embedded_life: Life) -> None:
+    user, other = new_user(), new_user()
+    before = embedded_life.spilled(user, other)
+
+    def flip() -> None:
+        pages = np.memmap(embedded_life.file("dram"), np.uint8, "r+")
+        pages[100::1000] ^= 0x40
+        pages.flush()
+
+    embedded_life.restart(after_death=flip)
+    for seed, each in enumerate((user, other)):
+        after = embedded_life.rank(each, seed)
+        assert after.path is ServedBy.FULL
+        assert_same_scores(after, before[each])
+    assert embedded_life.counted("relaygr_arena_pages_verified_total", "outcome")["torn"] == 2
+
+
+def test_a_file_that_was_cut_is_never_served(embedded_life: Life) -> None:
+    user = new_user()
+    before = embedded_life.spilled(user)
+
+    def cut() -> None:
+        with embedded_life.file("dram").open("r+b") as file:
+            file.truncate(1000)
+
+    embedded_life.restart(after_death=cut)
+    after = embedded_life.rank(user, 0)
+    assert after.path is ServedBy.FULL
+    assert_same_scores(after, before[user])
+
+
+def test_a_foreign_index_is_dropped_as_a_whole(embedded_life: Life) -> None:
+    user = new_user()
+    before = embedded_life.spilled(user)
+
+    def scribble() -> None:
+        with embedded_life.file("index").open("r+b") as file:
+            file.write(b"relaygr.arena.0\0 of a version that never was")
+
+    embedded_life.restart(after_death=scribble)
+    assert embedded_life.counted("relaygr_arena_index_dropped_total", "reason") == {"other_format": 1}
+    assert embedded_life.counted("relaygr_arena_prefixes_total", "outcome") == {}
+    after = embedded_life.rank(user, 0)
+    assert after.path is ServedBy.FULL
+    assert_same_scores(after, before[user])
+
+
+def test_another_models_prefixes_are_not_served_and_freed(
+    embedded_life: Life, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    user = new_user()
+    before = embedded_life.spilled(user)
+    other = make_model(tmp_path_factory.mktemp("other") / "model", seed=8)
+    embedded_life.restart(f"worker.model={other}", f"worker.calibration={other / 'calibration.json'}")
+    assert embedded_life.counted("relaygr_arena_prefixes_total", "outcome")["other_model"] >= 1
+    after = embedded_life.rank(user, 0)
+    assert after.path is ServedBy.FULL
+    assert after.scores is not None and before[user].scores is not None
+    assert np.abs(after.scores - before[user].scores).max() > TOLERANCE
