@@ -54,6 +54,11 @@ class WorkerMetrics:
         self._device_seconds = Counter(
             "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
         )
+        self._mixed = Counter(
+            "relaygr_worker_mixed_passes_total",
+            "Ranking passes with a piece of pre-infer beside them",
+            registry=registry,
+        )
         self._unknown_items = Counter(
             "relaygr_worker_unknown_items_total", "Item ids that the model's vocabulary lacks", registry=registry
         )
@@ -102,6 +107,9 @@ class WorkerMetrics:
 
     def device_time(self, work_class: WorkClass, duration_us: int) -> None:
         self._device_seconds.labels(work_class.value).inc(duration_us / 1e6)
+
+    def mixed_pass(self) -> None:
+        self._mixed.inc()
 
     def result_undelivered(self) -> None:
         self._undelivered.inc()

@@ -85,6 +85,20 @@ def test_what_runs_beside_a_batch_does_not_make_those_late_that_wait_behind_it()
     assert world.outbox.failures == []
 
 
+def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
+    """They would else wait for the whole piece."""
+    world = World(mix_chunks=True)
+    cached = world.store.put("a", 100)
+    world.rank("a", cached, "a1")
+    world.run()
+    world.job("b", world.store.put("b", 300), "b1", lead_us=5_000)
+    world.rank("a", cached, "a2", budget_us=50_000)
+    world.executor.step()
+    assert world.engine.mixed == [(96, 1)]
+    assert world.registry.get_sample_value("relaygr_worker_mixed_passes_total") == 1
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
+
+
 def test_on_a_cpu_nothing_is_mixed_unless_it_is_asked_for():
     """Its rows take their time one after the other: together they would only delay the request."""
     world = world_with_a_ready_request_and_a_job_begun(mix_chunks=None)

@@ -52,12 +52,24 @@ class BatchFlow:
     def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
         """Ranks `first`, if one is given, and what goes with it."""
         batch = self._take(now_us, first)
+        self._rank(batch, batch.must_end_us - batch.ends_us)
+
+    def rank_beside(self, now_us: int) -> bool:
+        """It is pre-infer's turn: whether requests that are ready could go with its next piece, and did.
+
+        They end no later than behind that piece, which they would else have waited for.
+        """
+        if not self._mixes or not isinstance(self._shared.scheduler.ranking.peek(), RankingWork):
+            return False
+        return self._rank(self._take(now_us, None), float("inf"))
+
+    def _rank(self, batch: _Batch, slack_us: float) -> bool:
         if not batch.works:
-            return
+            return False
         started_us = self._shared.now_us()
         for work in batch.works:
             work.started_us = work.started_us or started_us
-        piece = self._piece_beside(batch, started_us) if self._mixes else None
+        piece = self._pieces.within(slack_us, started_us) if self._mixes and slack_us > 0 else None
         outputs = self._forward_mixed(batch.works, piece, started_us) if piece is not None else None
         mixed = outputs is not None
         if outputs is None:
@@ -74,6 +86,7 @@ class BatchFlow:
                 self._requests.fail_on(work, output)
         if piece is not None and not mixed:
             self._pieces.run(piece.prefix, ended_us)
+        return True
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         settings, queue = self._shared.settings, self._shared.scheduler.ranking
@@ -112,10 +125,6 @@ class BatchFlow:
             batch.must_end_us = min(batch.must_end_us, waiting.latest_start_us)
         return batch
 
-    def _piece_beside(self, batch: _Batch, now_us: int) -> Piece | None:
-        slack_us = batch.must_end_us - batch.ends_us
-        return self._pieces.within(slack_us, now_us) if slack_us > 0 else None
-
     def _forward_mixed(
         self, batch: list[RankingWork], piece: Piece, started_us: int
     ) -> list[RankOutputs | Exception] | None:
@@ -134,6 +143,7 @@ class BatchFlow:
         ended_us = shared.now_us()
         duration_us = ended_us - started_us
         share = rank_us / (rank_us + piece_us) if rank_us + piece_us else 0.5
+        shared.metrics.mixed_pass()
         shared.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
         self._pieces.computed(piece, round(duration_us * (1 - share)), ended_us)
         return list(outputs)

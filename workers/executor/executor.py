@@ -22,6 +22,7 @@ from workers.executor.ranking import RankingFlow
 from workers.executor.shared import Outbox, Shared
 from workers.metrics import WorkerMetrics
 from workers.model.interface import Engine
+from workers.scheduler.order import WorkClass
 from workers.settings import WorkerSettings
 from workers.spans import Histories, SpanResolver
 from workers.work import JobWork, RankingWork
@@ -130,7 +131,7 @@ class Executor:
             return shared.timers.next_in_us(now_us)
         if isinstance(work, RankingWork):
             self._batches.rank_batch(now_us)
-        else:
+        elif work.work_class is WorkClass.RANKING or not self._batches.rank_beside(now_us):
             self._prefixes.pieces.run(work, now_us)
         return 0
 
