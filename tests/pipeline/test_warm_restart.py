@@ -229,5 +229,6 @@ def test_another_models_prefixes_are_not_served_and_freed(
     assert embedded_life.counted("relaygr_arena_prefixes_total", "outcome")["other_model"] >= 1
     after = embedded_life.rank(user, 0)
     assert after.path is ServedBy.FULL
-    assert after.scores is not None and before[user].scores is not None
-    assert np.abs(after.scores - before[user].scores).max() > TOLERANCE
+    earlier = before[user].scores
+    assert after.scores is not None and earlier is not None
+    assert np.abs(after.scores - earlier).max() > TOLERANCE
