@@ -36,6 +36,7 @@ log = structlog.get_logger()
 
 WARM_INTERVAL_S = 30.0
 WARM_TIMEOUT_S = 0.3
+RESTORE_PATIENCE_S = 0.1
 READ_AHEAD_INTERVAL_S = 5.0
 
 
@@ -130,9 +131,13 @@ class WorkerProcess:
         started_s = time.monotonic()
         parts = self._parts = self._parts or self._assemble()
         self._prepared.outliving.begin()
+        # Joining takes a while, and meanwhile the cache is restored. A long restoring holds requests up no longer
+        # than what it saves them: they are computed then.
+        restored = threading.Event()
+        parts.device.call(lambda: _wait(restored, RESTORE_PATIENCE_S))
         parts.loop.start()
-        # Joining takes as long; what is asked for before it is restored is computed.
         self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
+        restored.set()
         parts.report.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
         return parts
@@ -248,3 +253,7 @@ class WorkerProcess:
             bytes_at_most=plan.total_bytes,
             **{f"{kind}_bytes": size for kind, size in plan.by_kind().items()},
         )
+
+
+def _wait(event: threading.Event, timeout_s: float) -> None:
+    event.wait(timeout_s)

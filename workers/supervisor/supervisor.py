@@ -16,6 +16,7 @@ import structlog
 
 from streams.clock import Clock, SystemClock
 from workers.exits import Exit
+from workers.supervisor.beats import Phase
 from workers.supervisor.child import ChildProcess, MakeCommand
 from workers.supervisor.judge import Judge
 from workers.supervisor.pages import ChildPage, Pages, View
@@ -51,6 +52,7 @@ class Supervisor:
         self._judge = Judge(settings)
         self._children: dict[int, ChildProcess] = {}
         self._started = 0
+        self._hangups: set[int] = set()
         self._signals: list[signal.Signals] = []
         self._view = View(worker_id)
         self._pages = Pages(http_host, http_port, lambda: self._view)
@@ -75,7 +77,7 @@ class Supervisor:
                 number = self._signals.pop(0)
                 if number is not signal.SIGHUP:
                     return self._stop(number)
-                self._pass_on(number)
+                self._pass_on_hangup()
             verdict = self._judge.decide(self._clock.monotonic_us())
             if verdict.end is not None:
                 self._end_all(verdict.end)
@@ -105,12 +107,16 @@ class Supervisor:
             before = self._judge.children[child.number].phase
             self._judge.note_beat(child.number, beat, now_us)
             if beat.phase is not before:
+                if child.number in self._hangups:
+                    self._hangups.discard(child.number)
+                    child.send(signal.SIGHUP)
                 log.info("child", number=child.number, pid=child.pid, phase=beat.phase.value, port=beat.port)
         code = child.wait(0.001) if child.line_is_closed else child.exit_code()
         if code is not None:
             self._selector.unregister(child.line)
             child.bury()
             del self._children[child.number]
+            self._hangups.discard(child.number)
             self._judge.note_ended(child.number, code, now_us)
             log.warning("child ended", number=child.number, pid=child.pid, exit_code=code)
 
@@ -134,9 +140,13 @@ class Supervisor:
         log.error("child gives no sign of life: killed", number=number, pid=child.pid)
         child.kill()
 
-    def _pass_on(self, number: signal.Signals) -> None:
+    def _pass_on_hangup(self) -> None:
+        """A child that still loads has no handler perhaps, and would die of it: it gets the signal when it is ready."""
         for child in self._children.values():
-            child.send(number)
+            if self._judge.children[child.number].phase is Phase.PREPARING:
+                self._hangups.add(child.number)
+            else:
+                child.send(signal.SIGHUP)
 
     def _stop(self, number: signal.Signals) -> Exit:
         """The standby first, so that it takes over nothing. Answers how the active one ended."""
