@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from relaygr.app import app
 from streams.errors import RelayError
 from tests.workers.source_world import Tensors, dlrm_state_dict
-from tests.workers.vector_world import make_dlrm
+from tests.workers.vector_models import make_dlrm
 from workers.model.checkpoint import load_checkpoint
 from workers.model.convert.state_dict import read_state_dict
 

@@ -11,7 +11,8 @@ import torch
 from schemas.messages import Behaviours
 from streams.errors import RelayError
 from tests.workers.source_world import dlrm_state_dict, item_features, load
-from tests.workers.vector_world import Made, make_dlrm
+from tests.workers.vector_models import make_dlrm
+from tests.workers.vector_world import Made
 from workers.model.config import Task, TaskKind
 from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.options import SourceFeature

@@ -11,7 +11,7 @@ import torch
 from schemas.messages import Behaviours
 from streams.errors import RelayError
 from tests.workers.source_world import Tensors, load, tensors
-from tests.workers.vector_world import make_research, research_rows
+from tests.workers.vector_models import make_research, research_rows
 from workers.model.config import Task, TaskKind
 from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.state_dict import StateDict

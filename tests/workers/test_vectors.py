@@ -13,17 +13,8 @@ from typer.testing import CliRunner
 
 from relaygr.app import app
 from streams.errors import RelayError
-from tests.workers.vector_world import (
-    Made,
-    make_cached,
-    make_dlrm,
-    make_mask,
-    make_nv,
-    make_pos,
-    make_research,
-    make_stu,
-    write,
-)
+from tests.workers.vector_models import make_dlrm, make_research
+from tests.workers.vector_world import Made, make_cached, make_mask, make_nv, make_pos, make_stu, write
 from workers.model.vectors import KINDS, Case, CaseResult, Verdict, check_case, read_vectors
 
 CASES: dict[str, Callable[[], Made]] = {
@@ -35,23 +26,38 @@ CASES: dict[str, Callable[[], Made]] = {
     "stu_window": lambda: make_stu(max_attn_len=3),
     "stu_window_exempt": lambda: make_stu(max_attn_len=2, min_full_attn_seq_len=3),
     "stu_all": lambda: make_stu(contextual_seq_len=2, max_attn_len=3, min_full_attn_seq_len=2, group_norm=True),
+    "stu_contextual_window": lambda: make_stu(contextual_seq_len=3, max_attn_len=2),
+    "stu_not_target_aware_window": lambda: make_stu(target_aware=False, max_attn_len=4),
+    "stu_not_target_aware_exempt": lambda: make_stu(target_aware=False, max_attn_len=2, min_full_attn_seq_len=3),
+    "stu_not_target_aware_contextual": lambda: make_stu(target_aware=False, contextual_seq_len=2, attn_alpha=0.3),
     "cached_plain": make_cached,
+    "cached_group_norm": lambda: make_cached(group_norm=True, attn_alpha=0.7),
+    "cached_window": lambda: make_cached(max_attn_len=3),
+    "cached_contextual": lambda: make_cached(suffix=0, contextual_seq_len=2),
+    "cached_all": lambda: make_cached(suffix=0, contextual_seq_len=3, max_attn_len=4, min_full_attn_seq_len=2),
     "mask_plain": make_mask,
     "mask_contextual": lambda: make_mask(contextual=3),
     "mask_window": lambda: make_mask(window=4),
     "mask_all": lambda: make_mask(contextual=2, window=3, exempt=2),
+    "mask_not_target_aware": lambda: make_mask(contextual=2, window=3, exempt=2, target_aware=False),
     "pos_sqrt": make_pos,
     "pos_log": lambda: make_pos(fn="log"),
     "pos_contextual": lambda: make_pos(contextual=2),
+    "pos_contextual_log": lambda: make_pos(contextual=3, fn="log", unit=7.5),
     "nv_plain": make_nv,
     "nv_groups": lambda: make_nv(group=2, scaling=50),
     "nv_contextual": lambda: make_nv(contextuals=(2,)),
     "nv_contextual_per_user": lambda: make_nv(group=3, contextuals=(2, 0, 4)),
     "research_plain": make_research,
     "research_concat": lambda: make_research(concat_ua=True),
+    "research_few_buckets": lambda: make_research(buckets=3),
     "dlrm_layernorm": make_dlrm,
     "dlrm_query_time": lambda: make_dlrm(post="timestamp+layernorm"),
     "dlrm_features": lambda: make_dlrm(features=3, contextual=()),
+    "dlrm_several_tokens": lambda: make_dlrm(several=3),
+    "dlrm_contextual_mask": lambda: make_dlrm(several=2, masked=True, features=2),
+    "dlrm_group_norm": lambda: make_dlrm(group_norm=True, contextual=("region", "country", "user_id")),
+    "dlrm_query_time_today": lambda: make_dlrm(post="timestamp+layernorm", since=1_700_000_000, spread=5_000),
 }
 EXPECTED = {
     "stu": "y",
@@ -80,7 +86,9 @@ def test_an_option_gives_what_its_definition_says(name: str) -> None:
     assert result.verdict is Verdict.PASSED, result
 
 
-@pytest.mark.parametrize("name", ["stu_plain", "cached_plain", "mask_all", "pos_log", "nv_groups", "research_plain"])
+@pytest.mark.parametrize(
+    "name", ["stu_plain", "cached_plain", "mask_all", "pos_log", "nv_groups", "research_plain", "dlrm_layernorm"]
+)
 def test_one_wrong_value_fails_its_case(name: str) -> None:
     options, arrays = CASES[name]()
     array = arrays[EXPECTED[name.partition("_")[0]]].copy()
@@ -171,7 +179,7 @@ def test_the_command_prints_a_line_a_case_and_exits_with_the_worst(tmp_path: Pat
     lines = {line.split()[0]: line for line in output.splitlines() if line}
     assert "passed" in lines["stu_a"]
     assert "softmax=True" in lines["nv_b"]
-    assert "1 of 432 differ" in lines["mask_c"]
+    assert "1 of 576 differ" in lines["mask_c"]
 
 
 def test_a_file_that_is_no_file_of_vectors_is_refused(tmp_path: Path) -> None:

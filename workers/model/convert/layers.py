@@ -27,7 +27,7 @@ def contiguous_columns(heads: int, attention_dim: int, hidden_dim: int) -> Trans
     sizes = (hidden_dim, hidden_dim, attention_dim, attention_dim)
     width = sum(sizes)
     columns = torch.arange(heads * width).view(heads, width)
-    order = torch.cat([part.flatten() for part in torch.split(columns, sizes, dim=1)])
+    order = torch.cat([part.flatten() for part in torch.split(columns, list(sizes), dim=1)])
     return Transform("heads put together, U then V, Q and K", lambda x: x[..., order])
 
 
