@@ -1,0 +1,147 @@
+"""A supervisor over real processes: what it does when its children die, stop, or are told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.broker.ports import free_ports
+from workers.exits import Exit
+
+TIMEOUT_S = 30.0
+
+
+class World:
+    """A supervisor in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (self.port,) = free_ports(1)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.supervised", "supervise", str(folder)],
+            env=os.environ | {"PORT": str(self.port)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            return answer.read()
+
+    def children(self) -> dict[str, int]:
+        """Phase -> pid; empty while it serves nothing."""
+        try:
+            return {child["phase"]: child["pid"] for child in json.loads(self.get("/children"))["children"]}
+        except OSError:
+            return {}
+
+    def both(self) -> tuple[int, int]:
+        """The pids of the active one and the standby, once there are two."""
+        self.wait(lambda: self.children().keys() >= {"active", "standby"})
+        found = self.children()
+        return found["active"], found["standby"]
+
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert time.monotonic() < ends_s, self.log()
+            time.sleep(0.02)
+
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def said(self, text: str) -> list[int]:
+        """The pids that said it."""
+        return [int(line.split(" ", 1)[0]) for line in self.log() if line.split(" ", 1)[1] == text]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    if world.process.poll() is None:
+        world.process.terminate()
+        world.process.wait(TIMEOUT_S)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_active_child_is_followed_by_the_standby_and_a_new_standby_comes_up(world: World) -> None:
+    active, standby = world.both()
+    os.kill(active, signal.SIGKILL)
+    world.wait(lambda: world.children().get("active") == standby)
+    new_active, new_standby = world.both()
+    assert new_active == standby
+    assert new_standby not in (active, standby)
+    assert world.said("took first") == [active]
+    assert world.said("took standby") == [standby]
+    assert b"relaygr_supervisor_replaced_total 1.0" in world.get("/metrics")
+
+
+def test_a_stopped_active_child_is_killed_before_the_standby_takes_over(world: World) -> None:
+    active, standby = world.both()
+    os.kill(active, signal.SIGSTOP)
+    world.wait(lambda: world.children().get("active") == standby)
+    assert not is_alive(active)
+
+
+def test_a_dead_standby_is_replaced_and_the_active_one_stays(world: World) -> None:
+    active, standby = world.both()
+    os.kill(standby, signal.SIGKILL)
+    world.wait(lambda: world.children().get("standby") not in (standby, None))
+    assert world.both()[0] == active
+
+
+def test_a_fenced_child_ends_all_of_it_with_its_code(world: World) -> None:
+    active, standby = world.both()
+    (world.folder / f"end-{int(Exit.FENCED)}").touch()
+    assert world.process.wait(TIMEOUT_S) == Exit.FENCED
+    assert not is_alive(active)
+    assert not is_alive(standby)
+
+
+def test_a_stop_ends_the_standby_first_so_that_it_takes_over_nothing(world: World) -> None:
+    active, standby = world.both()
+    world.process.terminate()
+    assert world.process.wait(TIMEOUT_S) == Exit.DONE
+    stops = [line for line in world.log() if "stopped" in line]
+    assert stops == [f"{standby} stopped standby", f"{active} stopped active"]
+
+
+def test_a_hangup_reaches_both(world: World) -> None:
+    pids = world.both()
+    world.process.send_signal(signal.SIGHUP)
+    world.wait(lambda: sorted(world.said("hangup")) == sorted(pids))
+    assert world.both() == pids
+
+
+def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World) -> None:
+    pids = world.both()
+    world.process.kill()
+    world.process.wait(TIMEOUT_S)
+    world.wait(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_it_is_ready_when_the_active_child_is_and_never_imports_torch(world: World) -> None:
+    world.both()
+    world.wait(lambda: json.loads(world.get("/readyz"))["ok"])
+    assert json.loads(world.get("/healthz"))["ok"]
+    world.process.terminate()
+    assert world.process.wait(TIMEOUT_S) == Exit.DONE
+    assert [line.split(" ", 1)[1] for line in world.log() if "torch" in line] == ["supervisor ended 0 torch False"]
