@@ -110,6 +110,10 @@ class Device(ABC):
         """Uninitialised uint8 host memory that the device copies from at full speed. Raises RelayError."""
 
     @abstractmethod
+    def pinned_bytes(self, size_bytes: int) -> int:
+        """What `empty_host_bytes` takes for so many bytes."""
+
+    @abstractmethod
     def pin_host(self, memory: torch.Tensor) -> bool:
         """Makes host memory that is there already copy at full speed, until the process ends; whether it does now."""
 
@@ -196,6 +200,9 @@ class CpuDevice(Device):
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
         return self.empty_bytes(*shape)
 
+    def pinned_bytes(self, size_bytes: int) -> int:
+        return size_bytes
+
     def pin_host(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - all memory is the device's own
         return True
 
@@ -259,6 +266,10 @@ class AcceleratorDevice(Device):
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         except (RuntimeError, MemoryError) as error:
             raise _too_large(shape, "pinned host memory") from error
+
+    def pinned_bytes(self, size_bytes: int) -> int:
+        # torch's allocator of pinned memory gives blocks of a power of two.
+        return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
     def pin_host(self, memory: torch.Tensor) -> bool:
         # torch has no call of its own for memory that it did not allocate; CUDA's runtime does, CANN's is not exposed.

@@ -22,6 +22,7 @@ from schemas.messages import Behaviours
 from streams.errors import RelayError
 from streams.latency import LatencyModel
 from workers.calibration import latency_for
+from workers.dram_check import require_precision
 from workers.measuring import bind_own_arena
 from workers.memory import HEADROOM
 from workers.model.checkpoint import WEIGHTS_FILE, load_checkpoint
@@ -82,6 +83,7 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
             settings.cuda_graphs,
         )
         _try(engine)
+        _require_precision(engine, settings)
     except ReloadRefusedError:
         raise
     except MemoryError as error:
@@ -142,6 +144,22 @@ def _try(engine: Engine) -> None:
     (outputs,) = engine.rank([request])
     if not np.isfinite(outputs.scores).all():
         raise ValueError("its scores for a small request are not finite numbers")
+
+
+def _require_precision(engine: Engine, settings: WorkerSettings) -> None:
+    """The DRAM tier's element type must do for this model, too."""
+    if not settings.dram_bytes:
+        return
+    try:
+        require_precision(
+            engine,
+            settings.model,
+            settings.dram_kv_dtype,
+            settings.dram_max_score_error,
+            settings.dram_min_topk_overlap,
+        )
+    except RelayError as error:
+        raise ReloadRefusedError(ReloadOutcome.UNFIT, str(error)) from error
 
 
 def _latency(engine: Engine, settings: WorkerSettings) -> LatencyModel | None:

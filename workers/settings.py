@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field
 
 from streams.settings import Section
 from workers.cache.policies import PolicyName
-from workers.kv import KvDtype
+from workers.kv import DramKvDtype, KvDtype
 from workers.model.precision import ComputeDtype
 
 _MIB = 1024 * 1024
@@ -46,6 +46,17 @@ class WorkerSettings(Section):
     )
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
+    dram_kv_dtype: DramKvDtype = Field(
+        DramKvDtype.SAME,
+        description="element type of K,V in the DRAM tier: in fewer bits it holds 2 to 4 times as many prefixes, and "
+        "scores on reloaded ones are approximate; checked at start",
+    )
+    dram_max_score_error: Annotated[
+        float, Field(gt=0, description="most that this may change a score by, as a part of the largest")
+    ] = 0.01
+    dram_min_topk_overlap: Annotated[
+        float, Field(gt=0, le=1, description="least part of the 10 best candidates that must stay among them")
+    ] = 0.95
     hbm_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the HBM tier first")
     dram_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the DRAM tier first")
     prefix_ttl_s: Annotated[

@@ -1,4 +1,6 @@
-"""`relaygr model init` makes a random checkpoint, `convert` one of somebody else's; `show` says what one holds."""
+"""`relaygr model init` makes a random checkpoint, `convert` one of somebody else's; `show` says what one holds, and
+`check-dram` what a DRAM tier in fewer bits would cost it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.commands.model_check_dram import check_dram_command
 from relaygr.commands.model_convert import convert_command
 from relaygr.commands.texts import parse_task
 from streams.errors import RelayError
@@ -29,6 +32,7 @@ from workers.model.config import (
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
 app.command("convert")(convert_command)
+app.command("check-dram")(check_dram_command)
 
 _MIB = 2**20
 

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from streams.clients import LARGEST_QUEUE_BYTES
 from streams.errors import RelayError
+from workers.cache.arena import coding_bytes
 from workers.cache.build import BuiltCache, DramMemory, build_cache
+from workers.cache.copy_queue import CopyLimits
 from workers.cache.policies import TierPolicies
 from workers.cache.trace import TraceRecorder
 from workers.kv import DramGeometry
@@ -43,9 +45,14 @@ def policies_of(settings: WorkerSettings) -> TierPolicies:
     return TierPolicies(settings.hbm_policy, settings.dram_policy, round(settings.prefix_ttl_s * 1e6))
 
 
+def dram_geometry(engine: Engine, settings: WorkerSettings) -> DramGeometry:
+    """A page of the DRAM tier."""
+    return DramGeometry(engine.geometry, settings.dram_kv_dtype)
+
+
 def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
     """The DRAM tier as another process would have to take it; None: there is none."""
-    geometry = DramGeometry(engine.geometry)
+    geometry = dram_geometry(engine, settings)
     pages = int(settings.dram_bytes) // geometry.page_bytes
     return ArenaShape(settings.worker_id, pages, geometry, engine.layout) if pages else None
 
@@ -53,13 +60,17 @@ def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
 def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: bool) -> MemoryPlan:
     """Bytes at most, by kind, before anything but the weights is taken. A DRAM tier that is kept has an index."""
     geometry = engine.geometry
+    dram = dram_geometry(engine, settings)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
+    pinned_bytes = engine.device.pinned_bytes(int(settings.dram_bytes) // dram.page_bytes * dram.page_bytes)
     scratch_tokens = engine.layout.tokens(engine.limits.max_prefix_behaviours)
     return MemoryPlan(
         weights_bytes=engine.weights_bytes,
         hbm_bytes=int(settings.hbm_bytes),
-        scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes + forward_bytes(engine, settings),
-        dram_bytes=int(settings.dram_bytes) + (shape.index_bytes if shape is not None else 0),
+        scratch_bytes=geometry.pages_for(scratch_tokens) * geometry.page_bytes
+        + forward_bytes(engine, settings)
+        + CopyLimits().max_in_flight * coding_bytes(dram),
+        dram_bytes=pinned_bytes if shape is None else int(settings.dram_bytes) + shape.index_bytes,
         queues_bytes=queues_bytes(settings),
         history_bytes=int(settings.history_max_bytes),
         process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
@@ -86,7 +97,7 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
     """
     geometry = engine.geometry
     hbm_pages = int(settings.hbm_bytes) // geometry.page_bytes
-    dram_pages = int(settings.dram_bytes) // geometry.page_bytes
+    dram_pages = int(settings.dram_bytes) // dram_geometry(engine, settings).page_bytes
     longest = geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
     if hbm_pages < longest:
         raise RelayError(
@@ -101,6 +112,7 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
         hbm_pages,
         dram_pages,
         extra_hbm_pages=longest,
+        dram_kv_dtype=settings.dram_kv_dtype,
         dram=dram,
         policies=policies_of(settings),
         listener=recorder,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from confluent_kafka import KafkaException, Producer
 
 from schemas.topics import Topic
@@ -16,6 +17,7 @@ from streams.clients import ProducerKind, make_producer
 from streams.dead_letters import DeadLetterWriter
 from streams.errors import RelayError
 from streams.latency import Corrector
+from workers.dram_check import require_precision
 from workers.history.store import HistoryStore
 from workers.measuring import bind_own_arena
 from workers.memory import MemoryPlan, require_host_memory
@@ -24,9 +26,11 @@ from workers.process.config import WorkerConfig
 from workers.process.memory import TakenMemory, arena_shape, plan_memory, take_memory
 from workers.process.outliving import Outliving, attach
 from workers.process.warm import measured_latency
-from workers.settings import StandbyMemory
+from workers.settings import StandbyMemory, WorkerSettings
 from workers.shared.arena import make_room
 from workers.shared.lock import ArenaLock
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         settings.compute_dtype,
         settings.cuda_graphs,
     )
+    _check_dram(engine, settings)
     plan = plan_memory(engine, settings, keeps_prefixes=keeps_prefixes)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
     require_host_memory(plan, engine.device.is_cpu, make_room(folder, shape, lock) if shape is not None else 0)
@@ -80,6 +85,27 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     return Prepared(
         engine, plan, outliving, memory, Corrector(latency), producer, dead_letters, follower_letters, store
     )
+
+
+def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
+    """Raises RelayError if the DRAM tier's element type changes scores by more than the settings allow."""
+    if not settings.dram_bytes:
+        return
+    error = require_precision(
+        engine,
+        settings.model,
+        settings.dram_kv_dtype,
+        settings.dram_max_score_error,
+        settings.dram_min_topk_overlap,
+    )
+    if error is not None:
+        log.info(
+            "scores on reloaded prefixes are approximate",
+            dram_kv_dtype=settings.dram_kv_dtype.value,
+            max_score_error=round(error.max_score_error, 6),
+            mean_score_error=round(error.mean_score_error, 6),
+            top10_overlap=round(error.topk_overlap, 4),
+        )
 
 
 def _warm_up(producer: Producer, config: WorkerConfig) -> None:
