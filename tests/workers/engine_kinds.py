@@ -77,7 +77,7 @@ KINDS: dict[str, ModelConfig] = {
         contextual_mask=True,
         max_attn_len=9,
         min_full_attn_len=4,
-        target_group_size=2,
+        target_group_size=3,
         relative_bias=RelativeBias(positions=30, time_buckets=16, log_base=1.0),
     ),
     "windowed": small_config(max_attn_len=7, contextual_features=_FEATURES),
@@ -121,6 +121,8 @@ class Backend:
     choose: AttentionChooser
     computes: Callable[[AttentionSpec], bool]
     """Whether a model is one of its own; others are not run on it."""
+    is_slow: bool = False
+    """Interpreted: what takes many tiles is left to the slow tests."""
 
 
 def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device) -> TiledAttention:
@@ -135,4 +137,6 @@ if find_spec("triton") is not None:
     # Triton is there for Linux only.
     from tests.workers.triton_world import DEVICE, choose_triton
 
-    BACKENDS["triton, interpreted or on a GPU"] = Backend(lambda: DEVICE, choose_triton, lambda spec: spec.is_plain)
+    BACKENDS["triton, interpreted or on a GPU"] = Backend(
+        lambda: DEVICE, choose_triton, lambda spec: spec.is_plain, DEVICE.is_cpu
+    )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
+from tests.workers.engine_kinds import KINDS
 from tests.workers.model_world import (
     ARENA_PAGES,
     MAX_PREFIX,
@@ -28,6 +29,7 @@ from workers.model.checkpoint import random_checkpoint, save_checkpoint
 from workers.model.config import Family, ModelConfig
 from workers.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
 from workers.model.null_engine import null_scores
+from workers.model.precision import ComputeDtype
 from workers.model.reference import full_inference
 
 TOLERANCE = 2e-5
@@ -287,20 +289,33 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
     assert (loaded.num_tasks, loaded.limits.max_candidates) == (2, 32)
 
 
-def test_scratch_memory_stays_within_what_the_engine_says(tmp_path: Path) -> None:
-    config = small_config(max_prefix_behaviours=2048, max_candidates=512, embedding_dim=32, hidden_dim=16)
+@pytest.mark.parametrize("compute_dtype", ComputeDtype)
+@pytest.mark.parametrize("kind", ["meta", "nvidia", "research", "soft-max", "soft-max with every mask option"])
+def test_scratch_memory_stays_within_what_the_engine_says(
+    kind: str, compute_dtype: ComputeDtype, tmp_path: Path
+) -> None:
+    config = KINDS[kind].model_copy(
+        update={"max_prefix_behaviours": 2048, "max_candidates": 512, "embedding_dim": 32, "hidden_dim": 16}
+    )
     checkpoint = random_checkpoint(config, 0)
-    engine = build_engine(checkpoint, CpuDevice(), KvDtype.BFLOAT16, 64)
-    engine.bind(torch.zeros((32, engine.geometry.page_bytes), dtype=torch.uint8))
+    engine = build_engine(checkpoint, CpuDevice(), KvDtype.BFLOAT16, 64, compute_dtype)
+    engine.bind(torch.zeros((70, engine.geometry.page_bytes), dtype=torch.uint8))
     random = np.random.default_rng(0)
-    inputs = engine.prefix_inputs(NO_FEATURES, random_behaviours(random, 2048))
-    pages = np.arange(32, dtype=np.int32)
-    request = engine.rank_inputs(2048, pages, Behaviours.empty(), np.arange(512))
+    history = random_behaviours(random, 2048)
+    inputs = engine.prefix_inputs(NO_FEATURES, history)
+    pages = np.arange(engine.geometry.pages_for(inputs.tokens), dtype=np.int32)
+    request = engine.rank_inputs(
+        inputs.tokens, pages, Behaviours.empty(), np.arange(512), prefix_timestamps_ms=history.timestamps_ms
+    )
+    chunk = PrefixChunk(inputs, inputs.tokens // 2 if engine.rules.chunks else 0, inputs.tokens, pages)
 
-    chunk_bytes = peak_bytes(lambda: engine.pre_infer(PrefixChunk(inputs, 1024, 2048, pages)), tmp_path / "chunk.json")
+    tokens = chunk.end - chunk.start
+    chunk_bytes = peak_bytes(lambda: engine.pre_infer(chunk), tmp_path / "chunk.json")
     rank_bytes = peak_bytes(lambda: engine.rank([request, request]), tmp_path / "rank.json")
-    assert 0 < chunk_bytes <= engine.scratch_bytes(1024, 0)
+    both_bytes = peak_bytes(lambda: engine.forward([chunk], [request, request]), tmp_path / "both.json")
+    assert 0 < chunk_bytes <= engine.scratch_bytes(tokens, 0)
     assert 0 < rank_bytes <= engine.scratch_bytes(0, 1024)
+    assert 0 < both_bytes <= engine.scratch_bytes(tokens, 1024)
 
 
 def peak_bytes(work: object, trace: Path) -> int:

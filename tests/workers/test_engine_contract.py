@@ -35,12 +35,22 @@ from workers.model.rules import RuleError
 
 TOLERANCE = 2e-5
 CASES = [
-    pytest.param(kind, backend, id=f"{kind}; {backend}")
+    (kind, backend)
     for backend, made in BACKENDS.items()
     for kind, config in KINDS.items()
     if made.computes(spec_of(config, ComputeDtype.FLOAT32))
 ]
-each_case = pytest.mark.parametrize(("kind", "backend"), CASES)
+OF_EACH_MASK = {
+    (spec_of(KINDS[kind], ComputeDtype.FLOAT32), backend): (kind, backend) for kind, backend in reversed(CASES)
+}
+each_case = pytest.mark.parametrize(("kind", "backend"), CASES, ids=["; ".join(case) for case in CASES])
+each_mask = pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if BACKENDS[case[1]].is_slow else (), id="; ".join(case))
+        for case in OF_EACH_MASK.values()
+    ],
+)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -179,11 +189,13 @@ def test_cached_inference_is_full_inference(
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 
-@each_case
-def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str) -> None:
+@each_mask
+@pytest.mark.parametrize("page_tokens", [64, 1024])
+def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str, page_tokens: int) -> None:
     """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges."""
     config = KINDS[kind].model_copy(update={"max_prefix_behaviours": 600, "max_candidates": 300})
-    world = World(config, backend, 1, page_tokens=64)
+    # The second size is of pages larger than a tile's keys.
+    world = World(config, backend, 1, page_tokens)
     user = world.user(560, 290)
     prefix = world.prefix_of(560, 16)
     world.pre_infer(user, prefix, [301])

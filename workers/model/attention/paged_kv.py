@@ -24,7 +24,9 @@ class PageSpan:
     start: int
     end: int
     pages: torch.Tensor
-    """int64, the pages that hold tokens [start, end); `start` is a multiple of page_tokens."""
+    """int64, the pages that hold tokens [start, end)."""
+    offset: int
+    """Where in its page the first of them lies: 0 but for the parts of a page of more than KEY_BLOCK tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,20 @@ class PagedKv:
                 raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
     def spans(self, pages: NDArray[np.int32], tokens: int) -> tuple[PageSpan, ...]:
-        """Tokens [0, tokens) in blocks of at most KEY_BLOCK, or of one page."""
+        """Tokens [0, tokens) in blocks of at most KEY_BLOCK."""
         size = self.geometry.page_tokens
         needed = self.geometry.pages_for(tokens)
         indices = torch.from_numpy(np.ascontiguousarray(pages[:needed], dtype=np.int64)).to(self.device)
         step = max(1, KEY_BLOCK // size)
         return tuple(
-            PageSpan(first * size, min((first + step) * size, tokens), indices[first : first + step])
+            PageSpan(
+                low,
+                min(low + KEY_BLOCK, (first + step) * size, tokens),
+                indices[first : first + step],
+                low - first * size,
+            )
             for first in range(0, needed, step)
+            for low in range(first * size, min((first + step) * size, tokens), KEY_BLOCK)
         )
 
     def slots(self, segments: Sequence[Segment]) -> TokenSlots | None:
@@ -115,18 +123,15 @@ class PagedKv:
 
     def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [heads, tokens, dim] of one layer, as `dtype`."""
-        tokens = span.end - span.start
-        return (
-            _gather(self._k[:, layer], span.pages, dtype)[:, :tokens],
-            _gather(self._v[:, layer], span.pages, dtype)[:, :tokens],
-        )
+        return _gather(self._k[:, layer], span, dtype), _gather(self._v[:, layer], span, dtype)
 
 
-def _gather(stored: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[pages, heads, page_tokens, dim] -> [heads, chosen * page_tokens, dim]"""
-    chosen = stored.index_select(0, pages)
+def _gather(stored: torch.Tensor, span: PageSpan, dtype: torch.dtype) -> torch.Tensor:
+    """[pages, heads, page_tokens, dim] -> [heads, tokens, dim]"""
+    tokens = span.end - span.start
+    chosen = stored[:, :, span.offset : span.offset + tokens].index_select(0, span.pages)
     out = torch.empty(
         (chosen.shape[1], chosen.shape[0], chosen.shape[2], chosen.shape[3]), dtype=dtype, device=stored.device
     )
     out.copy_(chosen.transpose(0, 1))
-    return out.flatten(1, 2)
+    return out.flatten(1, 2)[:, :tokens]
