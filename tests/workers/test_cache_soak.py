@@ -1,0 +1,220 @@
+"""A long life of a cache: very many operations, users who come and go, faults now and then, and memory stays flat.
+
+A million operations by default; RELAYGR_TEST_SOAK_OPERATIONS for more. Content is not looked at here (the random
+sequences of `test_cache_stateful` do that): what is wanted is time, and that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tracemalloc
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+import pytest
+
+from schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
+from tests.workers.cache_world import GEOMETRY, LAYOUT, SteppedMover
+from workers.cache import Fill, Handle, Hit, Pending, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
+from workers.cache.copy_queue import CopyLimits
+from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
+
+OPERATIONS = int(os.environ.get("RELAYGR_TEST_SOAK_OPERATIONS", "1000000"))
+HBM_PAGES, DRAM_PAGES = 400, 1_200
+USERS = 5_000
+"""At a time; each is another user after a while."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """What the soak's users hold at the moment."""
+
+    handles: list[Handle] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    told: int = 0
+
+
+class Soak:
+    """One cache under random use. `operations` counts calls of the cache."""
+
+    def __init__(self, policies: TierPolicies, seed: int) -> None:
+        self.random = random.Random(seed)
+        arenas = {Tier.HBM: np.zeros((HBM_PAGES, 1)), Tier.DRAM: np.zeros((DRAM_PAGES, 1))}
+        self.mover = SteppedMover(arenas, CopyLimits(max_jobs=16))
+        self.cache = PrefixCache(
+            GEOMETRY, LAYOUT, HBM_PAGES, DRAM_PAGES, self.mover, policies, lease_limit=500, layer_wise=True,
+            longest_hold_us=20 * VISIT_US,
+        )  # fmt: skip
+        self.held = Holder()
+        self.now_us = 0
+        self.operations = 0
+        self.models = [b"model-1", b"model-2"]
+
+    def key(self) -> PrefixKey:
+        """Mostly a regular, whose history grows slowly; else someone of this generation."""
+        generation = self.operations // 50_000
+        number = int(self.random.paretovariate(0.8)) % USERS
+        length = 20 + number % 90 + (self.operations // 20_000 + number) % 40
+        seed = (number % 7 + generation).to_bytes(DIGEST_BYTES, "little")
+        blocks = tuple(
+            (number * 1_000 + min(length, (block + 1) * BLOCK)).to_bytes(DIGEST_BYTES, "little")
+            for block in range(-(-length // BLOCK))
+        )
+        user = f"user {number + generation * 37}"
+        return PrefixKey(user, self.models[0], DigestChain(seed, blocks, length))
+
+    def run(self, operations: int) -> None:
+        end = self.operations + operations
+        while self.operations < end:
+            self.now_us += self.random.choice((10, 1_000, VISIT_US // 20))
+            self.step()
+            self.operations += 1
+
+    def step(self) -> None:
+        cache, random_, held = self.cache, self.random, self.held
+        dice = random_.random()
+        if dice < 0.45:
+            self.impression()
+        elif dice < 0.60:
+            if held.handles:
+                handle = held.handles.pop(random_.randrange(len(held.handles)))
+                # One of a thousand is never released.
+                if random_.random() > 0.001:
+                    cache.release(handle)
+        elif dice < 0.70:
+            if held.fills:
+                self.end_fill(held.fills.pop(random_.randrange(len(held.fills))))
+        elif dice < 0.80:
+            if not self.mover.start() and self.mover.under_way:
+                self.mover.finish(random_.random() > 0.05)
+        elif dice < 0.86:
+            cache.spill(self.key())
+        elif dice < 0.92:
+            cache.lease(self.key(), f"request {self.operations}", self.now_us + 2 * VISIT_US)
+        elif dice < 0.95:
+            cache.end_lease(f"request {self.operations - random_.randrange(100)}", WasteReason.REQUEST_EXPIRED)
+        elif dice < 0.98:
+            cache.expire_leases(self.now_us)
+            cache.expire_prefixes(self.now_us)
+            cache.force_unpins(self.now_us)
+        elif dice < 0.99:
+            cache.demote([self.key().user_id])
+        elif dice < 0.9995:
+            cache.invalidate_user(self.key().user_id)
+        else:
+            self.models.reverse()
+            cache.keep_only(self.models[0])
+
+    def impression(self) -> None:
+        """A look-up, and what follows from it."""
+        key = self.key()
+        found = self.cache.acquire(key, self.now_us, arriving=self.random.random() < 0.5)
+        if isinstance(found, Hit):
+            self.held.handles.append(found.handle)
+        elif isinstance(found, Pending):
+            found.add_done_callback(self.tell)
+        else:
+            reload = self.cache.start_reload(key, self.now_us + 1_000, self.now_us)
+            if isinstance(reload, Pending):
+                reload.add_done_callback(self.tell)
+            else:
+                fill = self.cache.reserve(key, self.now_us, self.random.choice(list(Purpose)))
+                if isinstance(fill, Fill):
+                    self.held.fills.append(fill)
+        # A worker holds few at a time.
+        while len(self.held.handles) > 20:
+            self.cache.release(self.held.handles.pop(0))
+        while len(self.held.fills) > 10:
+            self.end_fill(self.held.fills.pop(0))
+
+    def tell(self, _: Pending) -> None:
+        self.held.told += 1
+
+    def end_fill(self, fill: Fill) -> None:
+        if self.random.random() < 0.05:
+            fill.abort()
+            return
+        fill.progress(fill.tokens)
+        handle = fill.publish(self.now_us)
+        if handle is not None:
+            self.held.handles.append(handle)
+
+    def index_sizes(self) -> dict[str, int]:
+        """Everything of the books that has a length."""
+        sizes = {"pending": len(self.cache._books.pending), "copies": len(self.mover)}
+        for tier in self.cache._books.tiers:
+            state = tier._state
+            by_name = {
+                "entries": len(state.index),
+                "users": len(state.index._by_user),
+                "works": len(state.works),
+                "pins": len(state.pins),
+                "held": len(state.held_until_us),
+                "leases": len(state.leases),
+                "lease times": len(state.leases._by_end),
+                "ordered": len(state.policy),
+            }
+            sizes |= {f"{tier.tier} {name}": size for name, size in by_name.items()}
+        return sizes
+
+
+LIMITS = {"pending": HBM_PAGES, "copies": 16, "hbm leases": 500, "hbm lease times": 1_064}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(max(120, OPERATIONS // 2_000))
+def test_a_million_operations_leave_memory_flat() -> None:
+    """All policies share them. What is traced and what the process takes may not grow after the first tenth."""
+    process = psutil.Process()
+    share = OPERATIONS // len(PolicyName)
+    for seed, name in enumerate(PolicyName):
+        soak = Soak(TierPolicies(name, name, ttl_us=30 * VISIT_US), seed)
+        soak.run(share // 10)
+        gc.collect()
+        resident_bytes = process.memory_info().rss
+        largest: dict[str, int] = {}
+        for _ in range(9):
+            soak.run(share // 10)
+            soak.cache.check_invariants()
+            for index, size in soak.index_sizes().items():
+                largest[index] = max(largest.get(index, 0), size)
+                assert size <= LIMITS.get(index, HBM_PAGES + DRAM_PAGES), f"{name}: {index} has {size}"
+        gc.collect()
+        grown_bytes = process.memory_info().rss - resident_bytes
+        assert grown_bytes < 16 << 20, f"{name}: {grown_bytes} bytes more, {largest}"
+        assert traced_growth_bytes(soak) < 1 << 20, name
+        finish(soak)
+
+
+def traced_growth_bytes(soak: Soak) -> int:
+    """What Python has allocated more after some thousand further operations, on average of both halves."""
+    tracemalloc.start()
+    try:
+        soak.run(2_000)
+        gc.collect()
+        before_bytes = tracemalloc.get_traced_memory()[0]
+        soak.run(2_000)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def finish(soak: Soak) -> None:
+    """Ends everything, and finds every page free."""
+    for fill in soak.held.fills:
+        fill.abort()
+    for handle in soak.held.handles:
+        soak.cache.release(handle)
+    soak.cache.close()
+    soak.cache.force_unpins(soak.now_us + 100 * VISIT_US)
+    soak.cache.check_invariants()
+    stats = soak.cache.stats()
+    assert (stats.hbm.free, stats.dram.free, stats.leases) == (HBM_PAGES, DRAM_PAGES, 0)
+    assert stats.hits > 0 and stats.evictions and stats.reloads and stats.spills_ended
+    assert stats.forced_unpins > 0 and stats.leases_leaked > 0
+    leftover = {name: size for name, size in soak.index_sizes().items() if size and "lease times" not in name}
+    assert leftover == {}
