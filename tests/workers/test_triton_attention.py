@@ -14,7 +14,7 @@ from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 from workers.kv import KvDtype
 from workers.model.attention.segments import Segment, place
 from workers.model.attention.triton_attention import TritonAttention, TritonPass
-from workers.model.attention.triton_launch import Blocks, DevicePlan, LayerPages, attend
+from workers.model.attention.triton_launch import Blocks, DevicePlan, LayerPages, attend, fitting_configs, tuned_attend
 from workers.model.attention.triton_plan import Capacity, PlanShape, arrays_of, pack
 
 
@@ -148,6 +148,14 @@ def test_rows_that_are_not_the_plans_are_refused() -> None:
         started.attend(LAYER, forward.q[:2], forward.k[:2], forward.v[:2])
     with pytest.raises(ValueError, match="contiguous in their last dimension"):
         started.attend(LAYER, forward.q.transpose(1, 2).contiguous().transpose(1, 2), forward.k, forward.v)
+
+
+@pytest.mark.parametrize("pad", [16, 64, 128, 256, 1024])
+@pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_there_is_always_a_configuration_to_try_and_never_many(precision: str, block_rows: int, pad: int) -> None:
+    fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad}
+    assert 1 <= len(fitting_configs(tuned_attend.configs, {}, **fixed)) <= 18
 
 
 def packed_attend(

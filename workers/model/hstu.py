@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from workers.model.config import Activated, ModelConfig, OutputForm
+from workers.model.fused_output import OutputShape, fused_output
 from workers.model.norms import HeadNorm, LayerNorm
 from workers.model.products import added_product
 from workers.model.stack import Attend
@@ -156,20 +157,34 @@ class HstuLayer:
 
         self._input_norm = LayerNorm(w.input_norm_weight, w.input_norm_bias, width, options.norm_eps)
         self._project = Projection(options, w.projection_weight, w.projection_bias)
-        norm: RowFunction
-        if options.group_norm:
-            if w.output_norm_weight is None or w.output_norm_bias is None:
-                raise ValueError("group norm needs a weight and a bias a head")
-            norm = HeadNorm(w.output_norm_weight, w.output_norm_bias, options.num_heads, options.norm_eps)
-        else:
-            norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
-        self._output = _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias, options.compute_dtype)
+        self._output = _output(options, w, values)
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [rows, D] -> y [rows, D], both float32."""
         p = self._project(self._input_norm(x))
         # Norms and the residual stream are float32; for a result that is so already this does nothing.
         return self._output(x, p.u, attend(p.q, p.k, p.v).float())
+
+
+def _output(options: LayerOptions, w: LayerWeights, values: int) -> OutputFunction:
+    """What comes after attention: fused where the device has it, else plain torch."""
+    affine = None
+    if w.output_norm_weight is not None and w.output_norm_bias is not None:
+        affine = w.output_norm_weight, w.output_norm_bias
+    shape = OutputShape(
+        options.output_form, options.num_heads, options.norm_eps, options.group_norm, options.compute_dtype
+    )
+    fused = fused_output(shape, affine, w.output_weight, w.output_bias)
+    if fused is not None:
+        return fused
+    norm: RowFunction
+    if options.group_norm:
+        if affine is None:
+            raise ValueError("group norm needs a weight and a bias a head")
+        norm = HeadNorm(*affine, options.num_heads, options.norm_eps)
+    else:
+        norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
+    return _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias, options.compute_dtype)
 
 
 def options_of(config: ModelConfig, compute_dtype: torch.dtype) -> LayerOptions:

@@ -128,7 +128,7 @@ def attend(
     }
     grid = (plan.tiles * heads, splits)
     if blocks is None:
-        _tuned_attend[grid](*arguments, **fixed)
+        tuned_attend[grid](*arguments, **fixed)
     else:
         attend_kernel[grid](*arguments, **fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages)
     return sums[0] if splits == 1 else sums.sum(0)
@@ -175,7 +175,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
         raise ValueError("the tokens of a page must follow one another")
 
 
-def _fitting(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
+def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
     """Leaves out what spills registers for sm_90 (docs/cuda.md): at least one is left for any model."""
     is_float32 = fixed["PRECISION"] == "ieee"
     wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
@@ -188,7 +188,7 @@ def _fitting(configs: list[triton.Config], _: dict[str, object], **fixed: object
     ]
 
 
-_tuned_attend = triton.autotune(
+tuned_attend = triton.autotune(
     configs=[
         triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
         for keys in (16, 32, 64, 128)
@@ -196,6 +196,6 @@ _tuned_attend = triton.autotune(
         for stages in (2, 3, 4)
     ],
     key=["HEADS", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
-    prune_configs_by={"early_config_prune": _fitting},
+    prune_configs_by={"early_config_prune": fitting_configs},
     cache_results=True,
 )(attend_kernel)

@@ -1,0 +1,127 @@
+"""Compiles the Triton kernels for Hopper without a GPU, and prints as JSON what came out. In a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from workers.model.attention.triton_kernels import attend_kernel, store_kernel
+from workers.model.triton_norm_kernel import gated_norm_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    "tiles_ptr": "*i32",
+    "segments_ptr": "*i32",
+    "table_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "a_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "eps": "fp32",
+    "alpha": "fp32",
+    "scale": "fp32",
+}
+
+
+def compiled(kernel: Any, constants: dict[str, object], own: str, stored: str, warps: int, stages: int) -> Any:
+    """A kernel for rows of one type and pages of another; pointers and strides are multiples of 16, as they are."""
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in _TYPES:
+            return _TYPES[name]
+        if name == "out_ptr" and kernel is attend_kernel:
+            return "*fp32"
+        if name.endswith("_ptr"):
+            return f"*{stored}" if "pages" in name else f"*{own}"
+        return "i32"
+
+    names = kernel.arg_names
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name.endswith(("_ptr", "_stride"))
+    }
+    source = ASTSource(
+        kernel,
+        {name: kind(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+
+
+def described(made: Any) -> dict[str, int]:
+    """Registers and spilled bytes a thread, shared memory, and instructions that matter."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    ptx = made.asm["ptx"]
+    return {
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]),
+        "shared_bytes": made.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "async_copies": ptx.count("cp.async.c"),
+    }
+
+
+def attend(
+    own: str, stored: str, dim: int, page_tokens: int, block_rows: int, keys: int, warps: int, stages: int
+) -> dict[str, int]:
+    constants = {
+        "HEADS": 4,
+        "D_QK": dim,
+        "D_V": dim,
+        "PAD_QK": max(16, triton.next_power_of_2(dim)),
+        "PAD_V": max(16, triton.next_power_of_2(dim)),
+        "PAGE_TOKENS": page_tokens,
+        "PRECISION": "ieee" if own == "fp32" else "tf32",
+        "FAST_SILU": own != "fp32",
+        "BLOCK_M": block_rows,
+        "BLOCK_N": keys,
+    }
+    return described(compiled(attend_kernel, constants, own, stored, warps, stages))
+
+
+def store(own: str, stored: str) -> dict[str, int]:
+    sizes = {"D_QK": 128, "D_V": 128, "PAD_QK": 128, "PAD_V": 128, "PAGE_TOKENS": 64, "BLOCK_M": 32}
+    return described(compiled(store_kernel, sizes, own, stored, 4, 3))
+
+
+def norm(own: str) -> dict[str, int]:
+    sizes = {"HEADS": 4, "D": 128, "PAD_HEADS": 4, "PAD_D": 128, "GROUP": False, "AFFINE": True, "KEEPS": 1}
+    return described(compiled(gated_norm_kernel, sizes, own, own, 1, 3))
+
+
+def main() -> None:
+    report = {
+        "bfloat16, ranking": attend("bf16", "bf16", 128, 64, 64, 64, 4, 3),
+        "bfloat16, chunk": attend("bf16", "bf16", 128, 64, 128, 64, 8, 3),
+        "bfloat16, pages of 24": attend("bf16", "bf16", 128, 24, 64, 64, 4, 3),
+        "bfloat16, dimension 100": attend("bf16", "bf16", 100, 64, 64, 64, 4, 3),
+        "bfloat16, dimension 256": attend("bf16", "bf16", 256, 64, 64, 32, 8, 2),
+        "float16 on bfloat16 pages": attend("fp16", "bf16", 128, 64, 64, 64, 4, 3),
+        "float32": attend("fp32", "fp32", 128, 64, 32, 16, 4, 2),
+        "float32, dimension 256": attend("fp32", "fp32", 256, 64, 16, 16, 4, 2),
+        "store bfloat16": store("bf16", "bf16"),
+        "store float32 as bfloat16": store("fp32", "bf16"),
+        "norm": norm("bf16"),
+    }
+    json.dump(report, sys.stdout)
+
+
+main()
