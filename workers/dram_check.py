@@ -78,7 +78,7 @@ def measure_dram_error(
     return DramError(
         users=len(users),
         candidates=int(candidates.size),
-        max_score_error=float(max(error.max() for error in errors)),
+        max_score_error=float(np.max([error.max() for error in errors])),
         mean_score_error=float(np.mean([error.mean() for error in errors])),
         topk_overlap=float(np.mean(overlaps)),
     )

@@ -1,0 +1,188 @@
+"""The gate before a DRAM tier in fewer bits: what it measures, whom it lets start, and what the memory plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import workers.dram_check
+from relaygr.commands.model import app
+from schemas.messages import Behaviours
+from streams.errors import RelayError
+from tests.workers.model_world import small_config
+from workers.cache.arena import block_pages, coding_bytes
+from workers.dram_check import SampleUser, made_sample, measure_dram_error, require_precision
+from workers.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
+from workers.model.checkpoint import random_checkpoint, save_checkpoint
+from workers.model.config import ContextualFeature, ModelConfig
+from workers.model.engine import Engine, load_engine
+from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
+from workers.process.memory import plan_memory, take_memory
+from workers.settings import WorkerSettings
+
+PAGE_TOKENS = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def save(folder: Path, config: ModelConfig, seed: int = 0) -> Path:
+    save_checkpoint(folder, config, random_checkpoint(config, seed).tensors)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(tmp_path, small_config())
+
+
+def engine_of(model: Path, dtype: KvDtype = KvDtype.FLOAT32) -> Engine:
+    return load_engine(model, "cpu", dtype, PAGE_TOKENS)
+
+
+class TestWhatItMeasures:
+    def test_fewer_bits_cost_more(self, model: Path) -> None:
+        users, candidates = made_sample(model)
+        bfloat16, int8 = (
+            measure_dram_error(engine_of(model), dtype, users, candidates)
+            for dtype in (DramKvDtype.BFLOAT16, DramKvDtype.INT8)
+        )
+        assert 0 < bfloat16.max_score_error < int8.max_score_error < 0.02
+        assert bfloat16.mean_score_error <= bfloat16.max_score_error
+        assert int8.topk_overlap > 0.8
+        assert (int8.users, int8.candidates) == (4, 32)
+
+    def test_a_tier_that_keeps_every_bit_costs_nothing(self, model: Path) -> None:
+        users, candidates = made_sample(model)
+        error = measure_dram_error(engine_of(model), DramKvDtype.SAME, users, candidates)
+        assert (error.max_score_error, error.mean_score_error, error.topk_overlap) == (0, 0, 1)
+
+    def test_made_users_know_the_models_items_features_and_limits(self, tmp_path: Path) -> None:
+        features = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="age", cardinality=9))
+        config = small_config(contextual_features=features)
+        items = np.arange(0, 400, 10)
+        save_checkpoint(tmp_path, config, random_checkpoint(config, 0, items).tensors)
+        users, candidates = made_sample(tmp_path, users=3)
+        assert [len(user.behaviours) for user in users] == [200, 100, 50]
+        assert all(np.isin(user.behaviours.items, items).all() for user in users)
+        assert all(user.features.shape == (2,) and (user.features < [3, 9]).all() for user in users)
+        assert np.unique(candidates).size == candidates.size == 32
+
+    def test_nothing_to_measure_is_said(self, model: Path) -> None:
+        with pytest.raises(ValueError, match="no users"):
+            measure_dram_error(engine_of(model), DramKvDtype.INT8, [], np.arange(3))
+
+    def test_a_user_without_behaviours_costs_nothing(self, model: Path) -> None:
+        nobody = SampleUser(np.empty(0, np.int64), Behaviours.empty())
+        error = measure_dram_error(engine_of(model), DramKvDtype.INT8, [nobody], np.arange(3))
+        assert error.max_score_error == 0
+
+
+class TestTheGate:
+    def test_a_model_within_the_limits_starts(self, model: Path) -> None:
+        error = require_precision(engine_of(model), model, DramKvDtype.INT8, 0.02, 0.8)
+        assert error is not None and error.max_score_error <= 0.02
+
+    @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.02, 1.1)])
+    def test_a_model_beyond_them_does_not_and_learns_what_to_do(
+        self, model: Path, max_error: float, min_overlap: float
+    ) -> None:
+        with pytest.raises(RelayError, match=r"int8 costs this model.*bfloat16 or same.*check-dram"):
+            require_precision(engine_of(model), model, DramKvDtype.INT8, max_error, min_overlap)
+
+    def test_scores_that_are_no_numbers_pass_no_limit(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        rank, calls = workers.dram_check._rank, []
+
+        def once_not_a_number(*arguments: Any) -> Any:
+            scores = rank(*arguments)
+            calls.append(scores)
+            return scores * np.nan if len(calls) == 4 else scores
+
+        monkeypatch.setattr(workers.dram_check, "_rank", once_not_a_number)
+        with pytest.raises(RelayError, match="costs this model"):
+            require_precision(engine_of(model), model, DramKvDtype.INT8, 1e9, 0.01)
+
+    def test_an_exact_tier_is_not_measured(self, model: Path) -> None:
+        engine = engine_of(model, KvDtype.BFLOAT16)
+        assert require_precision(engine, model, DramKvDtype.BFLOAT16, 1e-9, 1.0) is None
+
+    def test_another_model_for_a_running_worker_goes_through_it_too(self, tmp_path: Path) -> None:
+        present = engine_of(save(tmp_path, small_config(), seed=0))
+        save(tmp_path, small_config(), seed=1)
+        settings = WorkerSettings(
+            model=tmp_path, page_tokens=PAGE_TOKENS, device="cpu", dram_kv_dtype="int8", dram_max_score_error=1e-9
+        )  # type: ignore[arg-type]
+        with pytest.raises(ReloadRefusedError, match="costs this model") as refused:
+            load_beside(present, settings)
+        assert refused.value.outcome is ReloadOutcome.UNFIT
+
+
+class TestCapacity:
+    def settings(self, dtype: str) -> WorkerSettings:
+        return WorkerSettings(hbm_bytes=1 << 20, dram_bytes=1 << 20, page_tokens=PAGE_TOKENS, dram_kv_dtype=dtype)  # type: ignore[arg-type]
+
+    def test_smaller_pages_are_more_prefixes_in_the_same_bytes(self, model: Path) -> None:
+        engine, capacities = engine_of(model), {}
+        for dtype in DramKvDtype:
+            taken = take_memory(engine, self.settings(dtype), None)
+            capacities[dtype] = taken.built.cache.stats().dram.capacity
+            dram = taken.built.dram_arena
+            assert dram is not None
+            assert dram.nbytes == capacities[dtype] * DramGeometry(engine.geometry, dtype).page_bytes <= 1 << 20
+            taken.built.cache.close()
+        assert capacities[DramKvDtype.BFLOAT16] // 2 == capacities[DramKvDtype.SAME]
+        # Heads of 8 and 6: 56 bytes a token and head become 14, and two scales of 4.
+        assert capacities[DramKvDtype.INT8] == pytest.approx(56 / 22 * capacities[DramKvDtype.SAME], rel=0.01)
+
+    def test_the_plan_counts_what_the_tier_takes_and_what_coding_needs(self, model: Path) -> None:
+        engine = engine_of(model)
+        same, int8 = (plan_memory(engine, self.settings(dtype), keeps_prefixes=False) for dtype in ("same", "int8"))
+        geometry = DramGeometry(engine.geometry, DramKvDtype.INT8)
+        assert int8.dram_bytes == (1 << 20) // geometry.page_bytes * geometry.page_bytes
+        assert int8.scratch_bytes - same.scratch_bytes == 2 * coding_bytes(geometry) > 0
+
+    def test_pinned_memory_is_planned_as_the_device_rounds_it(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = engine_of(model)
+        monkeypatch.setattr(type(engine.device), "pinned_bytes", lambda _, size: 1 << (size - 1).bit_length())
+        plan = plan_memory(engine, self.settings("int8"), keeps_prefixes=False)
+        assert plan.dram_bytes == 1 << 20
+
+    def test_coding_takes_pages_in_blocks(self) -> None:
+        kv = KvGeometry(12, 8, 64, 64, 64, KvDtype.BFLOAT16)
+        geometry = DramGeometry(kv, DramKvDtype.INT8)
+        assert block_pages(geometry) * kv.page_bytes <= 4 << 20
+        assert coding_bytes(geometry) <= 32 << 20
+
+
+class TestTheCommand:
+    def test_it_prints_the_figures_and_ends_well_within_the_limits(self, model: Path) -> None:
+        ended = CliRunner().invoke(
+            app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0.05", "--min-topk-overlap", "0.5"]
+        )
+        assert ended.exit_code == 0, ended.output
+        assert "2.55 times as many prefixes" in ended.output
+        assert "5.0000% at most" in ended.output
+
+    def test_beyond_them_it_ends_with_1(self, model: Path) -> None:
+        ended = CliRunner().invoke(app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0"])
+        assert ended.exit_code == 1
+
+    def test_it_reads_histories_from_a_log(self, model: Path, tmp_path: Path) -> None:
+        log = tmp_path / "ratings.csv"
+        lines = [f"{user},{item % 40},4.0,{1_600_000_000 + item}" for user in range(7) for item in range(30)]
+        log.write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines) + "\n")
+        ended = CliRunner().invoke(
+            app, ["check-dram", str(model), "--device", "cpu", "--interactions", str(log), "--users", "5",
+                  "--max-score-error", "0.5", "--min-topk-overlap", "0.1"],
+        )  # fmt: skip
+        assert ended.exit_code == 0, ended.output
+        assert "5 users, 30 candidates" in " ".join(ended.output.split())
