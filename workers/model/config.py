@@ -277,6 +277,9 @@ class ModelConfig(Part):
             raise ValueError("contextual_mask needs contextual_features")
         if (self.mlp_dim is not None) != (self.family is Family.SOFTMAX):
             raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
+        of_hstu = (self.activated, self.output_form, self.group_norm) != (Activated.U, OutputForm.U_A_UNORM, False)
+        if of_hstu and self.family is Family.SOFTMAX:
+            raise ValueError("activated, output_form and group_norm are options of the family hstu")
         return self
 
     @model_validator(mode="after")
