@@ -1,0 +1,185 @@
+"""`python -m benchmarks.engine.attention`: attention alone, our back ends and peers' side by side on one device.
+
+Two kinds of work: a whole prefix computed at once, and candidates ranked on prefixes that are kept, for batches of
+users. Every contender runs every case in each round; the table has medians, the share of a large matrix product's rate,
+and how far each result is from the plain torch back end's, as a share of the largest value.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.peers import Jagged, find_peers
+from workers.device import Device, open_device, set_threads
+from workers.kv import KvDtype, KvGeometry
+from workers.measuring import matrix_peak_gflops
+from workers.model.attention.accelerated import accelerated_attention
+from workers.model.attention.blocked import BlockedAttention
+from workers.model.attention.interface import Attention
+from workers.model.attention.paged_kv import PagedKv
+from workers.model.attention.segments import Segment
+from workers.model.attention.spec import AttentionSpec
+
+PAGE_TOKENS = 64
+BASE = "plain torch"
+_PEAK_SIZE = 8192
+"""On a CPU a product of this size takes a minute; there a smaller one reaches the peak, too."""
+_CPU_PEAK_SIZE = 2048
+_TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
+
+Work = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`users` prefixes of `prefix` tokens; candidates of each, or none: the prefixes themselves are computed."""
+
+    users: int
+    prefix: int
+    candidates: int
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a row and a key that it sees."""
+        if self.candidates:
+            return self.users * self.candidates * (self.prefix + 1.0)
+        return self.users * self.prefix * (self.prefix + 1) / 2
+
+
+class Contest:
+    """All contenders on one case, over the same numbers."""
+
+    def __init__(self, case: Case, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
+        assert spec.normalizer is not None
+        geometry = KvGeometry(1, spec.num_heads, spec.attention_dim, spec.hidden_dim, PAGE_TOKENS, kv_dtype)
+        pages = geometry.pages_for(case.prefix)
+        self._kv = PagedKv(device.empty_bytes(pages * case.users, geometry.page_bytes).zero_(), geometry)
+        order = np.random.default_rng(0).permutation(pages * case.users).astype(np.int32)
+        rows = case.candidates or case.prefix
+        self._segments = [
+            Segment(
+                pages=order[user * pages : (user + 1) * pages],
+                context_tokens=case.prefix if case.candidates else 0,
+                causal_rows=0 if case.candidates else case.prefix,
+                free_rows=case.candidates,
+                stores=not case.candidates,
+                total_tokens=case.prefix,
+            )
+            for user in range(case.users)
+        ]
+        length = case.prefix + case.candidates
+        dims = [spec.attention_dim, spec.attention_dim, spec.hidden_dim]
+        z = torch.randn((case.users, length, spec.num_heads, sum(dims)), device=device.torch_device)
+        q, k, v = torch.split(z.to(spec.compute_dtype), dims, dim=-1)
+        if case.candidates:
+            self._fill(k[:, : case.prefix].flatten(0, 1), v[:, : case.prefix].flatten(0, 1), case)
+        self._own = [part[:, length - rows :].flatten(0, 1).contiguous() for part in (q, k, v)]
+        self.jagged = Jagged(
+            case.users,
+            length,
+            rows,
+            case.candidates,
+            self._own[0],
+            k.flatten(0, 1).contiguous(),
+            v.flatten(0, 1).contiguous(),
+            spec.alpha,
+            int(spec.normalizer),
+        )
+
+    def ours(self, attention: Attention) -> Work:
+        """One of our back ends, what prepares a forward included."""
+        return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
+
+    def _fill(self, k: torch.Tensor, v: torch.Tensor, case: Case) -> None:
+        stored = [
+            Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix)
+            for segment in self._segments
+        ]
+        slots = self._kv.slots(stored)
+        assert slots is not None
+        self._kv.write(0, slots, k, v)
+
+
+def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, Attention]:
+    """The base first, then what is made for the device, if that is there."""
+    made_for_it = accelerated_attention(spec, geometry, device)
+    found: dict[str, Attention] = {BASE: BlockedAttention(spec)}
+    return found if made_for_it is None else found | {made_for_it.name: made_for_it}
+
+
+def median_us(work: Work, rounds: int, device: Device) -> float:
+    """Of `rounds` runs after one that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        device.synchronize()
+        start_ns = time.perf_counter_ns()
+        work()
+        device.synchronize()
+        times.append((time.perf_counter_ns() - start_ns) / 1e3)
+    return statistics.median(times[1:])
+
+
+def main(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"{' or '.join(_TYPES)}.")] = "bfloat16",
+    users: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,16,32",
+    prefixes: Annotated[str, typer.Option(help="Tokens.")] = "1024,4096,16384",
+    candidates: Annotated[str, typer.Option(help="Of a user; 0: the prefixes themselves.")] = "0,128,512,2048",
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Of a head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+) -> None:
+    """Compare attention back ends on one device."""
+    set_threads(threads)
+    opened = open_device(device)
+    compute, kv_dtype = _TYPES[dtype]
+    spec = AttentionSpec(heads, dim, dim, dim**-0.5, 1000.0, compute_dtype=compute)
+    geometry = KvGeometry(1, heads, dim, dim, PAGE_TOKENS, kv_dtype)
+    back_ends = our_back_ends(spec, geometry, opened)
+    peak = matrix_peak_gflops(compute, opened, _CPU_PEAK_SIZE if opened.is_cpu else _PEAK_SIZE)
+    table = Table(title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peak:,.0f} GFLOP/s")
+    for column in ("users", "prefix", "candidates", "back end", "us", "of the peak", "times the base", "error"):
+        table.add_column(column, justify="left" if column == "back end" else "right")
+    numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
+    user_counts, lengths, counts = numbers
+    for case in (Case(user, length, count) for count in counts for length in lengths for user in user_counts):
+        contest = Contest(case, spec, kv_dtype, opened)
+        expected, base_us = None, 0.0
+        works = {name: contest.ours(attention) for name, attention in back_ends.items()}
+        works |= {name: partial(attend, contest.jagged) for name, attend in find_peers().items()}
+        for name, work in works.items():
+            out = work().float().flatten()
+            expected = out if expected is None else expected
+            took_us = median_us(work, rounds, opened)
+            base_us = base_us or took_us
+            gflops = 2.0 * heads * 2 * dim * case.pairs / took_us / 1e3
+            error = float((out - expected).abs().max() / expected.abs().max())
+            table.add_row(
+                str(case.users),
+                f"{case.prefix:,}",
+                str(case.candidates or "-"),
+                name,
+                f"{took_us:,.0f}",
+                f"{gflops / peak:.0%}",
+                f"{base_us / took_us:.1f}",
+                f"{error:.0e}",
+            )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
