@@ -29,9 +29,10 @@ from tests.workers.shared_world import MODEL, SHAPE, GuardedMover, SharedWorld, 
 from workers.cache import PrefixKey
 from workers.cache.transfer import CopyRequest
 from workers.shared.arena import SharedArena
+from workers.shared.index import ArenaIndex
 from workers.shared.journal import ArenaJournal, TornPageError
 from workers.shared.lock import ArenaLock
-from workers.shared.mapped_file import MappedFile
+from workers.shared.mapped_file import MappedFile, map_file
 
 WATCHED = (*workers.shared.__path__, *workers.cache.__path__, shared_world.__file__)
 # Few pages, so that nearly every spill takes another prefix's.
@@ -163,7 +164,7 @@ def live_through(folder: Path, steps: list[Step]) -> tuple[list[Killed], Keys, i
     return killer.states, keys, dram.stat().st_ino
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(operations)
 def test_whenever_it_is_killed_every_prefix_shown_is_whole(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -181,6 +182,23 @@ def test_the_kills_fall_into_copies_and_into_records(tmp_path: Path) -> None:
     assert places >= {"index.py", "shared_world.py"}
     coroner = Coroner(tmp_path / "after", inode)
     assert {coroner.check(state, keys) for state in states} == {0, 1, 2}
+
+
+def test_a_kill_while_an_index_is_made_anew_shows_nothing_of_the_old_one(tmp_path: Path) -> None:
+    steps: list[Step] = [("spill", user, 3 * PAGE_TOKENS, None) for user in ("ann", "bob")]
+    states, keys, inode = live_through(tmp_path / "life", steps)
+    assert Coroner(tmp_path / "before", inode).check(states[-1], keys) == 2
+    [index] = (tmp_path / "life").glob("index-*")
+    with index.open("r+b") as file:
+        file.write(b"relaygr.arena.0\0")
+    killer = Killer(tmp_path / "life")
+    with killer.at_every_line():
+        ArenaIndex(map_file(index, SMALL.index_bytes).bytes, SMALL.num_pages, SMALL.slot_bytes).format(
+            SMALL.identity(inode)
+        )
+    coroner = Coroner(tmp_path / "after", inode)
+    assert len(killer.states) > 3
+    assert {coroner.check(state, keys) for state in killer.states} == {0}
 
 
 @pytest.mark.parametrize("broken", ["removed", "published too early"])
