@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path as FilePath
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relaygr.demo.metrics import Reading, read_metrics
 from relaygr.demo.processes import Child
 from schemas import codec
 from schemas.messages import History, Path, PreInferJob, RankingResult
@@ -112,6 +119,13 @@ class World:
     def reloads(self, outcome: str) -> float:
         return reading(self.worker).total("relaygr_model_reloads_total", outcome=outcome)
 
+    def rank(self, history: History) -> RankingResult:
+        outcome = self.client.rank(
+            history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version()
+        )
+        assert outcome.status is RankStatus.RANKED
+        return outcome.result
+
     def users(self, count: int, length: int) -> list[History]:
         histories = [history_of(new_user("reload"), length + 16 * number, seed=number) for number in range(count)]
         for history in histories:
@@ -180,12 +194,9 @@ def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: Wo
         config.write_text(content)
         world.hang_up()
         wait_until(outcome, lambda outcome=outcome: world.reloads(outcome) == 1)
-        answer = world.client.rank(
-            history.user_id, candidates_of(), budget_ms=BUDGET_MS, history_version=history.version()
-        )
-        assert answer.status is RankStatus.RANKED
-        assert answer.result.model_revision == present
-        world.assert_of_its_revision(history, answer.result, with_suffix=False)
+        result = world.rank(history)
+        assert result.model_revision == present
+        world.assert_of_its_revision(history, result, with_suffix=False)
     config.write_text(whole)
     world.hang_up()
     wait_until("unchanged", lambda: world.reloads("unchanged") == 1)
@@ -202,3 +213,44 @@ def test_after_a_reload_a_new_start_serves_the_same_model(world: World):
     user = new_user("anew")
     answer = world.client.rank(user, candidates_of(), budget_ms=BUDGET_MS, history=history_of(user, 50))
     assert answer.result.model_revision == present
+
+
+def children(supervisor: Child) -> dict[str, dict[str, Any]]:
+    """A supervisor's children by phase."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{supervisor.port}/children", timeout=5) as answer:
+        return {child["phase"]: child for child in json.load(answer)["children"]}
+
+
+def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in_dram(
+    kafka_settings: KafkaSettings, tmp_path: FilePath
+):
+    """What it had loaded at its own start is not what served when the active worker was killed."""
+    model = make_model(tmp_path / "model", seed=7)
+    first = load_checkpoint(model)
+    with Relay(kafka_settings, tmp_path / "relay", model) as relay:
+        own = ["worker.worker_id=worker-09", f"worker.history_path={tmp_path / 'store'}"]
+        supervisor = relay.processes.start("worker-09", ["worker", "--standby"], "worker", own)
+        relay.await_ready(supervisor)
+        wait_until("a standby", lambda: "standby" in children(supervisor), 60)
+        with relay.client() as client, closing(RawGateway(kafka_settings)) as raw:
+            world = World(relay, supervisor, client, raw, model, {first.revision: first})
+            after = world.swap_files(seed=8)
+            world.hang_up()
+            ports = [child["port"] for child in children(supervisor).values()]
+            swapped = partial(Reading.total, name="relaygr_model_reloads_total", outcome="swapped")
+            wait_until("both swapped", lambda: [swapped(read_metrics(port)) for port in ports] == [1, 1])
+            histories = world.users(4, 300)
+            spilled = partial(Reading.total, name="relaygr_cache_spills_ended_total", outcome="published")
+
+            def all_spilled() -> bool:
+                # Each ranking wishes for a spill; a busy machine may let one go.
+                assert {world.rank(history).model_revision for history in histories} == {after}
+                return spilled(reading(supervisor)) >= len(histories)
+
+            wait_until("spilled", all_spilled)
+            os.kill(children(supervisor)["active"]["pid"], signal.SIGKILL)
+            results = [world.rank(history) for history in histories]
+        assert {result.model_revision for result in results} == {after}
+        assert {result.path for result in results} == {Path.DRAM}
+        for history, result in zip(histories, results, strict=True):
+            world.assert_of_its_revision(history, result, with_suffix=False)
