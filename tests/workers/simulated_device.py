@@ -61,8 +61,7 @@ class Timeline:
         self._streams: list[SimulatedStream] = []
         self._link_free_us = 0.0
         self.now_us = 0.0
-        self.fails_in: int | None = None
-        """So many works from now one fails: 0 is the next."""
+        self._failing: set[int] = set()
 
     def advance(self, duration_us: float) -> None:
         """So much time passes, with all that ends in it."""
@@ -72,6 +71,10 @@ class Timeline:
                 pass
             self.now_us = until_us
             self._changed.notify_all()
+
+    def fail(self, *works: int) -> None:
+        """Of the works from now on these fail: 0 is the next."""
+        self._failing = set(works)
 
     def stall_link(self, duration_us: float) -> None:
         """For so long from now no copy starts."""
@@ -164,10 +167,9 @@ class Timeline:
         return True
 
     def _is_to_fail(self) -> bool:
-        if self.fails_in is None:
-            return False
-        self.fails_in = self.fails_in - 1 if self.fails_in else None
-        return self.fails_in is None
+        fails = 0 in self._failing
+        self._failing = {work - 1 for work in self._failing if work}
+        return fails
 
 
 class SimulatedStream(Stream):

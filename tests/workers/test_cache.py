@@ -135,13 +135,36 @@ class TestFailures:
         pending = world.cache.start_reload(make_key(), 100, 0)
         assert isinstance(pending, Pending)
         pending.add_done_callback(lambda ended: outcomes.append(ended.outcome))
-        world.mover.run(copied=False)
+        assert world.mover.run(copied=False) == 2
         assert outcomes == [PendingOutcome.FAILED]
         assert world.cache.acquire(make_key(), 1) == Miss(MissReason.ABSENT)
         assert world.cache.start_reload(make_key(), 100, 0) == Declined(DeclineReason.NOT_IN_DRAM)
         stats = world.cache.stats()
         assert (stats.hbm.free, stats.dram.free) == (32, 64)
         assert stats.reloads == {PendingOutcome.FAILED: 1}
+        assert stats.reload_retries == 1
+
+    def test_a_reload_that_fails_once_is_tried_again_for_the_same_waiters(self, world: World) -> None:
+        world.spilled(make_key())
+        pending = world.cache.start_reload(make_key(), 100, 0)
+        assert isinstance(pending, Pending)
+        world.mover.start()
+        world.mover.finish(copied=False)
+        assert not pending.done
+        assert world.cache.acquire(make_key(), 1) is pending
+        assert world.mover.run() == 1
+        assert pending.outcome is PendingOutcome.PUBLISHED
+        world.hit(make_key())
+
+    def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: World) -> None:
+        world.spilled(make_key())
+        pending = world.cache.start_reload(make_key(), 100, 0)
+        assert isinstance(pending, Pending)
+        world.mover.start()
+        world.cache.invalidate_user("ann")
+        world.mover.finish(copied=False)
+        assert (len(world.mover), pending.outcome) == (0, PendingOutcome.INVALIDATED)
+        world.cache.check_invariants()
 
     def test_a_failed_spill_leaves_hbm_as_it_was(self, world: World) -> None:
         world.store(make_key())

@@ -75,7 +75,7 @@ class TestTheDevice:
     def test_work_that_fails_is_told_by_the_next_wait_once(self) -> None:
         device = SimulatedDevice()
         stream = device.stream()
-        device.timeline.fails_in = 0
+        device.timeline.fail(0)
         stream.run(lambda: None)
         with pytest.raises(RuntimeError, match="work failed"):
             stream.record().wait()
@@ -135,26 +135,36 @@ class TestReloadByLayers:
         assert sum(world.cache.stats().reloads.values()) == 1
 
     @pytest.mark.parametrize("layer", range(1, LAYERS))
-    def test_a_layer_that_fails_discards_what_was_computed_and_the_prefix_is_computed_anew(
+    def test_a_layer_that_fails_discards_what_was_computed_and_the_reload_is_tried_once_more(
         self, world: OverlapWorld, stored: HistoryVersion, layer: int
     ) -> None:
-        world.device.timeline.fails_in = layer
+        world.device.timeline.fail(layer)
         self.reload(world, stored)
+        world.until(lambda: world.cache.stats().hbm.in_flight == 0)
+        work = world.work("again")
+        assert not world.outbox.failures
+        assert (work.path, work.prefix_source, work.lookups) == (Path.DRAM, PrefixSource.DRAM, 3)
+        assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
+        stats = world.cache.stats()
+        assert (stats.reloads, stats.reload_retries) == ({PendingOutcome.PUBLISHED: 1}, 1)
+        world.cache.check_invariants()
+
+    @pytest.mark.parametrize("layer", range(LAYERS))
+    def test_a_reload_that_fails_twice_is_full_inference(
+        self, world: OverlapWorld, stored: HistoryVersion, layer: int
+    ) -> None:
+        # The second time all layers are one copy.
+        world.device.timeline.fail(layer, LAYERS)
+        world.submit("ann", stored, "again")
+        world.run()
+        world.until(lambda: "again" in world.outbox.answered)
         world.until(lambda: world.cache.stats().hbm.in_flight == 0)
         work = world.work("again")
         assert not world.outbox.failures
         assert (work.path, work.prefix_source, work.tokens_cached) == (Path.FULL, PrefixSource.COMPUTED, 0)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
-        assert world.cache.stats().reloads[PendingOutcome.FAILED] == 1
+        assert world.cache.stats().reloads == {PendingOutcome.FAILED: 1}
         world.cache.check_invariants()
-
-    def test_a_first_layer_that_fails_is_full_inference(self, world: OverlapWorld, stored: HistoryVersion) -> None:
-        world.device.timeline.fails_in = 0
-        world.submit("ann", stored, "again")
-        world.run()
-        world.until(lambda: "again" in world.outbox.answered)
-        assert world.work("again").path is Path.FULL
-        assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
 
     def test_a_prefix_invalidated_while_it_is_ranked_on_keeps_its_pages_until_the_ranking_ends(
         self, world: OverlapWorld, stored: HistoryVersion

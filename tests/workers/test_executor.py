@@ -82,6 +82,9 @@ class FakeEngine:
     rules: PrefixRules = field(default_factory=PrefixRules)
     device: Device = field(default_factory=CpuDevice)
 
+    def shown_features(self, features, behaviours, candidates):
+        return features
+
     def prefix_inputs(self, features, behaviours, query_time_ms):
         return Inputs(len(behaviours))
 
@@ -359,11 +362,13 @@ def test_an_evicted_prefix_comes_back_from_dram():
 
 def test_a_failed_reload_falls_back_to_full_inference():
     world, first = world_with_a_in_dram()
-    world.rank("a", first, "r3")
+    work = world.rank("a", first, "r3")
     world.run()
     world.mover.finish(ok=False)
+    assert not work.done
+    world.mover.finish(ok=False)
     world.run()
-    assert world.outbox.paths[-1] is Path.FULL
+    assert (work.done, work.path) == (True, Path.FULL)
 
 
 def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inference_allows():

@@ -258,7 +258,8 @@ class PrefixCache:
     ) -> Pending | NoRoom | Declined:
         """Begins to copy what DRAM has of `key` to HBM; with `saved_us` (T_full - T_hit) only if that pays.
 
-        A copy that fails evicts the DRAM entry: its bytes are in doubt. The waiters then get FAILED.
+        A copy that fails is tried once more; if that fails too, the DRAM entry is evicted, whose bytes are in doubt,
+        and the waiters get FAILED.
         """
         return self._copies.start_reload(key, deadline_us, now_us, saved_us)
 

@@ -1,12 +1,13 @@
 """Reloads and spills: what is copied between the tiers, when that pays, and what its end changes.
 
 The bytes are the mover's. All-or-nothing: only an ended copy is published, under the generation that it
-began with; one that fails gives its pages back, and a reload that fails evicts what it read, whose bytes
-are in doubt. The mover is called outside the lock.
+began with; one that fails gives its pages back. A reload that fails is tried once more; if that fails too it
+evicts what it read, whose bytes are in doubt. The mover is called outside the lock.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from schemas.messages import PrefixSource
@@ -129,22 +130,24 @@ class Copies:
         pin = dram.readers.pin(stored.entry, stored.behaviours)
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
         self._books.pending[work] = Pending(PendingKind.LOAD, target.length, arrival=work.arrival)
-        request = CopyRequest(
+        again = CopyRequest(
             source=Tier.DRAM,
             target=Tier.HBM,
             source_pages=pin.pages[work.kept :],
             target_pages=work.new_pages,
             priority=CopyPriority.RELOAD,
             deadline_us=deadline_us,
-            on_done=partial(self._reloaded, work, pin),
-            arrival=work.arrival,
+            on_done=partial(self._reloaded, work, pin, None),
         )
-        return work, pin, request
+        first = replace(again, on_done=partial(self._reloaded, work, pin, again), arrival=work.arrival)
+        return work, pin, first
 
-    def _reloaded(self, work: Work, pin: Pin, copied: bool) -> None:
+    def _reloaded(self, work: Work, pin: Pin, again: CopyRequest | None, copied: bool) -> None:
         books = self._books
         if not copied and work.arrival is not None:
             work.arrival.fail()
+        if not copied and again is not None and self._retries(work, pin, again):
+            return
         with books.section() as after:
             books.dram.readers.unpin(pin)
             outcome = PendingOutcome.FAILED
@@ -158,6 +161,17 @@ class Copies:
             books.counters.reloads[outcome] += 1
             books.finish(after, work, outcome)
             books.tell(after, EventKind.RELOADED, work.key, outcome)
+
+    def _retries(self, work: Work, pin: Pin, again: CopyRequest) -> bool:
+        """Whether a copy that failed is made once more: somebody may still have use for it, and there is room."""
+        with self._books.section():
+            if not (work.is_current and pin.entry.attached):
+                return False
+        if not self._mover.submit(again):
+            return False
+        with self._books.section():
+            self._books.counters.reload_retries += 1
+        return True
 
     def _begin_spill(self, what: Handle | PrefixKey) -> tuple[Work, Pin, CopyRequest] | SpillOutcome:
         hbm, dram, now_us = self._books.hbm, self._books.dram, self._books.latest_us

@@ -56,6 +56,11 @@ class CacheCollector(Collector):
         yield _family("relaygr_cache_fills", "Computed prefixes by how they ended", "outcome", stats.fills.items())
         yield CounterMetricFamily("relaygr_cache_appends", "Fills that computed a tail only", value=stats.appends)
         yield _family("relaygr_cache_reloads", "Copies from DRAM by how they ended", "outcome", stats.reloads.items())
+        yield CounterMetricFamily(
+            "relaygr_cache_reload_retries",
+            "Copies from DRAM that failed and were tried again",
+            value=stats.reload_retries,
+        )
         yield _family(
             "relaygr_cache_reloads_declined", "Reloads that were not started", "reason", stats.declined.items()
         )

@@ -31,6 +31,7 @@ class Counters:
     fills: Counter[PendingOutcome] = field(default_factory=Counter)
     appends: int = 0
     reloads: Counter[PendingOutcome] = field(default_factory=Counter)
+    reload_retries: int = 0
     declined: Counter[DeclineReason] = field(default_factory=Counter)
     spills: Counter[SpillOutcome] = field(default_factory=Counter)
     spills_ended: Counter[PendingOutcome] = field(default_factory=Counter)
@@ -73,6 +74,7 @@ class CacheStats:
     fills: Mapping[PendingOutcome, int]
     appends: int
     reloads: Mapping[PendingOutcome, int]
+    reload_retries: int
     declined: Mapping[DeclineReason, int]
     spills: Mapping[SpillOutcome, int]
     spills_ended: Mapping[PendingOutcome, int]
@@ -110,6 +112,7 @@ def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, geometry: Dram
         fills=dict(counters.fills),
         appends=counters.appends,
         reloads=dict(counters.reloads),
+        reload_retries=counters.reload_retries,
         declined=dict(counters.declined),
         spills=dict(counters.spills),
         spills_ended=dict(counters.spills_ended),
