@@ -16,11 +16,15 @@ from workers.model.checkpoint import Checkpoint, random_checkpoint
 from workers.model.config import (
     Activated,
     ContextualFeature,
+    Family,
     ModelConfig,
     OutputForm,
+    PositionOrigin,
     ReadoutNorm,
+    RelativeBias,
     Task,
     TaskKind,
+    TimeEncoding,
 )
 from workers.model.engine import Engine, PrefixChunk, RankInputs, build_engine
 
@@ -54,7 +58,29 @@ def small_config(**changes: object) -> ModelConfig:
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any combination of options, in small sizes."""
     affine = draw(st.booleans())
+    softmax = draw(st.sampled_from([False, False, True]))
+    features = draw(st.integers(0, 3))
+    window = draw(st.sampled_from([0, 0, 1, 9]))
+    encoding = draw(st.sampled_from([TimeEncoding.NONE, TimeEncoding.NONE, TimeEncoding.SQRT, TimeEncoding.LOG]))
+    of_family: dict[str, object] = {"family": Family.SOFTMAX, "mlp_dim": 10}
+    if not softmax:
+        of_family = {
+            "activated": draw(st.sampled_from(Activated)),
+            "output_form": draw(st.sampled_from(OutputForm)),
+            "group_norm": affine and draw(st.booleans()),
+        }
+    positions = draw(st.sampled_from([0, 5, 300]))
+    biases = st.builds(RelativeBias, positions=st.sampled_from([1, 8, 100]), time_buckets=st.sampled_from([0, 9, 128]))
     return small_config(
+        **of_family,
+        contextual_mask=features > 0 and draw(st.booleans()),
+        max_attn_len=window,
+        min_full_attn_len=draw(st.sampled_from([0, 4])) if window else 0,
+        target_group_size=draw(st.sampled_from([1, 1, 3])),
+        relative_bias=draw(st.none() | biases),
+        position_origin=draw(st.sampled_from(PositionOrigin)) if positions else PositionOrigin.START,
+        time_encoding=encoding,
+        num_times=0 if encoding is TimeEncoding.NONE else 20,
         embedding_dim=draw(st.sampled_from([8, 12])),
         num_heads=draw(st.integers(1, 3)),
         attention_dim=draw(st.sampled_from([1, 4, 8])),
@@ -63,17 +89,12 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         normalizer=draw(st.sampled_from([1.0, 37.0, 1000.0])),
         attn_alpha=draw(st.sampled_from([None, 1.0])),
         norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        activated=draw(st.sampled_from(Activated)),
-        output_form=draw(st.sampled_from(OutputForm)),
         norm_affine=affine,
-        group_norm=affine and draw(st.booleans()),
         projection_bias=draw(st.booleans()),
         output_bias=draw(st.booleans()),
-        contextual_features=tuple(
-            ContextualFeature(name=f"f{index}", cardinality=3) for index in range(draw(st.integers(0, 3)))
-        ),
+        contextual_features=tuple(ContextualFeature(name=f"f{index}", cardinality=3) for index in range(features)),
         num_actions=draw(st.sampled_from([0, 4])),
-        num_positions=draw(st.sampled_from([0, 5, 300])),
+        num_positions=positions,
         readout_norm=draw(st.sampled_from(ReadoutNorm)),
         readout_hidden=draw(st.sampled_from([(), (5,), (7, 3)])),
     )

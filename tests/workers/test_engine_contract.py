@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
 from tests.workers.engine_kinds import BACKENDS, KINDS
-from tests.workers.model_world import ARENA_PAGES, VOCABULARY
+from tests.workers.model_world import ARENA_PAGES, VOCABULARY, configs
 from workers.kv import KvDtype
 from workers.model.attention.segments import Segment
 from workers.model.attention.sight import Sight, Visible
@@ -184,6 +184,25 @@ def test_cached_inference_is_full_inference(
 ) -> None:
     world = World(kind, backend, seed, page_tokens)
     user = world.user(behaviours, candidates)
+    prefix = world.prefix_of(behaviours, suffix)
+    world.pre_infer(user, prefix, cuts)
+    assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    config=configs(),
+    page_tokens=st.sampled_from([1, 3, 8, 64]),
+    behaviours=st.integers(0, 70),
+    suffix=st.integers(0, 9),
+    cuts=st.lists(st.integers(1, 72), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_so_it_is_for_any_combination_of_options(
+    config: ModelConfig, page_tokens: int, behaviours: int, suffix: int, cuts: list[int], seed: int
+) -> None:
+    world = World(config, seed=seed, page_tokens=page_tokens)
+    user = world.user(behaviours)
     prefix = world.prefix_of(behaviours, suffix)
     world.pre_infer(user, prefix, cuts)
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
