@@ -8,6 +8,7 @@ the time of the retrieval event, which job and request both carry.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
@@ -34,6 +35,14 @@ class Histories(Protocol):
         """Whether the store has yet to catch up with the partition."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What is ranked behind a prefix."""
+
+    suffix_behaviours: int
+    candidates: int
+
+
 class SpanResolver:
     """Resolves histories and names prefixes, for one engine."""
 
@@ -57,17 +66,28 @@ class SpanResolver:
         return resolve(self._histories.get(user_id), wanted, None, self._histories.is_loading(partition))
 
     def span(
-        self, user_id: str, resolved: ResolvedHistory, query_time_ms: int, suffix: Behaviours = _NO_SUFFIX
+        self,
+        user_id: str,
+        resolved: ResolvedHistory,
+        query_time_ms: int,
+        scored: Scored,
+        suffix: Behaviours = _NO_SUFFIX,
     ) -> PrefixSpan:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
-        `query_time_ms`: the time of the retrieval event. `suffix`: the request's; the span says what of it still
-        follows the prefix.
+        `query_time_ms`: the time of the retrieval event. `scored`: how much the request brings, or is expected to,
+        which a model may hide features by. `suffix`: the request's; the span says what of it still follows the prefix.
         """
         history, chain = resolved.history, resolved.chain
         if history is None or chain is None:
             history = History(user_id, 0, np.empty(0, "<i8"), _NO_SUFFIX)
             chain = digest_chain(history.features, history.behaviours)
+        shown = self._engine.shown_features(
+            history.features, len(history.behaviours) + scored.suffix_behaviours, scored.candidates
+        )
+        if shown is not history.features:
+            history = replace(history, features=shown)
+            chain = history.chain()
         rules = self._engine.rules
         folded = len(suffix) > 0 and not rules.grows
         if folded:

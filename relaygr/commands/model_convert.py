@@ -47,6 +47,10 @@ def convert_command(
     feature: Annotated[
         list[str] | None, typer.Option(metavar="NAME[=TOKENS]", help="A contextual feature, in the source's order.")
     ] = None,
+    hide_below: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TOKENS", help="Meta: hide this feature from sequences of fewer tokens."),
+    ] = None,
     item_feature: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A feature of each item beside its id, in order.")
     ] = None,
@@ -98,7 +102,7 @@ def convert_command(
         "eps": eps,
         "alpha": alpha,
         "tasks": [parse_task(text) for text in task or ()] or None,
-        "features": [_feature(text) for text in feature or ()] or None,
+        "features": _features(feature or [], parse_pairs("--hide-below", hide_below)) or None,
         "item_features": item_feature or None,
         "item_values": parse_pairs("--item-values", item_values) or None,
         "tables": parse_pairs("--table", table) or None,
@@ -175,8 +179,13 @@ def _write_report(path: Path, report: ConversionReport) -> None:
         raise RelayError(f"{path} cannot be written: {error}.") from error
 
 
-def _feature(text: str) -> dict[str, str]:
-    name, _, tokens = text.partition("=")
-    if not name or (tokens and not tokens.isdecimal()):
-        raise RelayError(f"--feature {text}: write NAME, or NAME=TOKENS, such as genre=3.")
-    return {"name": name, "tokens": tokens or "1"}
+def _features(texts: list[str], hidden_below: dict[str, str]) -> list[dict[str, str]]:
+    features = []
+    for text in texts:
+        name, _, tokens = text.partition("=")
+        if not name or (tokens and not tokens.isdecimal()):
+            raise RelayError(f"--feature {text}: write NAME, or NAME=TOKENS, such as genre=3.")
+        features.append({"name": name, "tokens": tokens or "1", "min_tokens": hidden_below.pop(name, "0")})
+    if hidden_below:
+        raise RelayError(f"--hide-below {next(iter(hidden_below))}: there is no such --feature.")
+    return features

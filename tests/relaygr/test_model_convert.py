@@ -21,6 +21,7 @@ from workers.model.convert.state_dict import read_state_dict
 
 OPTIONS = ["--heads", "2", "--normalizer", "40", "--task", "click", "--task", "watch:regression"]
 FEATURES = ["--feature", "user_id", "--feature", "region"]
+HIDDEN = ["--hide-below", "user_id=4"]
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_complete_source_becomes_a_checkpoint_and_a_report(tmp_path: Path, sou
     mapped = {entry["target"]: entry for entry in report["mapped"]}
     assert mapped["content.0.weight"]["transform"] == "transposed"
     assert mapped["content.0.weight"]["source_shape"] == mapped["content.0.weight"]["shape"][::-1]
-    assert "note: Contextual features always count" in done.output
+    assert "note: No contextual feature is hidden" in done.output
     shown = CliRunner().invoke(app, ["model", "show", str(tmp_path / "out")])
     assert "dlrm, 3 kinds of action" in shown.output
     assert "from the end" in shown.output
@@ -85,6 +86,16 @@ def test_options_may_stand_in_a_file_and_are_overridden_on_the_command_line(tmp_
     wrong = run(*arguments, "--force")
     assert wrong.exit_code != 0
     assert "headz" in wrong.output
+
+
+def test_a_feature_is_hidden_from_short_sequences_where_it_is_said(tmp_path: Path, source: Tensors) -> None:
+    save_file(source, tmp_path / "model.safetensors")
+    done = run(tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *FEATURES, *HIDDEN)
+    assert done.exit_code == 0, done.output
+    assert "note:" not in done.output
+    assert [f.min_tokens for f in load_checkpoint(tmp_path / "out").config.contextual_features] == [4, 0]
+    again = run(tmp_path / "model.safetensors", tmp_path / "out2", *OPTIONS, *FEATURES, "--hide-below", "planet=4")
+    assert "there is no such --feature" in " ".join(again.output.split())
 
 
 def test_what_it_must_be_told_is_named_as_options(tmp_path: Path, source: Tensors) -> None:

@@ -46,7 +46,8 @@ class ConvertedWorld:
         """The last `suffix` behaviours come with the request, the others before it."""
         count = len(history) - suffix
         prefix, rest = history[:count], history[count:]
-        inputs = self.engine.prefix_inputs(np.array(features, _INT64), prefix, query_time_ms)
+        shown = self.engine.shown_features(np.array(features, _INT64), len(history), candidates.size)
+        inputs = self.engine.prefix_inputs(shown, prefix, query_time_ms)
         pages = np.arange(self.engine.geometry.pages_for(inputs.tokens), dtype=np.int32)[::-1].copy()
         for start in range(0, inputs.tokens, self.chunk_tokens):
             end = min(start + self.chunk_tokens, inputs.tokens)

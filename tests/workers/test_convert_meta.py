@@ -28,7 +28,9 @@ def options_of(made: Made, **changes: Any) -> ConvertOptions:
         "heads": meta["heads"],
         "normalizer": meta["N"],
         "tasks": TASKS,
-        "features": tuple(SourceFeature(name=name) for name in meta["contextual"]),
+        "features": tuple(
+            SourceFeature(name=name, min_tokens=GATE_TOKENS if name == "user_id" else 0) for name in meta["contextual"]
+        ),
         "item_features": tuple(item_features(made)[1:]),
         "max_prefix": 32,
     }
@@ -62,9 +64,7 @@ def test_the_engine_scores_what_the_source_scores(made: Made, page_tokens: int, 
             arrays["payload/action"][h].astype(np.uint16),
             arrays["payload/time"][h] * 1000,
         )
-        # The source hides the user id from short sequences; such a user is unknown to us.
-        hidden = history + count < GATE_TOKENS
-        features = [-1 if hidden and name == "user_id" else user for name in made[0]["contextual"]]
+        features = [user for _ in made[0]["contextual"]]
         query_time_ms = int(arrays["payload/c_time"][c][0]) * 1000 + 999
         scores.append(world.scores(features, behaviours, total + np.arange(c.start, c.stop), query_time_ms))
     expected = arrays["preds"].T

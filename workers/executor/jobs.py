@@ -12,6 +12,7 @@ from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.history.resolve import HistoryMismatchError
 from workers.remembered import Remembered
+from workers.spans import Scored
 from workers.work import JobOutcome, JobWork, PrefixSpan, PrefixWork
 
 log = structlog.get_logger()
@@ -66,7 +67,8 @@ class JobFlow:
             return None
         if resolved.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
-        self.pre_infer(work, self._shared.spans.span(job.user_id, resolved, job.retrieval_at_us // 1000))
+        expected = Scored(job.expected_suffix, job.expected_candidates)
+        self.pre_infer(work, self._shared.spans.span(job.user_id, resolved, job.retrieval_at_us // 1000, expected))
 
     def pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
         """Sees to it that the prefix is, or will be, in HBM; or ends the job."""

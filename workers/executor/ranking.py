@@ -24,6 +24,7 @@ from workers.history.resolve import HistoryMismatchError
 from workers.model.interface import EngineLimits, RankOutputs, TooLongError
 from workers.remembered import Remembered
 from workers.scheduler.plan import Route, RoutePlan, plan_ranking
+from workers.spans import Scored
 from workers.work import PrefixSpan, PrefixWork, RankingWork
 
 log = structlog.get_logger()
@@ -81,7 +82,10 @@ class RankingFlow:
                 return self.fail(work, FailureReason.UNDECODABLE, str(error))
             if resolved.is_behind and self._waiting.for_history(work):
                 return None
-            work.span = self._shared.spans.span(request.user_id, resolved, request.query_time_ms, request.suffix)
+            scored = Scored(len(request.suffix), request.candidates.size)
+            work.span = self._shared.spans.span(
+                request.user_id, resolved, request.query_time_ms, scored, request.suffix
+            )
         span = work.span
         work.lookups += 1
         work.looked_up_us = now_us

@@ -145,6 +145,9 @@ class ContextualFeature(Part):
     tokens: Annotated[
         int, Field(ge=1, le=MAX_FEATURES, description="values that it takes of a history's features, a token each")
     ] = 1
+    min_tokens: Annotated[
+        int, Field(ge=0, le=65_536, description="hidden from sequences of fewer behaviours and candidates together")
+    ] = 0
 
 
 class ItemFeature(Part):

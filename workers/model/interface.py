@@ -146,6 +146,12 @@ class Engine(Protocol):
     def bind(self, arena: torch.Tensor) -> None:
         """Uses this arena from now on: uint8 [num_pages, geometry.page_bytes] on the device. Raises ValueError."""
 
+    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
+        """The user's features as a sequence of so many behaviours and candidates shows them: some may be hidden.
+
+        The same array where nothing is. A prefix is named, and looked up, by what it shows.
+        """
+
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         """Looks a prefix up. Missing and unknown features take their unknown row. Raises TooLongError.
 

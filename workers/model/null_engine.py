@@ -70,6 +70,9 @@ class NullEngine:
         if arena.shape[1:] != (self.geometry.page_bytes,):
             raise ValueError(f"arena is {list(arena.shape)}, not [num_pages, {self.geometry.page_bytes}]")
 
+    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:  # noqa: ARG002
+        return features
+
     def prefix_inputs(
         self,
         features: Int64Array,  # noqa: ARG002

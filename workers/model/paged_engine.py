@@ -22,7 +22,7 @@ from workers.model.attention.segments import Segment
 from workers.model.attention.spec import spec_of
 from workers.model.checkpoint import Checkpoint
 from workers.model.graphs import layer_runner
-from workers.model.inputs import IDS_TENSOR, TokenEmbedding, TokenLookup
+from workers.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
 from workers.model.inputs.times import query_seconds
 from workers.model.interface import (
     Int32Array,
@@ -74,6 +74,7 @@ class PagedEngine:
         self.num_tasks = len(config.tasks)
         self.weights_bytes = checkpoint.weights_bytes
         self._config = config
+        self._gates = FeatureGates(config.contextual_features)
         self._lookup = TokenLookup(config, checkpoint.vocabulary())
         self._segmenting = Segmenting(config)
         tensors = {
@@ -108,6 +109,9 @@ class PagedEngine:
 
     def bind(self, arena: torch.Tensor) -> None:
         self._kv = PagedKv(arena, self.geometry)
+
+    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
+        return self._gates.shown(features, behaviours, candidates)
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
         check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")

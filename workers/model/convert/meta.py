@@ -125,7 +125,7 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
     for index, feature in enumerate(features):
         table = tables.require(feature.name)
         give_table(takings, table, f"features.{index}.weight")
-        described.append({"name": feature.name, "tokens": feature.tokens, "cardinality": table.rows.shape[0]})
+        described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
     item_features = []
     for index, name in enumerate(options.item_features):
         table = tables.require(name)
@@ -141,10 +141,10 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
         item_features.append({"name": name, "cardinality": rows})
     takings.take(names.contextual_weight, "contextual.weight")
     takings.take(names.contextual_bias, "contextual.bias")
-    if features:
+    if features and not any(feature.min_tokens for feature in features):
         takings.note(
-            "Contextual features always count: where the source hides one from users with few tokens "
-            "(its minimum lengths), those users' scores differ."
+            "No contextual feature is hidden from short sequences: where the source has minimum lengths, "
+            "say them with --hide-below NAME=TOKENS."
         )
     _take_mlp(takings, names.content, "content")
     if options.item_features:

@@ -136,7 +136,7 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
         if table.rows.shape[1] != contextual_width:
             raise RelayError(f"The table for {feature.name!r} is {table.rows.shape[1]} wide, not {contextual_width}.")
         give_table(takings, _through(table, through), f"features.{index}.weight")
-        described.append({"name": feature.name, "tokens": feature.tokens, "cardinality": table.rows.shape[0]})
+        described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
     config: dict[str, Any] = {
         "inputs": "added",
         "vocabulary_size": items.count,

@@ -31,6 +31,9 @@ class SourceFeature(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     tokens: Annotated[int, Field(ge=1)] = 1
+    min_tokens: Annotated[
+        int, Field(ge=0, description="hidden from sequences of fewer behaviours and candidates together")
+    ] = 0
 
 
 class ConvertOptions(BaseModel):

@@ -21,7 +21,7 @@ from workers.model.config import ModelConfig, Task, TaskKind
 from workers.model.convert import Converted, ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.options import SourceFeature
 from workers.model.convert.state_dict import StateDict
-from workers.model.inputs import Column, TokenEmbedding, TokenLookup, Vocabulary
+from workers.model.inputs import Column, FeatureGates, TokenEmbedding, TokenLookup, Vocabulary
 from workers.model.inputs.shapes import ITEM_FEATURE_ROWS
 from workers.model.inputs.times import age_rows
 from workers.model.layers import build_layers
@@ -65,6 +65,7 @@ class _Served:
     """The modules of a served model."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], masked_context: int) -> None:
+        self.gates = FeatureGates(config.contextual_features)
         self.lookup = TokenLookup(config, Vocabulary(config.vocabulary_size))
         self.embedding = TokenEmbedding(config, tensors)
         self.readout = Readout(config, tensors)
@@ -123,9 +124,8 @@ def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_C
     first_candidate = sum(histories)
     parts = zip(slices(histories), slices(asked), strict=True)
     for user, (history, own) in enumerate(parts):
-        tokens = history.stop - history.start + own.stop - own.start
         yield _User(
-            np.array([row for context in contexts for row in _values(context, user, tokens)], dtype=np.int64),
+            np.array([row for context in contexts for row in _values(context, user)], dtype=np.int64),
             Behaviours(
                 np.arange(history.start, history.stop, dtype=np.int64),
                 actions[history].astype(np.uint16),
@@ -136,10 +136,9 @@ def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_C
         )
 
 
-def _values(context: _Context, user: int, tokens: int) -> list[int]:
-    """One value a token; what is hidden or missing is unknown, whose embedding is zero."""
-    hidden = context.name == _GATED_FEATURE and tokens < _GATE_TOKENS
-    rows = [] if hidden else list(context.rows[user])[: context.tokens]
+def _values(context: _Context, user: int) -> list[int]:
+    """One value a token; what is missing is unknown, whose embedding is zero."""
+    rows = list(context.rows[user])[: context.tokens]
     return rows + [_UNKNOWN] * (context.tokens - len(rows))
 
 
@@ -149,7 +148,8 @@ def _rows_of(
     """Rows of the candidates after the last layer, and their tokens."""
     stamps = user.candidate_times if user.candidate_times.size else user.behaviours.timestamps_ms // _MS
     query_time = int(stamps[-1]) if stamps.size else 0
-    prefix = model.lookup.prefix(user.features, user.behaviours, query_time * _MS).tokens
+    features = model.gates.shown(user.features, len(user.behaviours), user.candidates.size)
+    prefix = model.lookup.prefix(features, user.behaviours, query_time * _MS).tokens
     scored = model.lookup.scored(prefix.shape[0], Behaviours.empty(), user.candidates, query_time * _MS).tokens
     # A request has one query time; the case may have one a candidate, and the last of them counts for ages.
     scored[:, Column.TIME] = user.candidate_times
@@ -175,7 +175,7 @@ def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Conver
         normalizer=case.number("N"),
         eps=case.number("norm_eps"),
         tasks=_tasks(case),
-        features=tuple(SourceFeature(name=context.name, tokens=context.tokens) for context in contexts),
+        features=tuple(_source_feature(context) for context in contexts),
         item_features=tuple(items[1:]),
         tables={"item": items[0]},
     )
@@ -192,6 +192,11 @@ def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Conver
     if bool(converted.config.readout_periods) != (case.option("post") == _POSTS[1]):
         raise MalformedCaseError(f"post is {case.option('post')}, the weights are another one's")
     return replace(converted, config=_with_eps(case, converted.config))
+
+
+def _source_feature(context: _Context) -> SourceFeature:
+    least = _GATE_TOKENS if context.name == _GATED_FEATURE else 0
+    return SourceFeature(name=context.name, tokens=context.tokens, min_tokens=least)
 
 
 def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
