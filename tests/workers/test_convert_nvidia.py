@@ -116,3 +116,33 @@ def test_what_only_training_needs_is_not_left_over() -> None:
     report = convert_state_dict(source, SourceKind.NVIDIA, options_of(), "here").report
     assert report.is_complete
     assert len([unused for unused in report.unused if unused.source.endswith("_extra_state")]) == 2
+
+
+def test_norms_and_biases_that_the_source_does_without_are_those_that_change_nothing() -> None:
+    source = make_nvidia()
+    for layer in source.layers:
+        for name in ("b1", "beta", "b2"):
+            layer[name][:] = 0
+        layer["g1"][:] = layer["g2"][:] = 1
+    for index in range(2):
+        source.weights[f"head.{index}.bias"][:] = 0
+    gone = ("layernorm_weight", "layernorm_bias", "ln_dropout_mul.weight", "ln_dropout_mul.bias", "_linear_uvqk.bias")
+    state = {
+        name: tensor
+        for name, tensor in with_tables(source, "native").items()
+        if not name.endswith(gone) and not (name.startswith("_mlp.") and name.endswith(".bias"))
+    }
+    with pytest.raises(RelayError, match="--projection"):
+        convert_state_dict(StateDict(state), SourceKind.NVIDIA, options_of(), "here")
+    options = options_of(projection=ProjectionLayout.PER_HEAD)
+    world = load(convert_state_dict(StateDict(state), SourceKind.NVIDIA, options, "here"), 4, 3)
+    history = behaviours(7)
+    assert largest_error(world.scores([1], history, CANDIDATES), source.scores([1], history, CANDIDATES)) <= 2e-5
+
+
+def test_a_model_without_actions_is_a_sequence_of_items() -> None:
+    state = {name: tensor for name, tensor in with_tables(make_nvidia(), "fused").items() if ".action." not in name}
+    converted = convert_state_dict(StateDict(state), SourceKind.NVIDIA, options_of(), "here")
+    assert converted.report.is_complete
+    assert converted.config.layout().tokens_per_behaviour == 1
+    assert converted.config.num_actions == 0

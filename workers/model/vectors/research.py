@@ -84,7 +84,10 @@ def _biases(case: Case, layers: int, size: int) -> RelativeBiases:
     """A table that a layer lacks is one of zeros."""
     buckets = case.whole("buckets", 1)
     names = [f"w/_attention_layers.{layer}._rel_attn_bias." for layer in range(layers)]
-    positions = [_table(case, f"{name}_pos_w", 2 * size - 1) for name in names]
+    # A bias by position alone has its table under another name.
+    positions = [
+        _table(case, f"{name}_pos_w" if case.has(f"{name}_pos_w") else f"{name}_w", 2 * size - 1) for name in names
+    ]
     times = [_table(case, f"{name}_ts_w", buckets + 1) for name in names]
     config = RelativeBias(positions=size, time_buckets=buckets, log_base=case.number("log_base", 0.301))
     return RelativeBiases(config, positions, times)
