@@ -1,4 +1,4 @@
-"""The contract of the engine: cached inference is full inference, whatever the chunks, pages and neighbours."""
+"""What an engine does beside computing the right scores (`test_engine_contract.py`): pages, limits, misuse, memory."""
 
 from __future__ import annotations
 
@@ -68,17 +68,6 @@ def test_a_request_scores_the_same_alone_and_in_any_batch(lengths: list[tuple[in
         assert worst(outputs.scores, torch.from_numpy(world.scores(request))) <= TOLERANCE
 
 
-def test_candidates_do_not_see_each_other() -> None:
-    world, random = make_world(small_config()), np.random.default_rng(1)
-    pages = world.pages(random, 20)
-    tokens = world.pre_infer(NO_FEATURES, random_behaviours(random, 20), pages, [])
-    recent, items = random_behaviours(random, 3), np.arange(10)
-    all_scores = world.scores(world.engine.rank_inputs(tokens, pages, recent, items))
-    for index in range(items.size):
-        alone = world.scores(world.engine.rank_inputs(tokens, pages, recent, items[index : index + 1]))
-        assert worst(alone, torch.from_numpy(all_scores[index : index + 1])) <= TOLERANCE
-
-
 def test_ranking_changes_nothing_in_the_arena() -> None:
     world, random = make_world(small_config()), np.random.default_rng(2)
     pages = world.pages(random, 20)
@@ -110,17 +99,6 @@ def test_pages_hold_the_prefix_as_the_geometry_says_and_nothing_else_is_written(
             assert torch.allclose(values[:, place].flatten().double(), expected.values[layer][token], atol=1e-5)
     others = np.setdiff1d(np.arange(ARENA_PAGES), pages)
     assert bool((world.arena[torch.from_numpy(others)] == 7).all())
-
-
-def test_appending_behaviours_is_computing_the_longer_prefix() -> None:
-    world, random = make_world(small_config()), np.random.default_rng(4)
-    history, items = random_behaviours(random, 45), np.arange(6)
-    pages = world.pages(random, 45)
-    world.pre_infer(NO_FEATURES, history[:30], pages, [])
-    inputs = world.engine.prefix_inputs(NO_FEATURES, history)
-    world.engine.pre_infer(PrefixChunk(inputs, 30, 45, pages))
-    scores = world.scores(world.engine.rank_inputs(45, pages, Behaviours.empty(), items))
-    assert worst(scores, full_inference(world.checkpoint, NO_FEATURES, history, items).scores) <= TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -259,6 +237,7 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
         ("meta", ComputeDtype.BFLOAT16),
         ("research", ComputeDtype.FLOAT32),
         ("soft-max with every mask option", ComputeDtype.FLOAT32),
+        ("dlrm-v3", ComputeDtype.FLOAT32),
     ],
 )
 def test_scratch_memory_stays_within_what_the_engine_says(

@@ -23,6 +23,7 @@ from workers.model.attention.spec import spec_of
 from workers.model.checkpoint import Checkpoint
 from workers.model.graphs import layer_runner
 from workers.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
+from workers.model.inputs.shapes import input_row_elements
 from workers.model.inputs.times import query_seconds
 from workers.model.interface import (
     Int32Array,
@@ -38,6 +39,7 @@ from workers.model.layers import build_layers
 from workers.model.namespace import kv_namespace
 from workers.model.precision import ComputeDtype
 from workers.model.readout import Readout
+from workers.model.readout.shapes import readout_row_elements
 from workers.model.rules import RuleError, rules_of
 from workers.model.segmenting import Segmenting
 from workers.model.stack import Stack
@@ -100,12 +102,14 @@ class PagedEngine:
         full = 3 * c.embedding_dim + 3 * values
         # Of the compute type: the norms and a product's result once more, the projection and a copy of its K and V.
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
-        readout = sum((c.embedding_dim, *c.readout_hidden, 2 * self.num_tasks))
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
         layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
         layers += self._attention.scratch_bytes(rows, max_tokens)
-        return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + max_batch_rows * readout * _FLOAT_BYTES
+        # Embedding comes before the layers, and is done with all but the rows when they begin.
+        layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
+        readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES
+        return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
 
     def bind(self, arena: torch.Tensor) -> None:
         self._kv = PagedKv(arena, self.geometry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workers.model.config import DlrmInputs, InputForm, ModelConfig
+from workers.model.inputs.tokens import Column
 from workers.model.mlp import swish_norm_mlp_shapes
 
 ITEM_FEATURE_ROWS = "item_features.{}.rows"
@@ -27,6 +28,19 @@ def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.num_times:
         shapes["times.weight"] = (config.num_times, d)
     return shapes
+
+
+def input_row_elements(config: ModelConfig) -> int:
+    """float32 elements that one token's embedding needs at most, its own row included."""
+    # The token itself; the row, and what is added to it or written over it.
+    elements = 2 * len(Column) + 3 * config.embedding_dim
+    if config.dlrm_inputs is not None:
+        inputs = config.dlrm_inputs
+        bits = len(inputs.action_weights)
+        # What was looked up, joined; inside an MLP its linear map, norm and gate; actions, and those of candidates.
+        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * inputs.hidden
+        elements += 2 * config.embedding_dim + 2 * bits * (1 + inputs.action_dim)
+    return elements
 
 
 def _dlrm_shapes(config: ModelConfig, inputs: DlrmInputs) -> dict[str, tuple[int, ...]]:

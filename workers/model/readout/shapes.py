@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from workers.model.config import ModelConfig, ReadoutActivation, ReadoutForm, ReadoutNorm
+from workers.model.inputs.tokens import Column
 from workers.model.mlp import swish_norm_mlp_shapes
 
 
@@ -27,3 +28,15 @@ def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             norm = f"readout.mlp.{index}.norm"
             shapes |= {f"{norm}.weight": (columns,), f"{norm}.bias": (columns,)}
     return shapes
+
+
+def readout_row_elements(config: ModelConfig) -> int:
+    """float32 elements that the read-out of one candidate needs at most."""
+    d, periods = config.embedding_dim, len(config.readout_periods)
+    # The token; its row, joined with periods, mapped and normalised.
+    elements = 2 * len(Column) + 4 * d + 6 * periods
+    if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
+        inputs = config.dlrm_inputs
+        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * config.readout_item_hidden + 3 * d
+    # A layer of the MLP: its linear map, norm and gate beside the layer before.
+    return elements + 4 * max((0, *config.readout_hidden)) + sum(config.readout_hidden) + 3 * len(config.tasks)
