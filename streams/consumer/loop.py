@@ -35,6 +35,7 @@ through a queue that it looks at between polls.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter as Tally
@@ -415,9 +416,11 @@ class ConsumerLoop:
         self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
         self._handler.on_lost(frozenset(tp.partition for tp in gone))
         if self._is_replaced():
-            # The client would join again by itself, without its member id, and take the id back from its new holder.
-            consumer.unsubscribe()
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
+            # The client would join again by itself, without its member id, and take the id back from its new holder.
+            # One that has been told so by the broker refuses this as well.
+            with contextlib.suppress(KafkaException, KafkaError):
+                consumer.unsubscribe()
 
     def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:
         """Where the group stands. A partition without a commit gets one, at the start of its log.

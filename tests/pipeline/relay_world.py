@@ -135,9 +135,15 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.processes.stop(self.processes.running)
 
-    def start_worker(self, worker_id: str = "worker-00", *settings: str, store: str | None = None) -> Child:
+    def start_worker(
+        self,
+        worker_id: str = "worker-00",
+        *settings: str,
+        store: str | None = None,
+        command: Sequence[str] = ("worker",),
+    ) -> Child:
         own = [f"worker.worker_id={worker_id}", f"worker.history_path={self.folder / (store or worker_id)}", *settings]
-        return self.processes.start(worker_id, ["worker"], "worker", own)
+        return self.processes.start(worker_id, command, "worker", own)
 
     def start_trigger(self) -> Child:
         return self.processes.start("trigger", ["trigger"], "trigger")

@@ -1,0 +1,180 @@
+"""A worker with a hot standby on a real Kafka: killed, stopped, hung, and doubled, under traffic."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relaygr.demo.processes import Child
+from schemas.topics import Topic
+from streams.broker import LocalBroker
+from streams.client import RankStatus
+from streams.settings import KafkaSettings
+from tests.pipeline.relay_world import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
+from tests.pipeline.standby_world import Traffic, await_pair, children, hit_ratio, require_all_ranked
+from workers.exits import Exit
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
+
+USERS = [f"user-{number:02d}" for number in range(30)]
+INTERVAL_S = 0.02
+BUDGET_MS = 20_000
+WATCHDOG_S = 2.0
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    settings = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    real_broker.create_topics(settings)
+    yield settings
+    real_broker.delete_topics(settings)
+
+
+@pytest.fixture
+def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, wish: Path) -> Iterator[Relay]:
+    own = kafka.model_copy(update={"group_prefix": f"{kafka.group_prefix}.{uuid.uuid4().hex[:6]}"})
+    # HBM holds a few users' prefixes, DRAM all of them.
+    with Relay(own, tmp_path, model, dram_bytes=16 << 20, watchdog_s=WATCHDOG_S) as relay:
+        yield relay
+
+
+@pytest.fixture
+def wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The worker whose process id is written there hangs."""
+    wish = tmp_path / "hang"
+    monkeypatch.setenv("RELAYGR_TEST_HANG", str(wish))
+    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'hang'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return wish
+
+
+@pytest.fixture
+def worker(relay: Relay) -> Child:
+    supervisor = relay.start_worker("worker-00", command=["worker", "--standby"])
+    relay.await_ready(supervisor)
+    return supervisor
+
+
+def begun(relay: Relay) -> Traffic:
+    return Traffic(relay, USERS, INTERVAL_S, BUDGET_MS)
+
+
+def restored(supervisor: Child) -> float:
+    return reading(supervisor).total("relaygr_arena_prefixes_total")
+
+
+def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, worker: Child):
+    """Nothing is lost, nothing answered twice, every prefix in DRAM is found again, and a new standby comes up."""
+    pids = await_pair(worker)
+    with begun(relay) as traffic:
+        time.sleep(4)
+        killed_s = time.monotonic()
+        os.kill(pids[0], signal.SIGKILL)
+        time.sleep(4)
+        asked = traffic.stop()
+        require_all_ranked(asked, traffic.lost)
+    # The first round computes each user's prefix; after it, all are there.
+    before = [each for each in asked[len(USERS) * 2 :] if each.answered_s < killed_s]
+    after = [each for each in asked if each.sent_s > killed_s]
+    assert hit_ratio(before) == 1.0
+    assert hit_ratio(after) >= 0.98  # A spill that was under way died with its worker.
+    assert {each.outcome.result.worker_id for each in after if each.outcome.result} == {"worker-00"}
+    relay.await_all_committed(Topic.RANKING)
+    active, standby = await_pair(worker, but_not=pids[:1])
+    assert active == pids[1]
+    assert standby not in pids
+    assert relay.stop(worker) == 0
+
+
+def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: Child):
+    pids = await_pair(worker)
+    with begun(relay) as traffic:
+        time.sleep(2)
+        os.kill(pids[0], signal.SIGSTOP)
+        wait_until("the standby is active", lambda: children(worker).get("active") == pids[1])
+        time.sleep(1)
+        asked = traffic.stop()
+        require_all_ranked(asked, traffic.lost)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], signal.SIGCONT)
+
+
+def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, worker: Child, wish: Path):
+    pids = await_pair(worker)
+    with begun(relay) as traffic:
+        time.sleep(2)
+        wish.write_text(str(pids[0]))
+        wait_until("the standby is active", lambda: children(worker).get("active") == pids[1])
+        time.sleep(1)
+        asked = traffic.stop()
+        require_all_ranked(asked, traffic.lost)
+    assert f'"exit_code": {int(Exit.STUCK)}' in worker.log.read_text()
+
+
+@pytest.mark.parametrize("stopped_s", [1.0, 8.0], ids=["within the session", "longer than the session"])
+def test_a_stopped_worker_that_wakes_up_after_a_take_over_is_fenced_and_writes_nothing(relay: Relay, stopped_s: float):
+    """Two machines with one id, nobody who supervises both. A woken process once took the id back."""
+    first = relay.start_worker("worker-00")
+    relay.await_ready(first)
+    ask(relay, 10)
+    first.process.send_signal(signal.SIGSTOP)
+    elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"
+    second = relay.start_worker("worker-00-elsewhere", elsewhere, "worker.worker_id=worker-00")
+    relay.await_ready(second)
+    time.sleep(stopped_s)
+    committed = relay.committed(Topic.RANKING)
+    left = dram_of(relay)
+    first.process.send_signal(signal.SIGCONT)
+    assert first.process.wait(30) == Exit.FENCED
+    relay.forget(first)
+    assert dram_of(relay) == left
+    assert second.process.poll() is None
+    ask(relay, 10)
+    relay.await_all_committed(Topic.RANKING)
+    after = relay.committed(Topic.RANKING)
+    assert all(after[partition] >= offset for partition, offset in committed.items())
+
+
+def test_a_second_process_with_the_same_id_on_one_machine_is_refused(relay: Relay):
+    first = relay.start_worker("worker-00")
+    relay.await_ready(first)
+    second = relay.start_worker("worker-00", "worker.drain_s=0")
+    assert second.process.wait(60) == Exit.FAILED
+    relay.forget(second)
+    said = second.log.read_text()
+    assert f"worker-00 runs already on this machine, as process {first.process.pid}" in said
+    ask(relay, 10)
+    assert first.process.poll() is None
+
+
+def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: Child):
+    """The id is another machine's then: a standby that joined would fence that one in turn."""
+    await_pair(worker)
+    elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"
+    other = relay.start_worker("worker-00-elsewhere", elsewhere, "worker.worker_id=worker-00")
+    assert worker.process.wait(60) == Exit.FENCED
+    relay.forget(worker)
+    relay.await_ready(other)
+    time.sleep(1)
+    assert other.process.poll() is None
+    ask(relay, 5)
+
+
+def ask(relay: Relay, count: int) -> None:
+    with relay.client() as client:
+        for _ in range(count):
+            user = new_user("ask")
+            outcome = client.rank(user, candidates_of(), budget_ms=BUDGET_MS, history=history_of(user, 50))
+            assert outcome.status is RankStatus.RANKED
+
+
+def dram_of(relay: Relay) -> list[bytes]:
+    """What the first worker's arena holds, pages and index."""
+    return [path.read_bytes() for path in sorted((relay.folder / "shared").rglob("*-*")) if path.is_file()]
