@@ -1,0 +1,99 @@
+"""However many ask for a prefix, it is computed, appended to or reloaded once; each waits until its own deadline."""
+
+from __future__ import annotations
+
+from schemas.messages import Path
+from tests.workers.test_executor import HIT_US, TOKEN_US, World, world_with_a_in_dram
+
+CROWD = 20
+
+
+def crowd(world: World, version, count: int = CROWD, budget_us: int = 200_000):  # type: ignore[no-untyped-def]
+    return [world.rank("a", version, f"r{index}", budget_us=budget_us) for index in range(count)]
+
+
+def computed_tokens(world: World) -> int:
+    return sum(end - start for start, end in world.engine.chunks)
+
+
+def test_a_crowd_of_requests_computes_a_prefix_once() -> None:
+    world = World()
+    works = crowd(world, world.store.put("a", 400))
+    world.run()
+    assert all(work.done for work in works)
+    assert computed_tokens(world) == 400
+
+
+def test_a_crowd_and_its_job_compute_a_prefix_once() -> None:
+    world = World()
+    version = world.store.put("a", 400)
+    world.job("a", version, "r0")
+    world.executor.step()
+    works = crowd(world, version)
+    world.run()
+    assert {work.path for work in works} == {Path.PENDING}
+    assert computed_tokens(world) == 400
+
+
+def test_a_crowd_appends_to_a_prefix_once() -> None:
+    world = World()
+    world.rank("a", world.store.put("a", 320), "first")
+    world.run()
+    works = crowd(world, world.store.put("a", 400, number=2))
+    world.run()
+    assert all(work.done and work.path is Path.HBM for work in works)
+    assert computed_tokens(world) == 400
+
+
+def test_a_crowd_reloads_a_prefix_once() -> None:
+    """6. Every concurrent request started a copy of its own."""
+    world, version = world_with_a_in_dram()
+    before = computed_tokens(world)
+    works = crowd(world, version)
+    world.run()
+    reloads = [request for request in world.mover.waiting if request.deadline_us < 2**61]
+    assert len(reloads) == 1
+    world.mover.finish()
+    world.run()
+    assert {work.path for work in works} == {Path.DRAM}
+    assert computed_tokens(world) == before
+
+
+def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> None:
+    """7. The first waiter's time-out cancelled the work of all."""
+    world = World()
+    version = world.store.put("a", 400)
+    world.job("a", version, "job")
+    world.executor.step()
+    # The whole takes 400 x TOKEN_US and HIT_US: this one has less.
+    hurried = world.rank("a", version, "hurried", budget_us=400 * TOKEN_US // 2 + HIT_US)
+    patient = world.rank("a", version, "patient", budget_us=200_000)
+    world.run()
+    assert (hurried.done, hurried.path) == (True, Path.TRUNCATED)
+    assert (patient.done, patient.path) == (True, Path.PENDING)
+    assert world.cache.peek(patient.span.key).hbm_behaviours == 400
+
+
+def test_the_first_waiter_for_a_reload_gives_up_and_the_second_hits() -> None:
+    world, version = world_with_a_in_dram()
+    first = world.rank("a", version, "first", budget_us=30_000)
+    world.run()
+    world.idle_until(first.deadline_us - 400 * TOKEN_US - 2 * HIT_US)
+    assert (first.done, first.path) == (True, Path.FULL)
+    world.mover.finish()
+    world.run()
+    second = world.rank("a", version, "second")
+    world.run()
+    assert second.path is Path.HBM
+
+
+def test_a_request_that_overtakes_its_job_takes_the_work_over_and_the_job_finds_it_done() -> None:
+    world = World()
+    version = world.store.put("a", 400)
+    world.job("a", version, "r")
+    work = world.rank("a", version, "r")
+    world.run()
+    assert (work.path, computed_tokens(world)) == (Path.FULL, 400)
+    world.job("a", version, "r")
+    world.run()
+    assert computed_tokens(world) == 400
