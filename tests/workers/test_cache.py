@@ -383,6 +383,37 @@ class TestSingleFlight:
         world.mover.finish()
         assert world.hit(make_key(), 50).source is PrefixSource.DRAM
 
+    @pytest.mark.parametrize("cached", [0, 100])
+    def test_a_hundred_concurrent_computations_of_one_prefix_are_one(self, world: World, cached: int) -> None:
+        """A pre-infer where nothing is cached, an append where the beginning is."""
+        key = make_key(length=150)
+        if cached:
+            world.store(make_key(length=cached))
+        barrier = threading.Barrier(100)
+        answers: list[object] = []
+
+        def reserve() -> None:
+            barrier.wait()
+            answers.append(world.cache.reserve(key, 0))
+
+        threads = [threading.Thread(target=reserve) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (fill,) = [answer for answer in answers if isinstance(answer, Fill)]
+        waiting = [answer for answer in answers if isinstance(answer, Pending)]
+        assert (len(waiting), len(set(map(id, waiting)))) == (99, 1)
+        assert fill.start_behaviours == cached
+        world.begin(fill)
+        world.write(fill, key, fill.tokens)
+        handle = fill.publish(1)
+        assert handle is not None
+        assert waiting[0].outcome is PendingOutcome.PUBLISHED
+        world.check_reads(handle, key)
+        world.cache.release(handle)
+        world.cache.check_invariants()
+
     def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: World) -> None:
         fill = world.reserve(make_key())
         joined = world.cache.acquire(make_key(), 0)
