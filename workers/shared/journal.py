@@ -6,7 +6,7 @@ pages that a copy has filled, and only then `published` stores the record.
 
 Restored pages are held against their checksums when a copy first reads them. That costs a quarter of a
 millisecond a MiB, once. A page that differs fails the copy, and the cache then drops the prefix as it does
-after any failed copy.
+for any copy that fails for good.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class ArenaJournal:
         self._lock = lock
         self._checksums = np.zeros(len(pages), np.uint32)
         self._unverified = np.zeros(len(pages), np.bool_)
+        self._torn = np.zeros(len(pages), np.bool_)
         self._records = 0
         self._ended = False
 
@@ -87,15 +88,18 @@ class ArenaJournal:
         if not self._lock.is_held():
             raise NotTheWriterError("the arena's lock is not this process's any more")
         self._checksums[pages] = [zlib.crc32(self._pages[page]) for page in pages]
-        self._unverified[pages] = False
+        self._unverified[pages] = self._torn[pages] = False
 
     def verify(self, pages: PageArray) -> None:
         """Raises TornPageError."""
         unverified = pages[self._unverified[pages]]
         for page in unverified:
             if zlib.crc32(self._pages[page]) != self._checksums[page]:
-                metrics.PAGES.labels("torn").inc()
-                log.warning("a page of the arena is torn: its prefix is dropped", page=int(page))
+                if not self._torn[page]:
+                    # Once, though a copy that failed is tried again.
+                    self._torn[page] = True
+                    metrics.PAGES.labels("torn").inc()
+                    log.warning("a page of the arena is torn: its prefix will be dropped", page=int(page))
                 raise TornPageError(f"page {page}")
             self._unverified[page] = False
             metrics.PAGES.labels("whole").inc()
