@@ -6,7 +6,7 @@ new back end adds itself to `BACKENDS` and thereby runs everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -105,7 +105,7 @@ KINDS: dict[str, ModelConfig] = {
             action_weights=(1, 2, 4),
             action_dim=3,
         ),
-        contextual_features=_FEATURES,
+        contextual_features=(*_FEATURES, ContextualFeature(name="user", cardinality=9, min_tokens=14)),
         readout=ReadoutForm.ITEM_PRODUCT,
         readout_periods=(TimePeriod(unit_seconds=3600, units=24), TimePeriod(unit_seconds=86_400, units=7)),
         readout_activation=ReadoutActivation.SWISH_NORM,
@@ -123,6 +123,8 @@ class Backend:
     """Whether a model is one of its own; others are not run on it."""
     is_slow: bool = False
     """Interpreted: what takes many tiles is left to the slow tests."""
+    kinds: Collection[str] = KINDS.keys()
+    """Those of its own that are worth the time."""
 
 
 def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device) -> TiledAttention:
@@ -135,8 +137,13 @@ BACKENDS: dict[str, Backend] = {
 }
 if find_spec("triton") is not None:
     # Triton is there for Linux only.
-    from tests.workers.triton_world import DEVICE, choose_triton
+    from tests.workers.triton_world import DEVICE, INTERPRETED, choose_triton
 
+    # Its kinds have one attention in common: under the interpreter one of them is enough.
     BACKENDS["triton, interpreted or on a GPU"] = Backend(
-        lambda: DEVICE, choose_triton, lambda spec: spec.is_plain, DEVICE.is_cpu
+        lambda: DEVICE,
+        choose_triton,
+        lambda spec: spec.is_plain,
+        INTERPRETED,
+        ["meta"] if INTERPRETED else KINDS.keys(),
     )

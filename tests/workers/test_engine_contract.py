@@ -38,7 +38,7 @@ CASES = [
     (kind, backend)
     for backend, made in BACKENDS.items()
     for kind, config in KINDS.items()
-    if made.computes(spec_of(config, ComputeDtype.FLOAT32))
+    if kind in made.kinds and made.computes(spec_of(config, ComputeDtype.FLOAT32))
 ]
 OF_EACH_MASK = {
     (spec_of(KINDS[kind], ComputeDtype.FLOAT32), backend): (kind, backend) for kind, backend in reversed(CASES)
@@ -113,7 +113,8 @@ class World:
 
     def chunks(self, user: User, start: int, behaviours: int, cuts: list[int]) -> list[PrefixChunk]:
         """The user's first `behaviours` from token `start` on, cut where the rules allow it."""
-        inputs = self.engine.prefix_inputs(user.features, user.history[:behaviours], user.query_time_ms)
+        features = self.engine.shown_features(user.features, len(user.history), user.candidates.size)
+        inputs = self.engine.prefix_inputs(features, user.history[:behaviours], user.query_time_ms)
         inner = {cut for cut in cuts if start < cut < inputs.tokens} if self.engine.rules.chunks else set()
         ends = sorted(inner | {inputs.tokens}) if inputs.tokens > start else []
         starts = [start, *ends[:-1]]

@@ -113,7 +113,7 @@ def test_a_neighbour_changes_nothing() -> None:
         assert torch.equal(alone, together[placed.rows])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(
         st.builds(Run, st.integers(0, 70), st.integers(0, 40), st.integers(0, 20)).filter(
