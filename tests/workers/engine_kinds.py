@@ -123,7 +123,7 @@ class Backend:
     """Whether a model is one of its own; others are not run on it."""
     is_slow: bool = False
     """Interpreted: what takes many tiles is left to the slow tests."""
-    kinds: Collection[str] = KINDS.keys()
+    kinds: Collection[str] = tuple(KINDS)
     """Those of its own that are worth the time."""
 
 
@@ -145,5 +145,5 @@ if find_spec("triton") is not None:
         choose_triton,
         lambda spec: spec.is_plain,
         INTERPRETED,
-        ["meta"] if INTERPRETED else KINDS.keys(),
+        ("meta",) if INTERPRETED else tuple(KINDS),
     )

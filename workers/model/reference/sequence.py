@@ -50,7 +50,7 @@ def sequence_of(
     def item_row(item: int) -> int:
         return row_of.get(item, config.vocabulary_size)
 
-    rows = _contextual(config, tensors, features)
+    rows = _contextual(config, tensors, features, len(history) + candidates.size)
     contextual = len(rows)
     times = [0] * contextual
     for item, action, time_ms in zip(
@@ -100,15 +100,16 @@ def swish_mlp(tensors: Tensors, name: str, x: torch.Tensor, eps: float) -> torch
     return layer_norm(x, tensors[f"{name}.outer_norm.weight"], tensors[f"{name}.outer_norm.bias"], eps)
 
 
-def _contextual(config: ModelConfig, tensors: Tensors, features: NDArray[np.int64]) -> list[torch.Tensor]:
+def _contextual(
+    config: ModelConfig, tensors: Tensors, features: NDArray[np.int64], behaviours_and_candidates: int
+) -> list[torch.Tensor]:
     rows: list[torch.Tensor] = []
     for index, feature in enumerate(config.contextual_features):
         for _ in range(feature.tokens):
             token = len(rows)
             value = int(features[token]) if token < features.size else -1
-            row = tensors[f"features.{index}.weight"][
-                value if 0 <= value < feature.cardinality else feature.cardinality
-            ]
+            known = 0 <= value < feature.cardinality and behaviours_and_candidates >= feature.min_tokens
+            row = tensors[f"features.{index}.weight"][value if known else feature.cardinality]
             if config.inputs is InputForm.DLRM:
                 row = row @ tensors["contextual.weight"][token] + tensors["contextual.bias"][token]
             rows.append(row)
