@@ -42,7 +42,8 @@ _KNOWN = frozenset(
     {"contextual", "tasks", "post", "N", "dim", "heads", "layers", "norm_eps", "post_ln_eps", "swish_ln_eps"}
     | {"stu_contextual_seq_len", "use_group_norm"}
 )
-_POSTS = ("layernorm", "timestamp+layernorm")
+_WITH_TIME = "timestamp+layernorm"
+_POSTS = ("layernorm", _WITH_TIME)
 _ITEM = "item"
 _GATED_FEATURE = "user_id"
 _GATE_TOKENS = 4
@@ -184,12 +185,9 @@ def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Conver
     except RelayError as error:
         raise MalformedCaseError(str(error)) from error
     missing = [missing.looked_for for missing in converted.report.missing]
-    left = [left.source for left in converted.report.left_over]
-    if missing or left:
-        raise MalformedCaseError(
-            f"missing: {', '.join(missing) or 'nothing'}; left over: {', '.join(left) or 'nothing'}"
-        )
-    if bool(converted.config.readout_periods) != (case.option("post") == _POSTS[1]):
+    if missing:
+        raise MalformedCaseError(f"missing: {', '.join(missing)}")
+    if bool(converted.config.readout_periods) != (case.option("post") == _WITH_TIME):
         raise MalformedCaseError(f"post is {case.option('post')}, the weights are another one's")
     return replace(converted, config=_with_eps(case, converted.config))
 
