@@ -54,6 +54,11 @@ class WorkerMetrics:
         self._device_seconds = Counter(
             "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
         )
+        self._approximate = Counter(
+            "relaygr_worker_approximate_total",
+            "Requests ranked on K,V that the DRAM tier had kept in fewer bits",
+            registry=registry,
+        )
         self._mixed = Counter(
             "relaygr_worker_mixed_passes_total",
             "Ranking passes with a piece of pre-infer beside them",
@@ -101,6 +106,10 @@ class WorkerMetrics:
 
     def job_started(self, after_us: int) -> None:
         self._job_start_seconds.observe(max(0, after_us) / 1e6)
+
+    def ranked_approximately(self) -> None:
+        """A request was ranked on K,V that are not exact."""
+        self._approximate.inc()
 
     def joined(self, overtaken: bool) -> None:
         self._joined.labels("overtaken" if overtaken else "pending").inc()

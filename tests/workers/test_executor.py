@@ -26,7 +26,7 @@ from streams.consumer import Received, Token
 from streams.latency import Corrector, LatencyModel
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
-from workers.cache import Hit, PrefixCache, PrefixKey, WasteReason
+from workers.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 from workers.device import CpuDevice, Device
 from workers.executor import Executor
@@ -853,6 +853,42 @@ def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
     work = world.rank(version=grown, request_id="r2")
     world.run()
     assert (work.path, work.tokens_cached) == (Path.HBM, 100)
+
+
+def test_each_request_is_one_look_up_and_counted_as_what_it_found_first():
+    """What waits or computes looks the prefix up again when it is there; counted too, full inference was half a hit."""
+    world = World()
+    version = world.store.put("u", 300)
+    world.rank(version=version, request_id="full")
+    world.run()
+    world.rank(version=version, request_id="hbm")
+    world.run()
+    other = world.store.put("v", 300)
+    world.job("v", other, "j")
+    world.executor.step()
+    world.rank("v", other, "pending")
+    world.run()
+    late = world.store.put("w", 300)
+    world.job("w", late, "overtaken")
+    world.rank("w", late, "overtaken")
+    world.run()
+    assert world.outbox.paths == [Path.FULL, Path.HBM, Path.PENDING, Path.FULL]
+    stats = world.cache.stats()
+    assert (stats.hits, dict(stats.joins), dict(stats.misses)) == (
+        1, {PendingKind.FILL: 1}, {MissReason.ABSENT: 2},
+    )  # fmt: skip
+    assert dict(stats.wasted) == {}
+
+
+def test_a_prefix_that_comes_back_from_dram_is_one_look_up():
+    world, first = world_with_a_in_dram()
+    before = world.cache.stats().lookups
+    world.rank("a", first, "r3")
+    world.run()
+    world.mover.finish()
+    world.run()
+    assert world.outbox.paths[-1] is Path.DRAM
+    assert world.cache.stats().lookups == before + 1
 
 
 def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():

@@ -54,9 +54,9 @@ class Books:
         for call in after:
             call()
 
-    def tell(self, after: After, kind: EventKind, key: PrefixKey, outcome: str) -> None:
-        """Tells the listener."""
-        if self._listener is not None:
+    def tell(self, after: After, kind: EventKind | None, key: PrefixKey, outcome: str) -> None:
+        """Tells the listener; of None there is nothing to tell."""
+        if self._listener is not None and kind is not None:
             sequence = next(self._sequence)
             event = CacheEvent(sequence, self.latest_us, kind, key.user_id, key.namespace, key.chain, str(outcome))
             after.append(partial(self._listener.on_event, event))

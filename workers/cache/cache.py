@@ -64,6 +64,8 @@ _log = structlog.get_logger()
 LONGEST_HOLD_US = 180_000_000
 """A handle that was not released by then is leaked. Far beyond any request's, job's or forward's life: a job may wait
 60 s with one, and a device that takes 10 s for a forward is stuck."""
+_LOOKUPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE, Purpose.AGAIN: None}
+"""What a look-up is told as."""
 
 
 class Completion(Protocol):
@@ -151,12 +153,12 @@ class PrefixCache:
 
         With `join` a part under way that will be longer is answered instead; a caller that can not
         wait for it asks again without. With `arriving` the whole prefix on its way from DRAM is a hit once its
-        first layer is there: the handle then has an `arrival`. Only look-ups of rankings are counted, and make a
-        pre-infer used.
+        first layer is there: the handle then has an `arrival`. Only look-ups of rankings are counted, each once;
+        those and their repetitions (AGAIN) make a pre-infer used.
         """
         with self._books.section(now_us) as after:
-            counted = purpose is Purpose.RANKING
-            kind = EventKind.ACQUIRE if counted else EventKind.PREPARE
+            counted, used = purpose is Purpose.RANKING, purpose is not Purpose.PRE_INFER
+            kind = _LOOKUPS[purpose]
             if self._books.refusal(key) is None:
                 found = self._hbm.index.find(key)
                 covered = found.behaviours if found else 0
@@ -165,20 +167,17 @@ class PrefixCache:
                     arrival = coming.work.arrival if arriving and coming.behaviours == key.length else None
                     if arrival is not None and arrival.begun:
                         self._counters.hits += counted
-                        handle = self._arriving_handle(coming.work, key, arrival)
-                        self._counters.approximate_hits += counted and handle.approximate
                         self._books.tell(after, kind, key, "hit")
-                        return Hit(handle)
+                        return Hit(self._arriving_handle(coming.work, key, arrival))
                     self._counters.joins[coming.work.kind] += counted
                     self._books.tell(after, kind, key, coming.work.kind)
                     return self._books.pending[coming.work]
                 if found is not None:
                     self._hbm.touch(found.entry, now_us)
-                    found.entry.unused_pre_infer = found.entry.unused_pre_infer and not counted
+                    found.entry.unused_pre_infer = found.entry.unused_pre_infer and not used
                     handle = self._handle(found, key)
                     self._counters.hits += counted
                     self._counters.partial_hits += counted and not handle.complete
-                    self._counters.approximate_hits += counted and handle.approximate
                     self._books.tell(after, kind, key, "hit" if handle.complete else "partial_hit")
                     return Hit(handle)
             miss = self._books.miss(key)

@@ -62,10 +62,12 @@ class WasteReason(enum.StrEnum):
 
 
 class Purpose(enum.StrEnum):
-    """What a fill is computed for."""
+    """What a fill is computed for, or a prefix looked up for."""
 
     PRE_INFER = "pre_infer"
     RANKING = "ranking"
+    AGAIN = "again"
+    """A ranking whose look-up was counted before, as what it was then: a miss, or one that joined."""
 
 
 class PendingKind(enum.StrEnum):

@@ -185,8 +185,7 @@ class PrefixFlow:
         kept = []
         for waiter in prefix.waiters:
             assert waiter.span is not None
-            # Its look-up was counted before.
-            found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.PRE_INFER)
+            found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.AGAIN)
             if isinstance(found, Hit) and not self._requests.rank_with_tail(waiter, found.handle):
                 self._shared.cache.release(found.handle)
                 kept.append(waiter)
@@ -255,7 +254,7 @@ class PrefixFlow:
     def _continue_on(self, waiter: RankingWork, prefix: PrefixWork, now_us: int) -> None:
         """What a request does once the prefix that it waited for is there: rank, or compute its own tail."""
         assert waiter.span is not None
-        found = self._shared.cache.acquire(waiter.span.key, now_us, join=False)
+        found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.AGAIN)
         if not isinstance(found, Hit):
             return self._requests.look_up(waiter)
         if not found.handle.complete:

@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from schemas.messages import Behaviours, FailureReason, Path, PrefixSource
-from workers.cache import Handle, Hit, Pending, WasteReason
+from workers.cache import Handle, Hit, Pending, Purpose, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.executor.waiting import Waiting
@@ -97,7 +97,8 @@ class RankingFlow:
         coming = self._prefixes.coming_for(span.key)
         if coming is not None and self._shared.cache.peek(span.key).hbm_behaviours < span.key.length:
             return self._join(work, coming)
-        found = self._shared.cache.acquire(span.key, now_us, arriving=True)
+        purpose = Purpose.RANKING if work.lookups == 1 else Purpose.AGAIN
+        found = self._shared.cache.acquire(span.key, now_us, purpose=purpose, arriving=True)
         if isinstance(found, Pending):
             return self._waiting.for_prefix(work, found)
         handle = found.handle if isinstance(found, Hit) else None
@@ -194,6 +195,11 @@ class RankingFlow:
             work.path = Path.HBM if ready else Path.PENDING if coming.started else Path.FULL
             work.prefix_source = coming.base.source if coming.base is not None else PrefixSource.COMPUTED
             work.tokens_cached = coming.done_tokens
+        if work.lookups == 1 and work.span is not None:
+            # It is a look-up as any other, and counted as what the cache knows: nothing, a part, or pages being filled.
+            found = self._shared.cache.acquire(work.span.key, self._shared.now_us())
+            if isinstance(found, Hit):
+                self._shared.cache.release(found.handle)
         coming.waiters.append(work)
         self._shared.metrics.joined(overtaken=not coming.started)
         self._shared.scheduler.push(coming)
@@ -237,6 +243,8 @@ class RankingFlow:
             self._shared.cache.invalidate_user(work.request.user_id)
             return self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         self._shared.outbox.ranked(work, outputs)
+        if work.handle is not None and work.handle.approximate:
+            self._shared.metrics.ranked_approximately()
         self._finish_ranking(work, ranked=True)
 
     def reject(self, work: RankingWork) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from schemas.messages import Path, PrefixSource
-from workers.cache import Handle, Hit, Pending, PendingKind
+from workers.cache import Handle, Hit, Pending, PendingKind, Purpose
 from workers.executor.shared import Shared
 from workers.work import PrefixSpan, RankingWork
 
@@ -79,7 +79,8 @@ class Waiting:
         assert work.span is not None
         if not self._shared.is_current(work.span):
             return None
-        found = self._shared.cache.acquire(work.span.key, self._shared.now_us(), arriving=True)
+        now_us = self._shared.now_us()
+        found = self._shared.cache.acquire(work.span.key, now_us, purpose=Purpose.AGAIN, arriving=True)
         if isinstance(found, Hit) and not found.handle.complete:
             self._shared.cache.release(found.handle)
             return None
