@@ -65,7 +65,7 @@ def replay_command(
     """Replay a trace against other policies and sizes, and compare.
 
     A hit is a visit that found all of its prefix that the user's visit before had left; the rest is computed.
-    The bound is no policy: see docs/cache.md.
+    The bound is no policy: see docs/cache-policies.md.
     """
     console = Console(highlight=False)
     reader = TraceReader(trace_file)

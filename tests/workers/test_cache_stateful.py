@@ -341,18 +341,32 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.spill(key)
         self.world.mover.run()
 
-    @rule(key=keys)
-    def reload_and_read(self, key: PrefixKey) -> None:
+    def leave_in_dram(self, key: PrefixKey) -> None:
+        """Spilled, and where nobody holds it gone from HBM."""
+        self.store(key)
+        self.spill_and_wait(key)
+        self.crowd_out()
+
+    @rule(key=keys, other=keys)
+    def reload_beside_another_and_read(self, key: PrefixKey, other: PrefixKey) -> None:
+        """The other may be a shorter or longer history of the same user, which the reload then builds on."""
+        self.leave_in_dram(key)
+        self.store(other)
         self.reload(key, self.now_us, None)
         self.world.mover.run()
         self.acquire(key, True, Purpose.RANKING, False)
 
-    @rule(key=keys)
-    def read_while_it_arrives(self, key: PrefixKey) -> None:
+    @rule(key=keys, copied=st.booleans(), taken_away=st.booleans())
+    def read_while_it_arrives(self, key: PrefixKey, copied: bool, taken_away: bool) -> None:
+        self.leave_in_dram(key)
         self.reload(key, self.now_us, None)
         if self.world.mover.start():
-            self.world.mover.arrive(self.world.mover.under_way - 1)
-        self.acquire(key, True, Purpose.RANKING, True)
+            latest = self.world.mover.under_way - 1
+            self.world.mover.arrive(latest)
+            self.acquire(key, True, Purpose.RANKING, True)
+            if taken_away:
+                self.take_away("user", key)
+            self.end_a_copy(copied, latest)
 
     @rule()
     def crowd_out(self) -> None:
