@@ -108,6 +108,7 @@ class OverlapWorld:
         self.cache: PrefixCache = self.built.cache
         self.engine.bind(self.built.hbm_arena)
         self.outbox = Outbox()
+        self.registry = CollectorRegistry()
         self.histories: dict[str, StoredHistory] = {}
         admission = AdmissionSettings()
         self.executor = Executor(
@@ -120,7 +121,7 @@ class OverlapWorld:
             WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0),
             admission,
             self.outbox,
-            WorkerMetrics(CollectorRegistry()),
+            WorkerMetrics(self.registry),
             self.device,
             JobAdmission(admission, 1 << 30, geometry, self.device),
         )
@@ -202,6 +203,9 @@ class OverlapWorld:
                 return
             step.wait(0.005)
         raise AssertionError("the copy threads did not act")
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(name)
 
     def scores(self, request_id: str) -> np.ndarray:  # type: ignore[type-arg]
         return self.outbox.answered[request_id][1]

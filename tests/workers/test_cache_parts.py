@@ -158,6 +158,19 @@ class TestCopyQueue:
         assert queue.forecast(1000, CopyPriority.RELOAD).wait_us == pytest.approx(1000, rel=0.01)
         assert queue.forecast(1000, CopyPriority.SPILL).wait_us == pytest.approx(1500, rel=0.01)
 
+    def test_each_way_has_its_own_speed(self) -> None:
+        """Encoding for DRAM may take several times as long as decoding: reloads looked not worth their time."""
+        queue = CopyQueue(100, CopyLimits())
+        now_us = 0
+        for priority, takes_us in ((CopyPriority.SPILL, 1000), (CopyPriority.RELOAD, 100)) * 40:
+            queue.push(_request(10, 0, priority))
+            request = queue.start(now_us)
+            assert request is not None
+            now_us += takes_us
+            queue.end(request, now_us, copied=True)
+        assert queue.forecast(1000, CopyPriority.SPILL).copy_us == pytest.approx(1000, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.RELOAD).copy_us == pytest.approx(100, rel=0.01)
+
     def test_copies_that_share_the_link_are_each_measured_once(self) -> None:
         queue = CopyQueue(100, CopyLimits())
         now_us = 0

@@ -44,7 +44,8 @@ class CopyQueue:
         self._bytes = dict.fromkeys(CopyPriority, 0)
         self._spills_in_flight = 0
         self._last_done_us = 0
-        self._us_per_byte = _FIRST_GUESS_US_PER_BYTE
+        # Encoding takes another time than decoding, and the way there than the way back.
+        self._us_per_byte: dict[CopyPriority, float] = {}
 
     def __len__(self) -> int:
         """Copies waiting and under way."""
@@ -86,7 +87,8 @@ class CopyQueue:
         if copied and size_bytes:
             # Copies under way together share the link: each is charged from where the one before ended.
             busy_us = now_us - max(started_us, self._last_done_us)
-            self._us_per_byte += _NEWEST_WEIGHS * (busy_us / size_bytes - self._us_per_byte)
+            known = self._rate(request.priority)
+            self._us_per_byte[request.priority] = known + _NEWEST_WEIGHS * (busy_us / size_bytes - known)
         self._last_done_us = now_us
 
     def drain(self) -> list[CopyRequest]:
@@ -99,12 +101,19 @@ class CopyQueue:
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
         """What goes before it, and its own time, at the speed measured lately."""
-        ahead = (each for each in CopyPriority if each <= priority)
-        ahead_bytes = sum(self._bytes[each] for each in ahead)
+        ahead_bytes = {each: self._bytes[each] if each <= priority else 0 for each in CopyPriority}
         if priority is CopyPriority.RELOAD:
             under_way = (each for each in self._started_us if each.priority is CopyPriority.SPILL)
-            ahead_bytes += sum(each.size_bytes(self._page_bytes) for each in under_way)
-        return CopyForecast(wait_us=ahead_bytes * self._us_per_byte, copy_us=size_bytes * self._us_per_byte)
+            ahead_bytes[CopyPriority.SPILL] = sum(each.size_bytes(self._page_bytes) for each in under_way)
+        return CopyForecast(
+            wait_us=sum(size * self._rate(each) for each, size in ahead_bytes.items()),
+            copy_us=size_bytes * self._rate(priority),
+        )
+
+    def _rate(self, priority: CopyPriority) -> float:
+        """µs a byte: as measured, else as the other kind was, else a guess."""
+        known = self._us_per_byte
+        return known.get(priority, next(iter(known.values()), _FIRST_GUESS_US_PER_BYTE))
 
     def _leave(self, request: CopyRequest) -> None:
         self._jobs[request.priority] -= 1

@@ -45,11 +45,6 @@ class CacheCollector(Collector):
         hits.add_metric(["complete"], stats.hits - stats.partial_hits)
         hits.add_metric(["partial"], stats.partial_hits)
         yield hits
-        yield CounterMetricFamily(
-            "relaygr_cache_approximate_hits",
-            "Hits on K,V that DRAM had kept in fewer bits",
-            value=stats.approximate_hits,
-        )
         yield _family("relaygr_cache_joins", "Look-ups that found the prefix under way", "kind", stats.joins.items())
         yield _family("relaygr_cache_misses", "Look-ups that found nothing in HBM", "reason", stats.misses.items())
         yield _family("relaygr_cache_no_room", "Fills and reloads that got no pages", "reason", stats.no_room.items())

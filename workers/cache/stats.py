@@ -37,7 +37,6 @@ class Counters:
     spills_ended: Counter[PendingOutcome] = field(default_factory=Counter)
     evictions: Counter[Tier] = field(default_factory=Counter)
     wasted: Counter[WasteReason] = field(default_factory=Counter)
-    approximate_hits: int = 0
     leases_granted: int = 0
     leases_leaked: int = 0
     forced_unpins: int = 0
@@ -80,7 +79,6 @@ class CacheStats:
     spills_ended: Mapping[PendingOutcome, int]
     evictions: Mapping[Tier, int]
     wasted: Mapping[WasteReason, int]
-    approximate_hits: int
     leases_granted: int
     leases_leaked: int
     forced_unpins: int
@@ -120,7 +118,6 @@ def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, geometry: Dram
         wasted=dict(counters.wasted),
         leases_granted=counters.leases_granted,
         leases_leaked=counters.leases_leaked,
-        approximate_hits=counters.approximate_hits,
         forced_unpins=counters.forced_unpins,
         late_releases=counters.late_releases,
     )
