@@ -97,6 +97,8 @@ class ModelReloading:
         self._prepared.engine = model.engine
         if model.latency is not None:
             self._prepared.corrector.recalibrate(model.latency)
+            if parts is not None:
+                parts.cache.weigh_by(model.latency.pre_us)
         self._file = self._loading_file
         if parts is not None:
             parts.metrics.bytes_at_most.labels("weights").set(model.engine.weights_bytes)

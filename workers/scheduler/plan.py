@@ -76,7 +76,7 @@ def plan_truncation(
         end = chunking.end(kept, total, latency)
         ends = range(kept + page_tokens, end + 1, page_tokens)
         ends_us = partial(_ends_us, kept, spent_us, scored_tokens, latency)
-        fitting = bisect.bisect_right(ends, remaining_us, key=ends_us)
+        fitting = bisect.bisect_right(ends, float(remaining_us), key=ends_us)
         if fitting:
             last = ends[fitting - 1]
             predicted_us = ends_us(last)
