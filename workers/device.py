@@ -258,7 +258,7 @@ class AcceleratorDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
-        self._graph_pool: tuple[int, int] | None = None
+        self._first_graph: torch.accelerator.Graph | None = None
         self.bind_thread()
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
@@ -303,16 +303,27 @@ class AcceleratorDevice(Device):
     def capture(self, work: Callable[[], None]) -> Replay:
         stream, caller = torch.Stream(self.torch_device), torch.accelerator.current_stream(self.torch_device)
         stream.wait_stream(caller)
-        # Replays follow one another on one thread, so they can share their scratch memory. Other threads' copies go
-        # on during a capture: only what this thread does is recorded, and held to the rules of recording.
-        graph = torch.accelerator.Graph(pool=self._graph_pool, capture_error_mode="thread_local")
         with stream:
             work()
+            graph = self._empty_graph()
             with graph:
                 work()
         caller.wait_stream(stream)
-        self._graph_pool = graph.pool()
         return _GraphReplay(graph)
+
+    def _empty_graph(self) -> torch.accelerator.Graph:
+        """A graph to capture into, on the current stream.
+
+        Replays follow one another on one thread, so they share their scratch memory. A small first graph, which is
+        kept, holds it: torch refuses memory whose graphs are all gone. Other threads' copies go on meanwhile: only
+        what this thread does is recorded, and held to the rules of recording.
+        """
+        if self._first_graph is None:
+            first = torch.accelerator.Graph(capture_error_mode="thread_local")
+            with first:
+                torch.zeros(1, device=self.torch_device)
+            self._first_graph = first
+        return torch.accelerator.Graph(pool=self._first_graph.pool(), capture_error_mode="thread_local")
 
 
 def open_device(setting: str | None = None) -> Device:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from streams.errors import RelayError
-from workers.device import CpuDevice, open_device, set_threads
+from workers.device import AcceleratorDevice, CpuDevice, open_device, set_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS_AN_ENGINE = (
@@ -160,6 +162,47 @@ def test_captured_work_on_the_cpu_runs_again_on_what_its_memory_holds_now() -> N
     replay.run()
     assert target.tolist() == [10.0, 10.0, 10.0]
     assert CpuDevice().compute_units == 1
+
+
+class FakeGraph:
+    """Notes what happens while it records."""
+
+    events: ClassVar[list[str]] = []
+    made = 0
+
+    def __init__(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "default") -> None:
+        assert capture_error_mode == "thread_local", "other threads go on copying"
+        FakeGraph.made += 1
+        self.number = FakeGraph.made
+        self._pool = (0, self.number) if pool is None else pool
+
+    def pool(self) -> tuple[int, int]:
+        return self._pool
+
+    def __enter__(self) -> None:
+        self.events.append(f"record {self.number}")
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append(f"recorded {self.number} in {self._pool}")
+
+    def replay(self) -> None:
+        self.events.append(f"replay {self.number}")
+
+
+def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled at the first run is not recorded; graphs share memory that the first of them holds."""
+    monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: MagicMock())
+    monkeypatch.setattr(torch, "Stream", MagicMock())
+    device = AcceleratorDevice(torch.device("cpu"))
+    for _ in range(2):
+        device.capture(lambda: FakeGraph.events.append("work")).run()
+    assert FakeGraph.events == [
+        *("work", "record 1", "recorded 1 in (0, 1)"),
+        *("record 2", "work", "recorded 2 in (0, 1)", "replay 2"),
+        *("work", "record 3", "work", "recorded 3 in (0, 1)", "replay 3"),
+    ]
 
 
 def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:

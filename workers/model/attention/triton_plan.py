@@ -23,7 +23,7 @@ Int32Array = NDArray[np.int32]
 
 SEGMENT_FIELDS = 5
 MAX_SPLITS = 16
-"""Beyond it, adding the partial sums costs what the split saves."""
+"""Bounds the memory of partial sums, and the time of adding them."""
 _ALIGN = 4
 """int32 elements of 16 bytes."""
 
