@@ -8,14 +8,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from relaygr.replay.demand import demands_of
+from relaygr.replay.link import LinkSpeed
+from relaygr.replay.run import Arena, Candidate, replay
 from schemas import codec
 from schemas.codec import MAX_MESSAGE_BYTES
 from schemas.messages import FailureReason, Outcome, Path, PrefixSource, PreInferJob, RankingResult
 from schemas.topics import Topic
 from streams.client import RankOutcome, RankStatus, RelayClient
 from streams.clock import SystemClock
+from streams.latency import LatencyModel
 from streams.partitioner import partition_for
 from tests.pipeline.relay_world import (
+    COEFFICIENTS,
     MAX_CANDIDATES,
     PARTITIONS,
     DeadLetters,
@@ -28,6 +33,9 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
+from workers.cache.events import EventKind
+from workers.cache.policies import TierPolicies
+from workers.cache.trace import TraceReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -40,7 +48,8 @@ class Stack:
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
-        self.worker = relay.start_worker()
+        self.trace = relay.folder / "cache.trace"
+        self.worker = relay.start_worker("worker-00", f"worker.cache_trace={self.trace}")
         self.trigger = relay.start_trigger()
         relay.await_ready(self.worker, self.trigger)
         self.client: RelayClient = relay.client()
@@ -445,3 +454,24 @@ def test_with_the_trigger_gone_requests_are_ranked_in_full(stack):
     )  # fmt: skip
     result = stack.ranked(user, 100, seed=2, request_id=event.request_id)
     assert result.path is Path.FULL
+
+
+def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
+    user = new_user("traced")
+    request_id = stack.pre_infer(user, 300)
+    assert stack.ranked(user, 300, request_id=request_id).path is Path.HBM
+
+    def look_ups() -> list[tuple[EventKind, str]]:
+        records = TraceReader(stack.trace).records() if stack.trace.exists() else ()
+        return [(record.kind, record.outcome) for record in records if record.sketch.behaviours == 300]
+
+    wait_until("a hit in the trace", lambda: (EventKind.ACQUIRE, "hit") in look_ups())
+    assert look_ups().index((EventKind.PREPARE, "absent")) < look_ups().index((EventKind.ACQUIRE, "hit"))
+    reader = TraceReader(stack.trace)
+    header = reader.header
+    assert header.latency == COEFFICIENTS
+    assert user.encode() not in stack.trace.read_bytes()
+    link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
+    arena = Arena(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
+    candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
+    assert replay(list(demands_of(reader.records())), arena, candidate).visits > 0

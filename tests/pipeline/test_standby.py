@@ -6,18 +6,20 @@ import os
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.standby.pair import Pair, await_pair, children
+from benchmarks.standby.traffic import Asked, Traffic, hit_ratio
 from relaygr.demo.processes import Child
 from schemas.topics import Topic
 from streams.broker import LocalBroker
 from streams.client import RankStatus
 from streams.settings import KafkaSettings
-from tests.pipeline.relay_world import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
-from tests.pipeline.standby_world import Traffic, await_pair, children, hit_ratio, require_all_ranked
+from tests.pipeline.relay_world import PARTITIONS, Relay, candidates_of, history_of, new_user, wait_until
 from workers.exits import Exit
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -25,6 +27,8 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
 USERS = [f"user-{number:02d}" for number in range(30)]
 INTERVAL_S = 0.02
 BUDGET_MS = 20_000
+HISTORY = 300
+STANDBY_TIMEOUT_S = 90.0
 WATCHDOG_S = 2.0
 HERE = Path(__file__).parent
 
@@ -63,23 +67,35 @@ def worker(relay: Relay) -> Child:
 
 
 def begun(relay: Relay) -> Traffic:
-    return Traffic(relay, USERS, INTERVAL_S, BUDGET_MS)
+    return Traffic(relay.client, USERS, lambda user: history_of(user, HISTORY), candidates_of(), INTERVAL_S, BUDGET_MS)
 
 
-def restored(supervisor: Child) -> float:
-    return reading(supervisor).total("relaygr_arena_prefixes_total")
+def pair_of(supervisor: Child, but_not: tuple[int, ...] = ()) -> Pair:
+    return await_pair(supervisor.port, STANDBY_TIMEOUT_S, but_not)
+
+
+def await_take_over(supervisor: Child, pair: Pair) -> None:
+    wait_until("the standby is active", lambda: children(supervisor.port).get("active") == pair.standby)
+
+
+def require_all_ranked(traffic: Traffic) -> list[Asked]:
+    """Each request was answered once, with scores."""
+    asked = traffic.stop()
+    assert not traffic.lost
+    assert Counter(each.outcome.status for each in asked) == {RankStatus.RANKED: len(asked)}
+    assert len({each.outcome.request_id for each in asked}) == len(asked)
+    return asked
 
 
 def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, worker: Child):
     """Nothing is lost, nothing answered twice, every prefix in DRAM is found again, and a new standby comes up."""
-    pids = await_pair(worker)
+    pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(4)
         killed_s = time.monotonic()
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pair.active, signal.SIGKILL)
         time.sleep(4)
-        asked = traffic.stop()
-        require_all_ranked(asked, traffic.lost)
+        asked = require_all_ranked(traffic)
     # The first round computes each user's prefix; after it, all are there.
     before = [each for each in asked[len(USERS) * 2 :] if each.answered_s < killed_s]
     after = [each for each in asked if each.sent_s > killed_s]
@@ -87,34 +103,32 @@ def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, 
     assert hit_ratio(after) >= 0.98  # A spill that was under way died with its worker.
     assert {each.outcome.result.worker_id for each in after if each.outcome.result} == {"worker-00"}
     relay.await_all_committed(Topic.RANKING)
-    active, standby = await_pair(worker, but_not=pids[:1])
-    assert active == pids[1]
-    assert standby not in pids
+    later = pair_of(worker, but_not=(pair.active,))
+    assert later.active == pair.standby
+    assert later.standby not in (pair.active, pair.standby)
     assert relay.stop(worker) == 0
 
 
 def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: Child):
-    pids = await_pair(worker)
+    pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
-        os.kill(pids[0], signal.SIGSTOP)
-        wait_until("the standby is active", lambda: children(worker).get("active") == pids[1])
+        os.kill(pair.active, signal.SIGSTOP)
+        await_take_over(worker, pair)
         time.sleep(1)
-        asked = traffic.stop()
-        require_all_ranked(asked, traffic.lost)
+        require_all_ranked(traffic)
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], signal.SIGCONT)
+        os.kill(pair.active, signal.SIGCONT)
 
 
 def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, worker: Child, wish: Path):
-    pids = await_pair(worker)
+    pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
-        wish.write_text(str(pids[0]))
-        wait_until("the standby is active", lambda: children(worker).get("active") == pids[1])
+        wish.write_text(str(pair.active))
+        await_take_over(worker, pair)
         time.sleep(1)
-        asked = traffic.stop()
-        require_all_ranked(asked, traffic.lost)
+        require_all_ranked(traffic)
     assert f'"exit_code": {int(Exit.STUCK)}' in worker.log.read_text()
 
 
@@ -156,7 +170,7 @@ def test_a_second_process_with_the_same_id_on_one_machine_is_refused(relay: Rela
 
 def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: Child):
     """The id is another machine's then: a standby that joined would fence that one in turn."""
-    await_pair(worker)
+    pair_of(worker)
     elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"
     other = relay.start_worker("worker-00-elsewhere", elsewhere, "worker.worker_id=worker-00")
     assert worker.process.wait(60) == Exit.FENCED

@@ -1,0 +1,36 @@
+"""A supervisor's children, as it tells of them."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Collection
+from dataclasses import dataclass
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The process ids of an active worker and of its standby."""
+
+    active: int
+    standby: int
+
+
+def children(port: int) -> dict[str, int]:
+    """Phase -> process id."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/children", timeout=5) as answer:
+        return {child["phase"]: child["pid"] for child in json.load(answer)["children"]}
+
+
+def await_pair(port: int, timeout_s: float, but_not: Collection[int] = ()) -> Pair:
+    """Once there are both, and neither is one of `but_not`. Raises TimeoutError."""
+    ends_s = time.monotonic() + timeout_s
+    while time.monotonic() < ends_s:
+        pids = children(port)
+        if pids.keys() >= {"active", "standby"} and not set(pids.values()) & set(but_not):
+            return Pair(pids["active"], pids["standby"])
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no active worker with a standby within {timeout_s:g} s: {children(port)}")
