@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
+from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
 from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 from workers.kv import KvDtype
+from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment, place
 from workers.model.attention.triton_attention import TritonAttention, TritonPass
 from workers.model.attention.triton_launch import Blocks, DevicePlan, LayerPages, attend, fitting_configs, tuned_attend
@@ -132,6 +136,32 @@ def test_any_forward(runs: list[Run], page_tokens: int, dqk: int, dv: int, split
     forward = Forward(runs, page_tokens=page_tokens, dqk=dqk, dv=dv, seed=seed)
     stores = any(run.stores for run in runs)
     assert forward.error(packed_attend(forward, PlanShape(32, splits, stores))) <= 2e-6
+
+
+def test_pages_far_into_a_large_arena(tmp_path: Path) -> None:
+    """Beyond 2^31 elements, where offsets of 32 bits would wrap."""
+    forward = Forward(MIXED, stored=KvDtype.BFLOAT16)
+    small, page_bytes = forward.kv, forward.kv.geometry.page_bytes
+    far = 2**31 * 2 // page_bytes + 5
+    arena = large_arena(far + small.k(0).shape[0], page_bytes, tmp_path / "arena")
+    forward.kv = PagedKv(arena, small.geometry)
+    forward.segments = [replace(segment, pages=segment.pages + np.int32(far)) for segment in forward.segments]
+    for layer in range(LAYERS):
+        forward.kv.k(layer)[far:], forward.kv.v(layer)[far:] = small.k(layer), small.v(layer)
+    assert forward.error(forward.attend()) <= 2e-6
+    chunk = next(placed for placed in place(forward.segments) if placed.segment.causal_rows)
+    token = chunk.segment.context_tokens
+    stored = forward.kv.k(LAYER)[int(chunk.segment.pages[token // 8]), :, token % 8]
+    assert torch.equal(stored, forward.k[chunk.start].to(torch.bfloat16))
+
+
+def large_arena(pages: int, page_bytes: int, sparse: Path) -> torch.Tensor:
+    """Of which only the pages that are touched take memory, if it is the host's."""
+    if not INTERPRETED:
+        return DEVICE.empty_bytes(pages, page_bytes)
+    with sparse.open("wb") as file:
+        file.truncate(pages * page_bytes)
+    return torch.from_file(str(sparse), shared=True, size=pages * page_bytes, dtype=torch.uint8).view(pages, page_bytes)
 
 
 def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:

@@ -162,7 +162,7 @@ def store_kernel(
     v_ptr,
     k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
     v_pages_ptr,
-    slots_ptr,  # int64 [rows]: page * PAGE_TOKENS + place; below 0: not stored
+    slots_ptr,  # int32 [rows]: page * PAGE_TOKENS + place; below 0: not stored
     rows,
     k_row_stride,
     k_head_stride,
@@ -181,7 +181,7 @@ def store_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
-    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1)
+    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)
     stores = (slot >= 0)[:, None]
     page = slot // PAGE_TOKENS
     place = slot % PAGE_TOKENS
