@@ -256,6 +256,27 @@ def test_many_requests_at_once_get_one_answer_each(stack):
     assert stack.client.statistics().duplicates == before.duplicates
 
 
+def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
+    user = new_user("traced")
+    request_id = stack.pre_infer(user, 300)
+    assert stack.ranked(user, 300, request_id=request_id).path is Path.HBM
+
+    def look_ups() -> list[tuple[EventKind, str]]:
+        records = TraceReader(stack.trace).records() if stack.trace.exists() else ()
+        return [(record.kind, record.outcome) for record in records if record.sketch.behaviours == 300]
+
+    wait_until("a hit in the trace", lambda: (EventKind.ACQUIRE, "hit") in look_ups())
+    assert look_ups().index((EventKind.PREPARE, "absent")) < look_ups().index((EventKind.ACQUIRE, "hit"))
+    reader = TraceReader(stack.trace)
+    header = reader.header
+    assert header.latency == COEFFICIENTS
+    assert user.encode() not in stack.trace.read_bytes()
+    link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
+    arena = Arena(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
+    candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
+    assert replay(list(demands_of(reader.records())), arena, candidate).visits > 0
+
+
 # -- bad input -----------------------------------------------------------------------------------
 
 CO_PARTITIONED_READ = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.HISTORY)
@@ -454,24 +475,3 @@ def test_with_the_trigger_gone_requests_are_ranked_in_full(stack):
     )  # fmt: skip
     result = stack.ranked(user, 100, seed=2, request_id=event.request_id)
     assert result.path is Path.FULL
-
-
-def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
-    user = new_user("traced")
-    request_id = stack.pre_infer(user, 300)
-    assert stack.ranked(user, 300, request_id=request_id).path is Path.HBM
-
-    def look_ups() -> list[tuple[EventKind, str]]:
-        records = TraceReader(stack.trace).records() if stack.trace.exists() else ()
-        return [(record.kind, record.outcome) for record in records if record.sketch.behaviours == 300]
-
-    wait_until("a hit in the trace", lambda: (EventKind.ACQUIRE, "hit") in look_ups())
-    assert look_ups().index((EventKind.PREPARE, "absent")) < look_ups().index((EventKind.ACQUIRE, "hit"))
-    reader = TraceReader(stack.trace)
-    header = reader.header
-    assert header.latency == COEFFICIENTS
-    assert user.encode() not in stack.trace.read_bytes()
-    link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
-    arena = Arena(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
-    candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
-    assert replay(list(demands_of(reader.records())), arena, candidate).visits > 0
