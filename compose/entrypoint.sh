@@ -19,6 +19,7 @@ fi
 relaygr "$@" &
 worker=$!
 trap 'kill -TERM "$worker"' TERM INT
+trap 'kill -HUP "$worker"' HUP
 # A signal ends `wait` early, with the worker still draining.
 while :; do
     wait "$worker"

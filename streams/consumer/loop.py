@@ -419,7 +419,7 @@ class ConsumerLoop:
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
             # The client would join again by itself, without its member id, and take the id back from its new holder.
             # One that has been told so by the broker refuses this as well.
-            with contextlib.suppress(KafkaException, KafkaError):
+            with contextlib.suppress(KafkaException, KafkaError):  # type: ignore[arg-type]  # It raises the latter bare.
                 consumer.unsubscribe()
 
     def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:

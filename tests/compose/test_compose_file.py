@@ -90,10 +90,21 @@ def test_worker_ids_and_history_volumes_are_each_workers_own() -> None:
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_workers_container_may_hold_what_the_worker_says_it_holds(name: str) -> None:
     worker = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker
-    on_host = worker.dram_bytes + worker.history_max_bytes + queues_bytes(worker)
+    each = queues_bytes(worker) + BESIDE_BYTES
     if worker.device == "cpu":
-        on_host += worker.hbm_bytes
-    assert size_bytes(services()[name]["mem_limit"]) >= on_host + BESIDE_BYTES
+        each += worker.hbm_bytes
+    processes = 2 if "--standby" in services()[name]["command"] else 1
+    on_host = worker.dram_bytes + worker.history_max_bytes + processes * each
+    assert size_bytes(services()[name]["mem_limit"]) >= on_host
+
+
+def test_a_worker_with_a_standby_has_room_for_the_tier_that_they_share() -> None:
+    """A container's /dev/shm has 64 MiB unless it is told otherwise."""
+    paired = [name for name in WORKERS if "--standby" in services()[name]["command"]]
+    assert paired
+    for name in paired:
+        worker = load(None, {key: str(value) for key, value in environment_of(name).items()}).settings.worker
+        assert size_bytes(services()[name]["shm_size"]) >= 1.1 * worker.dram_bytes
 
 
 @pytest.mark.parametrize("name", WORKERS)
