@@ -16,7 +16,7 @@ import structlog
 from schemas.messages import WorkerState
 from streams.clock import SystemClock
 from streams.consumer import LoopState
-from streams.interpreter import settle
+from streams.interpreter import settle, uncollected
 from streams.probes import ProbeServer, Readiness
 from workers.cache.metrics import CacheCollector
 from workers.exits import Exit
@@ -136,7 +136,8 @@ class WorkerProcess:
         restored = threading.Event()
         parts.device.call(lambda: _wait(restored, RESTORE_PATIENCE_S))
         parts.loop.start()
-        self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
+        with uncollected():
+            self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         restored.set()
         parts.report.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
