@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -102,7 +103,7 @@ def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:
         axes.bar(
             [index + (place + 0.5) * width - 0.4 for index in range(len(operations))], heights, width, label=policy
         )
-    axes.set_xticks(range(len(operations)), [operation.replace(" with ", "\nwith ") for operation in operations])
+    axes.set_xticks(range(len(operations)), [textwrap.fill(operation, 12) for operation in operations])
     axes.set_ylabel(f"CPU µs a call, {figures[0].users:,} users")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
