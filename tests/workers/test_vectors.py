@@ -35,6 +35,9 @@ CASES: dict[str, Callable[[], Made]] = {
     "cached_window": lambda: make_cached(max_attn_len=3),
     "cached_contextual": lambda: make_cached(suffix=0, contextual_seq_len=2),
     "cached_all": lambda: make_cached(suffix=0, contextual_seq_len=3, max_attn_len=4, min_full_attn_seq_len=2),
+    "cached_contextual_grown": lambda: make_cached(suffix=2, contextual_seq_len=2),
+    "cached_not_target_aware": lambda: make_cached(suffix=2, target_aware=False),
+    "cached_not_target_aware_contextual": lambda: make_cached(suffix=0, target_aware=False, contextual_seq_len=2),
     "mask_plain": make_mask,
     "mask_contextual": lambda: make_mask(contextual=3),
     "mask_window": lambda: make_mask(window=4),
@@ -48,8 +51,11 @@ CASES: dict[str, Callable[[], Made]] = {
     "nv_groups": lambda: make_nv(group=2, scaling=50),
     "nv_contextual": lambda: make_nv(contextuals=(2,)),
     "nv_contextual_per_user": lambda: make_nv(group=3, contextuals=(2, 0, 4)),
+    "nv_no_targets": lambda: make_nv(contextuals=(2, 0, 4), with_targets=False),
+    "nv_no_contextuals": lambda: make_nv(contextuals=()),
     "research_plain": make_research,
     "research_concat": lambda: make_research(concat_ua=True),
+    "research_concat_before_norm": lambda: make_research(concat_ua=True, middle_norm=False),
     "research_few_buckets": lambda: make_research(buckets=3),
     "dlrm_layernorm": make_dlrm,
     "dlrm_query_time": lambda: make_dlrm(post="timestamp+layernorm"),
@@ -57,6 +63,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "dlrm_several_tokens": lambda: make_dlrm(several=3),
     "dlrm_contextual_mask": lambda: make_dlrm(several=2, masked=True, features=2),
     "dlrm_group_norm": lambda: make_dlrm(group_norm=True, contextual=("region", "country", "user_id")),
+    "dlrm_default_eps": lambda: make_dlrm(post_ln_eps="module default"),
+    "dlrm_window": lambda: make_dlrm(max_attn_len=3, min_full_attn_seq_len=2, attn_alpha=0.9),
     "dlrm_query_time_today": lambda: make_dlrm(post="timestamp+layernorm", since=1_700_000_000, spread=5_000),
 }
 EXPECTED = {
@@ -113,6 +121,15 @@ def test_without_targets_positions_of_padding_do_not_count() -> None:
     assert checked("pos_x", (options, arrays)).verdict is Verdict.FAILED
 
 
+def test_a_whole_model_may_hold_maps_of_no_contextual_token_and_no_bits_of_actions() -> None:
+    options, arrays = make_dlrm(contextual=())
+    pre = "w/_hstu_transducer._input_preprocessor."
+    arrays[f"{pre}_batched_contextual_linear_weights"] = np.zeros((0, 7, 6), np.float32)
+    arrays[f"{pre}_batched_contextual_linear_bias"] = np.zeros((0, 6), np.float32)
+    del arrays["w/buffer/_hstu_transducer._input_preprocessor._action_encoder._combined_action_weights"]
+    assert checked("dlrm_x", (options, arrays)).verdict is Verdict.PASSED
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
@@ -154,6 +171,7 @@ def test_sizes_that_contradict_each_other_fail_their_case() -> None:
     assert "lengths add up to 3" in short.detail
     heads = checked("stu_x", (options | {"num_heads": 3}, arrays))
     assert heads.verdict is Verdict.FAILED
+    assert checked("stu_x", (options | {"num_heads": 0}, arrays)).verdict is Verdict.FAILED
     text = checked("stu_x", (options | {"num_layers": "two"}, arrays))
     assert "num_layers is 'two'" in text.detail
     targets = checked("stu_x", (options, arrays | {"num_targets": arrays["lengths"] + 1}))

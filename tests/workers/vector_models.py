@@ -11,9 +11,15 @@ from tests.workers.vector_world import Floats, Made, attend, mask_of, norm, sigm
 
 
 def research_rows(
-    x: Floats, stamps: NDArray[np.int64], layers: list[dict[str, Floats]], heads: int, size: int, concat_ua: bool
+    x: Floats,
+    stamps: NDArray[np.int64],
+    layers: list[dict[str, Floats]],
+    heads: int,
+    size: int,
+    concat_ua: bool,
+    middle_norm: bool,
 ) -> Floats:
-    """Rows after all research layers; stamps are padded to `size`."""
+    """Rows after all research layers; stamps are padded to `size`. middle_norm: of [U, A, U * norm(A)]."""
     rows, length = x.astype(float), x.shape[0]
     for w in layers:
         times, positions = w["_rel_attn_bias._ts_w"], w["_rel_attn_bias._pos_w"]
@@ -27,13 +33,14 @@ def research_rows(
         u, v, q, k = np.split(silu(norm(rows) @ w["_uvqk"].astype(float)), 4, axis=1)
         mask = np.tril(np.ones((length, length), dtype=bool))
         heads_of = [part.reshape(length, heads, part.shape[1] // heads) for part in (q, k, v)]
-        a = norm(attend(*heads_of, mask, 1.0, size, bias).reshape(u.shape))
-        read = np.concatenate((u, a, u * a), 1) if concat_ua else u * a
+        a = attend(*heads_of, mask, 1.0, size, bias).reshape(u.shape)
+        gated = u * norm(a)
+        read = np.concatenate((u, norm(a) if middle_norm else a, gated), 1) if concat_ua else gated
         rows = rows + read @ w["_o.weight"].T + w["_o.bias"]
     return rows
 
 
-def make_research(concat_ua: bool = False, buckets: int = 20) -> Made:
+def make_research(concat_ua: bool = False, buckets: int = 20, middle_norm: bool = True) -> Made:
     """Two research layers with position and time bias."""
     random = np.random.default_rng(3)
     lengths, size, d, heads, dim = (10, 4, 1, 0), 10, 6, 2, 4
@@ -54,7 +61,7 @@ def make_research(concat_ua: bool = False, buckets: int = 20) -> Made:
     layers = [{name: array.astype(np.float32) for name, array in layer.items()} for layer in layers]
     out, start = [], 0
     for user, length in enumerate(lengths):
-        rows = research_rows(x[start : start + length], stamps[user], layers, heads, size, concat_ua)
+        rows = research_rows(x[start : start + length], stamps[user], layers, heads, size, concat_ua, middle_norm)
         out.append(rows)
         start += length
     meta = {"N": size, "heads": heads, "dqk": dim, "dv": dim, "eps": 1e-6, "buckets": buckets, "log_base": 0.301}
@@ -72,11 +79,12 @@ def make_dlrm(
     group_norm: bool = False,
     since: int = 0,
     spread: int = 0,
+    **options: Any,
 ) -> Made:
     """Meta's whole model over three users, the first of them with too few tokens for `user_id` to count.
 
     several: tokens of the last contextual feature, of which the second user lacks one. since: when time begins.
-    spread: seconds between a user's candidates.
+    spread: seconds between a user's candidates. options: others, as in the file.
     """
     random = np.random.default_rng(4)
     d, heads, dqk, dv, hidden, n, positions, buckets = 6, 2, 3, 4, 5, 40, 7, 4
@@ -182,9 +190,10 @@ def make_dlrm(
             encoder = "_hstu_transducer._positional_encoder."
             x[i] = x[i] * d**0.5 + w[f"{encoder}_position_embeddings_weight"][place]
             x[i] += w[f"{encoder}_timestamp_embeddings_weight"][bucket]
-        mask = mask_of(x.shape[0], x.shape[0], count, contextual=context if masked else 0)
+        window, exempt = (options.get(name, 0) for name in ("max_attn_len", "min_full_attn_seq_len"))
+        mask = mask_of(x.shape[0], x.shape[0], count, contextual=context if masked else 0, window=window, exempt=exempt)
         for layer in layers:
-            x, _, _ = stu_layer(x, layer, heads, dqk, dv, mask, dqk**-0.5, n)
+            x, _, _ = stu_layer(x, layer, heads, dqk, dv, mask, options.get("attn_alpha", dqk**-0.5), n)
         rows = x[-count:]
         if post != "layernorm":
             # In float32, as the original: today, it counts in steps of two minutes.
@@ -221,4 +230,4 @@ def make_dlrm(
         "swish_ln_eps": "module default",
         "tasks": ["click:binary", "watch:regression"],
     }
-    return meta, arrays
+    return meta | options, arrays

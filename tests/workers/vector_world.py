@@ -102,13 +102,23 @@ def stu_weights(random: np.random.Generator, d: int, heads: int, dqk: int, dv: i
 
 
 def stu_layer(
-    x: Floats, w: dict[str, Any], heads: int, dqk: int, dv: int, mask: NDArray[np.bool_], alpha: float, n: float
+    x: Floats,
+    w: dict[str, Any],
+    heads: int,
+    dqk: int,
+    dv: int,
+    mask: NDArray[np.bool_],
+    alpha: float,
+    n: float,
+    before: tuple[Floats, Floats] | None = None,
 ) -> tuple[Floats, Floats, Floats]:
-    """One of Meta's layers: (y, k, v)."""
+    """One of Meta's layers: (y, k, v). before: K, V of earlier rows, which come first among the keys."""
     z = norm(x, w["_input_norm_weight"], w["_input_norm_bias"]) @ w["_uvqk_weight"].astype(float) + w["_uvqk_beta"]
     u, v, q, k = np.split(z, np.cumsum([heads * dv, heads * dv, heads * dqk]), axis=1)
     u, rows = silu(u), x.shape[0]
-    a = attend(q.reshape(rows, heads, dqk), k.reshape(rows, heads, dqk), v.reshape(rows, heads, dv), mask, alpha, n)
+    seen_k, seen_v = (k, v) if before is None else (np.concatenate(pair) for pair in zip(before, (k, v), strict=True))
+    keys, values = seen_k.reshape(-1, heads, dqk), seen_v.reshape(-1, heads, dv)
+    a = attend(q.reshape(rows, heads, dqk), keys, values, mask, alpha, n)
     weight, bias = w["_output_norm_weight"], w["_output_norm_bias"]
     if weight.shape[0] == heads:
         normal = norm(a, weight[:, None], bias[:, None]).reshape(rows, heads * dv)
@@ -178,24 +188,26 @@ def make_cached(seed: int = 0, suffix: int = 2, **options: Any) -> Made:
     heads, dqk, dv = meta["num_heads"], meta["attention_dim"], meta["hidden_dim"]
     y_prefix, keys, values, targets_full, rest_rows = [], [[], []], [[], []], [], []
     start = 0
+    masked = {
+        "contextual": options.get("contextual_seq_len", 0),
+        "window": options.get("max_attn_len", 0),
+        "exempt": options.get("min_full_attn_seq_len", 0),
+    }
     for length, count, prefix in zip(lengths, TARGETS, prefixes, strict=True):
         rows: Floats = arrays["x"][start : start + prefix].astype(float)
-        mask = mask_of(
-            prefix,
-            prefix,
-            0,
-            contextual=options.get("contextual_seq_len", 0),
-            window=options.get("max_attn_len", 0),
-            exempt=options.get("min_full_attn_seq_len", 0),
-        )
+        rest: Floats = arrays["x"][start + prefix : start + length].astype(float)
+        alone = mask_of(prefix, prefix, 0, **masked)
+        whole = mask_of(length, length, count if options.get("target_aware", True) else None, **masked)
         for index in range(2):
             w = {name.split(".")[1]: a for name, a in arrays.items() if name.startswith(f"w/layer{index}.")}
-            rows, k, v = stu_layer(rows, w, heads, dqk, dv, mask, meta["alpha"], meta["max_seq_len"])
+            sizes = (w, heads, dqk, dv)
+            rows, k, v = stu_layer(rows, *sizes, alone, meta["alpha"], meta["max_seq_len"])
+            rest, _, _ = stu_layer(rest, *sizes, whole[prefix:], meta["alpha"], meta["max_seq_len"], (k, v))
             keys[index].append(k)
             values[index].append(v)
         y_prefix.append(rows)
         targets_full.append(arrays["y"][start + length - count : start + length])
-        rest_rows.append(arrays["y"][start + prefix : start + length])
+        rest_rows.append(rest)
         start += length
     arrays["y_full"] = arrays.pop("y")
     del arrays["per_layer"]
@@ -205,20 +217,21 @@ def make_cached(seed: int = 0, suffix: int = 2, **options: Any) -> Made:
         "k_cache": np.stack([np.concatenate(k) for k in keys]).astype(np.float32),
         "v_cache": np.stack([np.concatenate(v) for v in values]).astype(np.float32),
         "y_targets_full": np.concatenate(targets_full),
-        "y_targets_cached": np.concatenate(rest_rows),
+        "y_targets_cached": np.concatenate(rest_rows).astype(np.float32),
     }
     meta["N"] = meta.pop("max_seq_len")
     return meta, arrays
 
 
 def make_mask(contextual: int = 0, window: int = 0, exempt: int = 0, target_aware: bool = True) -> Made:
-    """Masks of users of several lengths; what lies beyond a sequence is masked like more targets."""
+    """Masks of users of several lengths."""
     size, lengths, targets = 12, (12, 12, 9, 7), (4, 0, 1, 2)
-    users = zip(lengths, targets, strict=True)
-    counts = [size - length + count if target_aware else None for length, count in users]
-    if not target_aware:
-        lengths = (size,) * 4
-    masks = [mask_of(size, size, count, contextual=contextual, window=window, exempt=exempt) for count in counts]
+    # With targets, what lies beyond a sequence is as many more of them.
+    users = [
+        (size, size - length + count) if target_aware else (length, None)
+        for length, count in zip(lengths, targets, strict=True)
+    ]
+    masks = [mask_of(size, *user, contextual=contextual, window=window, exempt=exempt) for user in users]
     meta = {
         "N": size,
         "contextual_seq_len": contextual,
@@ -263,16 +276,23 @@ def make_pos(contextual: int = 0, fn: str = "sqrt", with_targets: bool = True, u
     return {"N": size, "contextual": contextual, "fn": fn, "seconds_per_unit": unit}, arrays
 
 
-def make_nv(group: int = 1, contextuals: tuple[int, ...] = (0,), scaling: int = -1) -> Made:
+def make_nv(group: int = 1, contextuals: tuple[int, ...] = (0,), scaling: int = -1, with_targets: bool = True) -> Made:
     """NVIDIA's attention."""
     random = np.random.default_rng(2)
-    lengths, targets, size = (12, 12, 12), (6, 0, 3), 12
-    q, k = (random.normal(size=(36, 2, 4)).astype(np.float32) for _ in range(2))
-    v = random.normal(size=(36, 2, 6)).astype(np.float32)
-    own = contextuals * 3 if len(contextuals) == 1 else contextuals
+    lengths, size = (12, 12, 12) if with_targets else (12, 7, 9), 12
+    targets = (6, 0, 3) if with_targets else (None, None, None)
+    tokens = sum(lengths)
+    q, k = (random.normal(size=(tokens, 2, 4)).astype(np.float32) for _ in range(2))
+    v = random.normal(size=(tokens, 2, 6)).astype(np.float32)
+    own = contextuals * 3 if len(contextuals) <= 1 else contextuals
+    own = own or (0,) * 3
     masks = [mask_of(size, n, t, contextual=c, group=group) for n, t, c in zip(lengths, targets, own, strict=True)]
     n = size if scaling == -1 else scaling
-    out = [attend(q[i : i + 12], k[i : i + 12], v[i : i + 12], masks[i // 12], 0.5, n) for i in (0, 12, 24)]
+    parts = [slice(end - length, end) for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    out = [
+        attend(q[rows], k[rows], v[rows], mask[:length, :length], 0.5, n)
+        for rows, mask, length in zip(parts, masks, lengths, strict=True)
+    ]
     meta = {"N": size, "alpha": 0.5, "scaling_seqlen": scaling, "target_group_size": group}
     arrays = {
         "q": q,
@@ -281,7 +301,7 @@ def make_nv(group: int = 1, contextuals: tuple[int, ...] = (0,), scaling: int = 
         "out": np.concatenate(out).astype(np.float32),
         "mask": np.stack(masks),
         "lengths": np.array(lengths),
-        "num_targets": np.array(targets),
-        "num_contextuals": np.array(contextuals[0] if len(contextuals) == 1 else contextuals),
+        "num_targets": np.array(targets if with_targets else (), dtype=np.int64),
+        "num_contextuals": np.array(contextuals[0] if len(contextuals) == 1 else contextuals, dtype=np.int64),
     }
     return meta, arrays

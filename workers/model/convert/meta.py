@@ -61,7 +61,8 @@ class MetaSource:
 def convert_meta(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
     """Takes the source's tensors; gives the fields of our configuration. Raises RelayError for what is not told."""
     names = MetaSource(takings)
-    has_context = takings.has(names.contextual_weight)
+    # A model without contextual features may have their linear maps all the same, of no tokens.
+    has_context = takings.has(names.contextual_weight) and takings.shape(names.contextual_weight)[0] > 0
     width, additional = _item_mlp_widths(takings, names)
     options.require(
         "heads",
@@ -139,8 +140,12 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
         if name in options.item_values:
             items.take_feature(Path(options.item_values[name]), target, rows)
         item_features.append({"name": name, "cardinality": rows})
-    takings.take(names.contextual_weight, "contextual.weight")
-    takings.take(names.contextual_bias, "contextual.bias")
+    if features:
+        takings.take(names.contextual_weight, "contextual.weight")
+        takings.take(names.contextual_bias, "contextual.bias")
+    else:
+        for name in (names.contextual_weight, names.contextual_bias):
+            takings.unused(name, "it maps contextual features, and there are none")
     if features and not any(feature.min_tokens for feature in features):
         takings.note(
             "No contextual feature is hidden from short sequences: where the source has minimum lengths, "

@@ -133,6 +133,10 @@ class Case:
             raise MalformedCaseError(f"{name} is missing in {META}")
         return default
 
+    def is_set(self, name: str) -> bool:
+        """Whether the case names an option."""
+        return self._options.get(name) is not None
+
     def whole(self, name: str, default: int | None = None) -> int:
         value = self.option(name, default)
         if isinstance(value, float) and value.is_integer():
@@ -161,6 +165,12 @@ class Case:
         if unknown:
             options = ", ".join(f"{name}={self._options[name]!r}" for name in unknown)
             raise NotUnderstoodError(f"option {options} is not known")
+
+
+def alpha_of(case: Case) -> float | None:
+    """The scale of q.k: `attn_alpha` where it is set, which `alpha` only repeats. None: the layer's default."""
+    name = next((name for name in ("attn_alpha", "alpha") if case.is_set(name)), None)
+    return None if name is None else case.number(name)
 
 
 def slices(lengths: list[int]) -> Iterator[slice]:
@@ -242,7 +252,7 @@ def check_case(case: Case, kinds: Mapping[str, CaseRunner]) -> CaseResult:
     except MalformedCaseError as error:
         return CaseResult(case.name, Verdict.FAILED, float("inf"), detail=str(error))
     # Sizes that contradict each other surface as errors of whatever operator meets them first.
-    except (RuntimeError, ValueError, IndexError, TypeError, MemoryError) as error:
+    except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AssertionError, MemoryError) as error:
         first_line = str(error).strip().partition("\n")[0]
         return CaseResult(case.name, Verdict.FAILED, float("inf"), detail=f"it cannot be run: {first_line}")
     if not checked:

@@ -32,6 +32,7 @@ from workers.model.vectors.cases import (
     Checked,
     MalformedCaseError,
     NotUnderstoodError,
+    alpha_of,
     compare,
     require_rows,
     slices,
@@ -40,7 +41,7 @@ from workers.model.vectors.paged import PAGINGS, PagedLayers
 
 _KNOWN = frozenset(
     {"contextual", "tasks", "post", "N", "dim", "heads", "layers", "norm_eps", "post_ln_eps", "swish_ln_eps"}
-    | {"stu_contextual_seq_len", "use_group_norm"}
+    | {"stu_contextual_seq_len", "use_group_norm", "alpha", "attn_alpha", "max_attn_len", "min_full_attn_seq_len"}
 )
 _WITH_TIME = "timestamp+layernorm"
 _POSTS = ("layernorm", _WITH_TIME)
@@ -48,7 +49,10 @@ _ITEM = "item"
 _GATED_FEATURE = "user_id"
 _GATE_TOKENS = 4
 """The contextual token of the user id counts only from so many tokens of history and candidates on."""
+_MODULE_DEFAULT = "module default"
 _MODULE_DEFAULT_EPS = 1e-5
+_ACTION_WEIGHTS = (1, 2, 4)
+"""The bits of actions, where no buffer holds them."""
 _MS = 1000
 _UNKNOWN = -1
 
@@ -175,6 +179,10 @@ def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Conver
         heads=case.whole("heads"),
         normalizer=case.number("N"),
         eps=case.number("norm_eps"),
+        alpha=alpha_of(case),
+        max_attn_len=case.whole("max_attn_len", 0),
+        min_full_attn_len=case.whole("min_full_attn_seq_len", 0),
+        action_weights=_ACTION_WEIGHTS,
         tasks=_tasks(case),
         features=tuple(_source_feature(context) for context in contexts),
         item_features=tuple(items[1:]),
@@ -199,12 +207,15 @@ def _source_feature(context: _Context) -> SourceFeature:
 
 def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
     """Epsilons that the case names and a state dict does not say."""
-    told = case.option("swish_ln_eps", "module default")
-    mlp_eps = _MODULE_DEFAULT_EPS if told == "module default" else case.number("swish_ln_eps")
-    changes: dict[str, Any] = {"readout_norm_eps": case.number("post_ln_eps"), "readout_mlp_eps": mlp_eps}
+    mlp_eps = _eps(case, "swish_ln_eps")
+    changes: dict[str, Any] = {"readout_norm_eps": _eps(case, "post_ln_eps"), "readout_mlp_eps": mlp_eps}
     if config.dlrm_inputs is not None:
         changes["dlrm_inputs"] = config.dlrm_inputs.model_copy(update={"norm_eps": mlp_eps})
     return config.model_copy(update=changes)
+
+
+def _eps(case: Case, name: str) -> float:
+    return _MODULE_DEFAULT_EPS if case.option(name, _MODULE_DEFAULT) == _MODULE_DEFAULT else case.number(name)
 
 
 def _tasks(case: Case) -> tuple[Task, ...]:

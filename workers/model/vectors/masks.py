@@ -49,6 +49,21 @@ def served_mask(size: int, history: int, total: int, options: MaskOptions, group
     return mask
 
 
+def in_tiles(
+    dense: torch.Tensor, history: int, num_targets: int | None, options: MaskOptions, group_size: int = 1
+) -> torch.Tensor:
+    """The mask `dense` [size, size] again, as attention sees it.
+
+    Without targets, padding is neither history nor a candidate: attention never has it, and it stays as it is.
+    """
+    size = dense.shape[0]
+    if num_targets is not None:
+        return served_mask(size, history, history, options, group_size)
+    mask = dense.clone()
+    mask[:history, :history] = served_mask(history, history, history, options)
+    return mask
+
+
 def compare_masks(name: str, masks: list[torch.Tensor], expected: torch.Tensor) -> Checked:
     """Masks of all users; where all are the same, one may stand for them."""
     ours = torch.stack(masks)
@@ -70,8 +85,8 @@ def run_mask(case: Case) -> list[Checked]:
     histories = [length - (count or 0) for length, count in users]
     if options.causal and all(history >= options.contextual_seq_len for history in histories):
         tiled = [
-            served_mask(size, size if count is None else history, history, options)
-            for (_, count), history in zip(users, histories, strict=True)
+            in_tiles(mask, history, count, options)
+            for mask, history, (_, count) in zip(dense, histories, users, strict=True)
         ]
         checked.append(compare_masks("mask in tiles", tiled, expected))
     return checked

@@ -13,7 +13,7 @@ from workers.model.attention.spec import AttentionSpec
 from workers.model.dense import dense_attention
 from workers.model.masks import MaskOptions, grouped_mask
 from workers.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
-from workers.model.vectors.masks import compare_masks, served_mask
+from workers.model.vectors.masks import compare_masks, in_tiles
 from workers.model.vectors.paged import PAGINGS
 
 _KNOWN = frozenset(
@@ -51,7 +51,7 @@ def run_nv(case: Case) -> list[Checked]:
         history = length - (count or 0)
         # A window here counts from where each target stands, which the engine's groups do not have.
         if options.causal and not options.max_attn_len and history >= contextuals[user]:
-            tiled.append(served_mask(size, size if count is None else history, history, options, group_size))
+            tiled.append(in_tiles(mask, history, count, options, group_size))
             spec = _spec(q, v, alpha, normalizer, contextuals[user], group_size)
             for page_tokens, chunk_tokens in PAGINGS:
                 rows = _paged(spec, (q[own], k[own], v[own]), history, page_tokens, chunk_tokens)
@@ -72,8 +72,8 @@ def run_nv(case: Case) -> list[Checked]:
 
 
 def _contextuals(case: Case, users: int) -> list[int]:
-    """Contextual tokens of each user; one number stands for all."""
-    counts = case.lengths("num_contextuals") if case.has("num_contextuals") else [0]
+    """Contextual tokens of each user; one number stands for all, and none for no such token."""
+    counts = (case.lengths("num_contextuals") if case.has("num_contextuals") else []) or [0]
     if len(counts) == 1:
         counts *= users
     if len(counts) != users:

