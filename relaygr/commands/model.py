@@ -28,17 +28,22 @@ from workers.model.config import (
     ModelConfig,
     OutputForm,
     describe_problems,
+    read_config_file,
 )
+from workers.model.rules import rules_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
 app.command("convert")(convert_command)
 app.command("check-dram")(check_dram_command)
 
 _MIB = 2**20
+_BESIDE_CONFIG = frozenset({"out", "config", "items", "seed", "force"})
+"""Parameters of `init` that go with a configuration file."""
 
 
 @app.command()
 def init(
+    context: typer.Context,
     out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Items 0 to this - 1; or give --items.", show_default="10000")
@@ -75,6 +80,10 @@ def init(
     max_suffix: Annotated[int, typer.Option(min=0, help="Longest suffix, behaviours.")] = 128,
     max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A config.json of any model, in place of the options of its sizes and forms."),
+    ] = None,
     null: Annotated[
         bool, typer.Option("--null", help="A model that computes nothing, to measure the pipeline.")
     ] = False,
@@ -86,8 +95,12 @@ def init(
     if (out / CONFIG_FILE).exists() and not force:
         raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
     item_ids = None if items is None else read_item_ids(items)
+    if config is not None:
+        _refuse_beside_config(context)
+        _save_random(out, read_config_file(config), seed, item_ids)
+        return
     places = max_prefix + max_suffix
-    config = _config(
+    made = _config(
         {
             "family": Family.NULL if null else Family.HSTU,
             "embedding_dim": dim,
@@ -95,7 +108,7 @@ def init(
             "attention_dim": attention_dim or max(1, dim // heads),
             "hidden_dim": hidden_dim or max(1, dim // heads),
             "num_layers": layers,
-            "normalizer": normalizer or float(places),
+            "normalizer": float(places) if normalizer is None else normalizer,
             "activated": activated,
             "output_form": output_form,
             "group_norm": group_norm,
@@ -110,14 +123,34 @@ def init(
             "max_candidates": max_candidates,
         }
     )
-    random = random_checkpoint(config, seed, item_ids)
-    _print_checkpoint(save_checkpoint(out, config, random.tensors), out)
+    _save_random(out, made, seed, item_ids)
 
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
     """Check a checkpoint and say what it holds."""
     _print_checkpoint(load_checkpoint(path), path)
+
+
+def _refuse_beside_config(context: typer.Context) -> None:
+    """Raises RelayError for options that a configuration file stands for."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in _BESIDE_CONFIG and _is_given(context, name)
+    ]
+    if given:
+        raise RelayError(f"--config says what the model is: leave out {', '.join(given)}.")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _save_random(out: Path, config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None) -> None:
+    random = random_checkpoint(config, seed, item_ids)
+    _print_checkpoint(save_checkpoint(out, config, random.tensors), out)
 
 
 def read_item_ids(path: Path) -> NDArray[np.int64]:
@@ -170,6 +203,29 @@ def _describe(feature: ContextualFeature) -> str:
     return f"{feature.name} ({feature.cardinality:,}{tokens})"
 
 
+def _attention(config: ModelConfig) -> str:
+    """What the mask and the bias have beyond the plain ones."""
+    parts = {
+        "contextual tokens see the whole history": config.contextual_mask,
+        f"keys at most {config.max_attn_len} places back": config.max_attn_len,
+        f"the newest {config.min_full_attn_len} rows see all": config.min_full_attn_len,
+        f"candidates in groups of {config.target_group_size}": config.target_group_size > 1,
+        "relative bias": config.relative_bias is not None,
+    }
+    return ", ".join(text for text, is_asked in parts.items() if is_asked) or "the plain mask"
+
+
+def _rules(config: ModelConfig) -> str:
+    rules = rules_of(config)
+    return ", ".join(
+        (
+            "may grow" if rules.grows else "never grow",
+            "computed in any chunks" if rules.chunks else "computed in one piece",
+            "good for one query time" if rules.uses_query_time else "good at any time",
+        )
+    )
+
+
 def _widths(config: ModelConfig) -> str:
     return " to ".join(str(width) for width in (config.embedding_dim, *config.readout_hidden, len(config.tasks)))
 
@@ -188,6 +244,8 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     row("width", str(config.embedding_dim))
     row("N", f"{config.normalizer:g}")
     row("layer form", f"SiLU on {config.activated}, output {config.output_form}")
+    row("attention", _attention(config))
+    row("prefixes", _rules(config))
     row("items", f"{config.vocabulary_size:,}")
     row("inputs", _inputs(config))
     row("positions", f"{config.num_positions:,}, from the {config.position_origin}" if config.num_positions else "none")

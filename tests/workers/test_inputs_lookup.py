@@ -41,6 +41,16 @@ def test_added_actions_are_rows_of_their_table_and_candidates_have_their_own() -
     assert scored.tokens[:, Column.ACTION].tolist() == [2, 5, 5]
 
 
+def test_a_model_may_know_every_action_code_that_there_is() -> None:
+    history = Behaviours(np.array([7, 7]), np.array([0, 65_535], np.uint16), np.array([0, 0]))
+    for inputs in (InputForm.ADDED, InputForm.INTERLEAVED):
+        tokens = lookup(num_actions=65_536, inputs=inputs, contextual_features=()).prefix(NOTHING, history, 0).tokens
+        if inputs is InputForm.ADDED:
+            assert tokens[:, Column.ACTION].tolist() == [0, 65_535]
+        else:
+            assert tokens[1::2, Column.CONTENT].tolist() == [~0, ~65_535]
+
+
 def test_interleaved_actions_are_tokens_and_candidates_are_items_alone() -> None:
     found = lookup(inputs=InputForm.INTERLEAVED)
     first_action = (3 + 1) + 2 * (5 + 1)
@@ -124,6 +134,10 @@ def test_a_feature_of_several_tokens_takes_as_many_values() -> None:
         ({"num_times": 3}, "set together"),
         ({"time_encoding": TimeEncoding.LOG}, "set together"),
         ({"position_origin": PositionOrigin.END, "num_positions": 0}, "needs num_positions"),
+        (
+            {"position_origin": PositionOrigin.END, "num_positions": 2, "contextual_features": FEATURES},
+            "a row of num_positions for each contextual token",
+        ),
         (
             {"contextual_features": (ContextualFeature(name="a", cardinality=2, tokens=64), *FEATURES)},
             "take 67 tokens",

@@ -94,6 +94,7 @@ def test_a_tensor_that_is_wrong_is_refused(name: str, tensor: torch.Tensor, sent
     [
         ({"num_heads": 0}, "num_heads: Input should be greater than or equal to 1"),
         ({"normalizer": 0}, "normalizer: Input should be greater than 0"),
+        ({"normalizer": float("inf")}, "normalizer: Input should be a finite number"),
         ({"heads": 4}, "heads: Extra inputs are not permitted"),
         ({"tasks": []}, "tasks: Tuple should have at least 1 item"),
         ({"tasks": [{"name": "a"}, {"name": "a"}]}, "tasks has the same name twice"),
@@ -178,6 +179,23 @@ def test_model_init_makes_a_checkpoint_that_model_show_describes(tmp_path: Path)
     assert checkpoint.vocabulary().rows(np.array([10, 20, 30, 40])).rows.tolist() == [0, 1, 2, 3]
     again = CliRunner().invoke(app, ["init", str(out)])
     assert isinstance(again.exception, RelayError)
+
+
+def test_model_init_fills_any_configuration_with_random_weights(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = small_config(family=Family.SOFTMAX, mlp_dim=8, max_attn_len=9, target_group_size=2)
+    path.write_text(config.to_json())
+    made = CliRunner().invoke(app, ["init", str(tmp_path / "a"), "--config", str(path), "--seed", "3"])
+    assert made.exit_code == 0, made.output
+    assert load_checkpoint(tmp_path / "a").revision == random_checkpoint(config, 3).revision
+    assert "keys at most 9 places back, candidates in groups of 2" in made.output
+    both = CliRunner().invoke(app, ["init", str(tmp_path / "b"), "--config", str(path), "--layers", "3", "--null"])
+    assert "--config says what the model is: leave out --layers, --null" in str(both.exception)
+
+
+def test_model_init_refuses_a_normalizer_of_zero(tmp_path: Path) -> None:
+    made = CliRunner().invoke(app, ["init", str(tmp_path), "--normalizer", "0"])
+    assert "normalizer: Input should be greater than 0" in str(made.exception)
 
 
 def test_an_item_file_names_the_line_that_is_no_number(tmp_path: Path) -> None:

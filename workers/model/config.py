@@ -28,7 +28,7 @@ Size = Annotated[int, Field(ge=1, le=1_048_576)]
 class Part(BaseModel):
     """A part of the configuration: an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Family(enum.StrEnum):
@@ -299,6 +299,8 @@ class ModelConfig(Part):
             raise ValueError("num_times and time_encoding are set together")
         if self.position_origin is PositionOrigin.END and not self.num_positions:
             raise ValueError("position_origin end needs num_positions")
+        if self.position_origin is PositionOrigin.END and self.num_positions < self.contextual_tokens:
+            raise ValueError("position_origin end needs a row of num_positions for each contextual token")
         if self.contextual_tokens > MAX_FEATURES:
             raise ValueError(f"contextual_features take {self.contextual_tokens} tokens, allowed are {MAX_FEATURES}")
         return self
@@ -346,7 +348,11 @@ def parse_config(text: str, origin: str) -> ModelConfig:
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration in a checkpoint folder. Raises RelayError if it is not there or not valid."""
-    path = folder / CONFIG_FILE
+    return read_config_file(folder / CONFIG_FILE)
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """Raises RelayError for a file that is not there or no configuration."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -39,7 +39,7 @@ class SourceFeature(BaseModel):
 class ConvertOptions(BaseModel):
     """Everything a conversion may be told. What is needed depends on the source (docs/convert.md)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     heads: Annotated[int | None, Field(ge=1, description="attention heads")] = None
     normalizer: Annotated[float | None, Field(gt=0, description="N, the source's longest sequence")] = None

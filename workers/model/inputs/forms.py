@@ -60,7 +60,7 @@ class Added:
 
     def behaviours(self, rows: Int64Array, codes: Codes) -> Tokens:
         tokens = _items(rows)
-        np.minimum(codes, self._num_actions, out=tokens[:, Column.ACTION], casting="unsafe")
+        np.minimum(codes.astype(np.int64), self._num_actions, out=tokens[:, Column.ACTION])
         return tokens
 
     def candidates(self, rows: Int64Array) -> Tokens:
