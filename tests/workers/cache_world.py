@@ -71,11 +71,13 @@ class SteppedMover:
         return not self.refuses and self._queue.push(request)
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
-        return self._queue.forecast(size_bytes, priority)
+        return self._queue.forecast(size_bytes, priority, self.now_us)
 
     def close(self) -> None:
-        for request in self._queue.drain():
-            request.on_done(False)
+        # What fails here is asked for once more, as of any mover, and fails again.
+        while waiting := self._queue.drain():
+            for request in waiting:
+                request.on_done(False)
         while self._under_way:
             self.finish(True)
 

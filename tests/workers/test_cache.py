@@ -556,6 +556,32 @@ class TestLeases:
         assert world.hit(make_key(length=200)).complete
         assert world.hit(make_key(length=200, changed_at=150)).complete
 
+    def test_a_lease_given_while_a_changed_history_is_computed_wins_over_it(self, world: World) -> None:
+        """The growth had begun before the lease, and took the leased end away when it was published."""
+        world.store(make_key(length=200))
+        changed = make_key(length=200, changed_at=150)
+        fill = world.reserve(changed)
+        waiting = world.cache.acquire(changed, 1)
+        assert isinstance(waiting, Pending)
+        assert world.cache.lease(make_key(length=200), "r1", 100)
+        assert (fill.is_current, waiting.outcome) == (False, PendingOutcome.INVALIDATED)
+        world.write(fill, changed, fill.tokens)
+        assert fill.publish(2) is None
+        assert world.hit(make_key(length=200)).complete
+        world.cache.check_invariants()
+        world.store(changed)
+        assert world.hit(changed).complete and world.hit(make_key(length=200)).complete
+
+    def test_a_lease_on_what_both_histories_share_lets_the_growth_go_on(self, world: World) -> None:
+        world.store(make_key(length=200))
+        changed = make_key(length=200, changed_at=150)
+        fill = world.reserve(changed)
+        assert world.cache.lease(make_key(length=100), "r1", 100)
+        assert world.cache.lease(changed, "r2", 100)
+        world.write(fill, changed, fill.tokens)
+        assert fill.publish(2) is not None
+        assert world.hit(changed).complete
+
     @pytest.mark.parametrize(
         ("how", "reason"),
         [

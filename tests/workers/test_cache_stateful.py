@@ -225,8 +225,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 4 * VISIT_US))
     def lease(self, key: PrefixKey, request: int, lasts_us: int) -> None:
         until_us = self.tick() + lasts_us
+        ready, coming = self.cache.peek(key).hbm_behaviours, self.cache._books.hbm.index.find_work(key)
         if self.cache.lease(key, f"r{request}", until_us):
-            self.run.leases[f"r{request}"] = (key, self.cache.peek(key).hbm_behaviours, until_us)
+            # It holds what will be there, if that is more, and then not what is there now.
+            held = 0 if coming is not None and coming.behaviours > ready else ready
+            self.run.leases[f"r{request}"] = (key, held, until_us)
 
     @rule(request=st.integers(0, 5))
     def end_lease(self, request: int) -> None:

@@ -278,6 +278,10 @@ class PrefixCache:
                 entry = coming.work.entry
             if entry is None or not self._hbm.lease(entry, request_id, until_us):
                 return False
+            if found is not None and entry is found.entry:
+                stale = self._hbm.give_up_truncation(found)
+                if stale is not None:
+                    self._books.finish(after, stale, PendingOutcome.INVALIDATED)
             self._counters.leases_granted += 1
             self._books.tell(after, EventKind.LEASE, key, "granted")
             return True

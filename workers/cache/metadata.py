@@ -40,6 +40,8 @@ from workers.kv import PrefixLayout
 # How many expired entries are looked at in one go: a section under the lock is short.
 _EXPIRED_AT_ONCE = 256
 
+_NEVER = -1
+"""A generation that no entry has."""
 # Look-ups walk a user's entries, so a user whose history keeps changing may not have many.
 MAX_ENTRIES_PER_USER = 4
 
@@ -239,6 +241,15 @@ class TierMetadata:
         entry.leases.add(request_id)
         self._account.reclassify(entry)
         return True
+
+    def give_up_truncation(self, leased: Match) -> Work | None:
+        """The work, if any, that would have taken a part of what was just leased away: stale from now on."""
+        work = leased.entry.work
+        if work is None or self._layout.tokens(leased.behaviours) <= work.start_tokens:
+            return None
+        work.generation = _NEVER
+        leased.entry.work = None
+        return work
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
         """Ends a request's lease; False if it has none. `wasted` counts its pre-infer if nothing used it."""
