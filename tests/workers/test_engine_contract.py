@@ -24,13 +24,13 @@ from workers.model.attention.sight import Sight, Visible
 from workers.model.attention.spec import AttentionSpec, spec_of
 from workers.model.checkpoint import Checkpoint, random_checkpoint
 from workers.model.config import ModelConfig, PositionOrigin
-from workers.model.encodings import positions_from_end
 from workers.model.inputs.tokens import Column
 from workers.model.interface import PrefixChunk, RankInputs
 from workers.model.masks import MaskOptions, attention_mask
 from workers.model.paged_engine import PagedEngine
 from workers.model.precision import ComputeDtype
 from workers.model.reference import full_inference
+from workers.model.reference.encodings import positions_from_end
 from workers.model.rules import RuleError
 
 TOLERANCE = 2e-5
@@ -361,7 +361,7 @@ def test_places_are_those_of_the_definition(kind: str) -> None:
     expected = torch.zeros(size, dtype=torch.int64)
     if config.num_positions and config.position_origin is PositionOrigin.END:
         contextual = world.engine.layout.contextual_tokens
-        expected = positions_from_end(size, size, size - end, contextual, config.num_positions)
+        expected = positions_from_end(size, size - end, contextual, config.num_positions)
     elif config.num_positions:
         expected = torch.arange(size).clamp(max=min(end, config.num_positions - 1))
     assert np.array_equal(places, expected.numpy())

@@ -1,8 +1,8 @@
 """The whole model in one piece, as slow and plain as it can be: the oracle of tests, never the way to serve.
 
 It shares no code with the engine but the names of the tensors: no pages, no chunks, no tiles, one dense mask, any
-float type. A prefix, a suffix and candidates go through all layers together. Masks and encodings are those that other
-people's test vectors are held against (`masks.py`, `encodings.py`), which the engine does not use.
+float type. A prefix, a suffix and candidates go through all layers together. Its masks are those that other people's
+test vectors are held against (`masks.py`), which the engine does not use.
 """
 
 from __future__ import annotations

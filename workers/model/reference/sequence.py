@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
 from workers.model.config import InputForm, ModelConfig, PositionOrigin, TimeEncoding
-from workers.model.encodings import TimeBuckets, positions_from_end, time_rows
+from workers.model.reference.encodings import TimeBuckets, positions_from_end, time_rows
 from workers.model.reference.small import layer_norm
 
 Tensors = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ def embed(config: ModelConfig, tensors: Tensors, sequence: Sequence) -> torch.Te
     x = torch.stack(sequence.rows) * config.embedding_scale
     size, end = x.shape[0], sequence.end
     if config.num_positions and config.position_origin is PositionOrigin.END:
-        places = positions_from_end(size, size, sequence.candidates, sequence.contextual, config.num_positions)
+        places = positions_from_end(size, sequence.candidates, sequence.contextual, config.num_positions)
         x = x + tensors["positions.weight"][places]
     elif config.num_positions:
         places = torch.arange(size).clamp(max=end).clamp(max=config.num_positions - 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from workers.model.config import ModelConfig
-from workers.model.encodings import relative_time_bias
 from workers.model.masks import MaskOptions, attention_mask
+from workers.model.reference.encodings import relative_time_bias
 from workers.model.reference.sequence import Sequence
 
 

@@ -10,9 +10,9 @@ from workers.model.attention.choose import attention_for
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment
 from workers.model.attention.spec import AttentionSpec
-from workers.model.dense import dense_attention
 from workers.model.masks import MaskOptions, grouped_mask
 from workers.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
+from workers.model.vectors.dense import dense_attention
 from workers.model.vectors.masks import compare_masks, in_tiles
 from workers.model.vectors.paged import PAGINGS
 

@@ -6,10 +6,10 @@ import torch
 
 from workers.model.attention.spec import AttentionSpec
 from workers.model.config import Activated, OutputForm
-from workers.model.dense import DenseRun, DenseStack
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights
 from workers.model.masks import attention_mask
 from workers.model.vectors.cases import Case, Checked, MalformedCaseError, alpha_of, compare, require_rows, slices
+from workers.model.vectors.dense import DenseRun, DenseStack
 from workers.model.vectors.masks import MASK_OPTIONS, mask_options
 from workers.model.vectors.paged import PAGINGS, PagedLayers, PagedRun
 

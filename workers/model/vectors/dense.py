@@ -1,4 +1,4 @@
-"""Layers over one sequence at a time with any mask and bias, materialised: what test vectors are run through.
+"""Layers over one sequence at a time with any mask, materialised: what the engine's tiles are compared with.
 
 It uses the engine's own layers (`hstu.py`) and the plain attention formula, and holds [heads, rows, keys] at once.
 """
@@ -21,16 +21,13 @@ def dense_attention(
     mask: torch.Tensor,
     alpha: float,
     normalizer: float,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A = mask * SiLU(alpha * q k^T + bias) / N * v, as it stands.
+    """A = mask * SiLU(alpha * q k^T) / N * v, as it stands.
 
-    q, k [heads, rows or keys, attention_dim]; v [heads, keys, hidden_dim]; mask bool and bias [rows, keys].
+    q, k [heads, rows or keys, attention_dim]; v [heads, keys, hidden_dim]; mask bool [rows, keys].
     Returns [heads, rows, hidden_dim].
     """
     scores = torch.matmul(q, k.transpose(-1, -2)) * alpha
-    if bias is not None:
-        scores = scores + bias
     weights = F.silu(scores) / normalizer * mask.to(scores.dtype)
     return torch.matmul(weights, v)
 
@@ -52,17 +49,8 @@ class DenseStack:
     alpha: float
     normalizer: float
 
-    def run(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor,
-        biases: Sequence[torch.Tensor | None] | None = None,
-        before: DenseRun | None = None,
-    ) -> DenseRun:
-        """x [rows, D]; mask bool [rows, keys]; biases: of each layer, [rows, keys].
-
-        `before`: K, V of earlier tokens, which come first among the keys.
-        """
+    def run(self, x: torch.Tensor, mask: torch.Tensor, before: DenseRun | None = None) -> DenseRun:
+        """x [rows, D]; mask bool [rows, keys]. `before`: K, V of earlier tokens, which come first among the keys."""
         rows: list[torch.Tensor] = []
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -74,8 +62,7 @@ class DenseStack:
                 k, v = torch.cat((before.keys[index], k), 1), torch.cat((before.values[index], v), 1)
             keys.append(k)
             values.append(v)
-            bias = None if biases is None else biases[index]
-            a = dense_attention(q.transpose(0, 1), k, v, mask, self.alpha, self.normalizer, bias)
+            a = dense_attention(q.transpose(0, 1), k, v, mask, self.alpha, self.normalizer)
             return a.transpose(0, 1).flatten(1)
 
         for layer in self.layers:

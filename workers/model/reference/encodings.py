@@ -1,7 +1,6 @@
-"""Encodings of models other than our own: positions back from the end, times relative to a query, relative bias.
+"""The reference's positions back from the end, times relative to a query, and relative bias by time.
 
-With them a prefix is good for one impression only, since its inputs depend on where the history ends and on when it
-is asked for. Sources: Meta's generative-recommenders, the DLRM-v3 positional encoder and the ICML'24 research layer.
+Sources: Meta's generative-recommenders, the DLRM-v3 positional encoder and the ICML'24 research layer.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ class TimeBuckets(enum.StrEnum):
     LOG = "log"
 
 
-def positions_from_end(size: int, length: int, num_targets: int | None, contextual: int, rows: int) -> torch.Tensor:
+def positions_from_end(size: int, num_targets: int, contextual: int, rows: int) -> torch.Tensor:
     """int64 [size]: rows of a position table of `rows` rows, counted back from the history's end.
 
     Contextual token i takes row i; a history token the number of places to the end, after the contextual rows; all
     targets the row of the end itself.
     """
     places = torch.arange(size)
-    end = length - (num_targets or 0)
-    back = end - (places if num_targets is None else places.clamp(max=end))
-    positions = (back + contextual).clamp(max=rows - 1)
+    end = size - num_targets
+    positions = (end - places.clamp(max=end) + contextual).clamp(max=rows - 1)
     first = min(contextual, size)
     positions[:first] = torch.arange(first)
     return positions
@@ -40,13 +38,6 @@ def time_rows(timestamps: torch.Tensor, seconds_per_unit: float, fn: TimeBuckets
     units = (timestamps[-1] - timestamps).float().clamp(min=1e-6) / seconds_per_unit
     grown = torch.log(units) if fn is TimeBuckets.LOG else torch.sqrt(units)
     return grown.clamp(min=0).to(torch.int64).clamp(max=rows - 1)
-
-
-def relative_position_bias(weights: torch.Tensor, size: int) -> torch.Tensor:
-    """float [size, size]: weights[N - 1 + j - i] at row i, column j, of weights [2 N - 1]."""
-    places = torch.arange(size)
-    centre = (weights.numel() - 1) // 2
-    return weights[centre + places[None, :] - places[:, None]]
 
 
 def relative_time_bias(weights: torch.Tensor, timestamps: torch.Tensor, log_base: float) -> torch.Tensor:
