@@ -108,6 +108,21 @@ def test_what_it_must_be_told_is_named_as_options(tmp_path: Path, source: Tensor
     assert "--heads" not in text
 
 
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ("--target-group-size 2 --action-weight 1 --log-base 0.5", "no use for --log-base, --target-group-size"),
+        ("--table brand=brands.npy", "tables names brand, which no feature is called"),
+        ("--item-values brand=brands.npy", "item_values names brand, which no feature is called"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(tmp_path: Path, source: Tensors, told: str, sentence: str) -> None:
+    save_file(source, tmp_path / "model.safetensors")
+    done = run(tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *FEATURES, *told.split())
+    assert done.exit_code != 0
+    assert sentence in " ".join(done.output.split())
+
+
 def test_a_folder_of_files_is_one_source(tmp_path: Path, source: Tensors) -> None:
     tables = {name: tensor for name, tensor in source.items() if "embeddings" in name}
     torch.save({name: tensor for name, tensor in source.items() if name not in tables}, tmp_path / "dense.bin")

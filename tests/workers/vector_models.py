@@ -17,7 +17,7 @@ def research_rows(
     heads: int,
     size: int,
     concat_ua: bool,
-    middle_norm: bool,
+    middle_norm: bool = True,
 ) -> Floats:
     """Rows after all research layers; stamps are padded to `size`. middle_norm: of [U, A, U * norm(A)]."""
     rows, length = x.astype(float), x.shape[0]

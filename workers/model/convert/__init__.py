@@ -21,7 +21,7 @@ from workers.model.checkpoint import expected_tensors
 from workers.model.config import ModelConfig, describe_problems
 from workers.model.convert.meta import convert_meta
 from workers.model.convert.nvidia import convert_nvidia
-from workers.model.convert.options import ConvertOptions
+from workers.model.convert.options import ConvertOptions, as_option
 from workers.model.convert.report import ConversionReport
 from workers.model.convert.research import convert_research
 from workers.model.convert.state_dict import StateDict, read_state_dict
@@ -52,6 +52,17 @@ class Converted:
     report: ConversionReport
 
 
+_FOR_ALL = frozenset(
+    {"heads", "normalizer", "eps", "alpha", "tasks", "tables", "table_rows", "items"}
+    | {"max_attn_len", "min_full_attn_len", "max_prefix", "max_suffix", "max_candidates"}
+)
+_FOR_ONE: dict[SourceKind, frozenset[str]] = {
+    SourceKind.META: frozenset({"features", "item_features", "item_values", "contextual_mask", "action_weights"}),
+    SourceKind.NVIDIA: frozenset({"features", "contextual_mask", "projection", "target_group_size", "activation"}),
+    SourceKind.RESEARCH: frozenset({"concatenated", "activation", "log_base"}),
+}
+"""What a source has a use for, beside what all have."""
+
 _SOURCES: dict[SourceKind, Callable[[Takings, ConvertOptions], dict[str, Any]]] = {
     SourceKind.META: convert_meta,
     SourceKind.NVIDIA: convert_nvidia,
@@ -65,7 +76,11 @@ def convert(source: Path, kind: SourceKind, options: ConvertOptions, strip: str 
 
 
 def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOptions, origin: str) -> Converted:
-    """Tensors of the source, in memory. Raises RelayError for what is not told."""
+    """Tensors of the source, in memory. Raises RelayError for what is not told, and for what it has no use for."""
+    useless = sorted(options.model_fields_set - _FOR_ALL - _FOR_ONE[kind])
+    if useless:
+        names = ", ".join(as_option(name) for name in useless)
+        raise RelayError(f"A conversion from {kind} has no use for {names}: leave it out.")
     takings = Takings(origin, source)
     fields = _SOURCES[kind](takings, options) | _common(options)
     fields.setdefault("max_prefix_behaviours", options.max_prefix or _longest(fields))

@@ -20,7 +20,7 @@ from workers.model.config import ReadoutActivation
 from workers.model.convert.layers import number_of_layers, order_of, per_head, take_norm, take_projection
 from workers.model.convert.options import ConvertOptions, ProjectionLayout
 from workers.model.convert.tables import ACTION, ITEM, Items, Table, Tables, give_table
-from workers.model.convert.takings import TRANSPOSED, WITH_UNKNOWN, Takings, Transform, both
+from workers.model.convert.takings import TRANSPOSED, Takings, Transform
 
 _BLOCK = "_hstu_block."
 _LAYERS = "_attention_layers."
@@ -144,8 +144,7 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
         "contextual_mask": options.contextual_mask,
     }
     if action is not None:
-        how = both(Transform("as it is", lambda x: x), WITH_UNKNOWN)
-        give_table(takings, _through(action, through_item_mlp), "actions.weight", how)
+        give_table(takings, _through(action, through_item_mlp), "actions.weight")
         config |= {"inputs": "interleaved", "num_actions": int(action.rows.shape[0])}
     for mlp in (names.item_mlp, names.contextual_mlp):
         for part in ("0.weight", "0.bias", "2.weight", "2.bias"):

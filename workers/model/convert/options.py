@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
 from streams.errors import RelayError
@@ -78,18 +78,36 @@ class ConvertOptions(BaseModel):
     max_suffix: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
 
+    @model_validator(mode="after")
+    def _names_are_known(self) -> ConvertOptions:
+        features = {feature.name for feature in self.features}
+        for what, names, known in (
+            ("tables", self.tables, {"item", "action", *features, *self.item_features}),
+            ("item_values", self.item_values, set(self.item_features)),
+        ):
+            unknown = [name for name in names if name not in known]
+            if unknown:
+                raise ValueError(f"{what} names {', '.join(unknown)}, which no feature is called")
+        return self
+
     def require(self, *names: str) -> None:
         """Raises RelayError that names every one of these options that is not given."""
         lacking = [name for name in names if getattr(self, name) in (None, ())]
         if lacking:
             raise RelayError(
                 "The state dict does not say everything: give "
-                + ", ".join(f"--{_AS_OPTION.get(name, name).replace('_', '-')} ({_WHAT[name]})" for name in lacking)
+                + ", ".join(f"{as_option(name)} ({_WHAT[name]})" for name in lacking)
                 + ", or say it in a file with --config."
             )
 
 
+def as_option(name: str) -> str:
+    """How an option of this name is written on the command line."""
+    return f"--{_AS_OPTION.get(name, name).replace('_', '-')}"
+
+
 _AS_OPTION = {
+    "tables": "table",
     "tasks": "task",
     "features": "feature",
     "item_features": "item_feature",
