@@ -472,6 +472,6 @@ def test_many_more_random_operations_keep_every_invariant(policy: PolicyName) ->
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
