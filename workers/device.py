@@ -105,6 +105,13 @@ class Device(ABC):
         except (RuntimeError, MemoryError) as error:
             raise _too_large(shape, self.name) from error
 
+    def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """What `host` holds, on the device: in `into`, or in memory of its own; on a CPU it may be `host` itself.
+
+        The copy is given to the calling thread's stream, and the thread goes on. `host` may be freed at once.
+        """
+        return host if into is None else into.copy_(host)
+
     @abstractmethod
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
         """Uninitialised uint8 host memory that the device copies from at full speed. Raises RelayError."""
@@ -132,6 +139,15 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Blocks until all work given to the device has completed."""
+
+    def settle(self) -> None:
+        """After work that raised: blocks until the device has done, well or ill, what it was given before.
+
+        Kernels that were launched by then still write to the memory that is given back next. Raises nothing: who
+        calls has an error already.
+        """
+        with contextlib.suppress(Exception):
+            self.synchronize()
 
     @abstractmethod
     def memory(self) -> MemoryInfo:
@@ -259,7 +275,16 @@ class AcceleratorDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
         self._first_graph: torch.accelerator.Graph | None = None
+        # cuBLAS may else add parts of a long product in bfloat16. Other devices do not look at it.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.bind_thread()
+
+    def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        # From pageable memory a copy stops the thread on CUDA, and on an NPU may read what was freed. torch takes
+        # pinned memory from a pool of its own, and gives it to nobody else before the copy has ended.
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device) if into is None else into
+        return target.copy_(pinned, non_blocking=True)
 
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
         try:

@@ -72,6 +72,7 @@ def install() -> None:
     torch.inference_mode = torch.no_grad  # type: ignore[misc,assignment]
     # It passes by the operators that a back end in Python can take.
     torch.tensor = _tensor
+    torch.empty = _empty  # type: ignore[assignment]
     backend_registration._setup_privateuseone_for_python_backend("npu")
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
@@ -84,6 +85,14 @@ _make = torch.tensor
 def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
     made = _make(*args, **kwargs)
     return made if device is None else made.to(device)
+
+
+_allocate = torch.empty
+
+
+def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    """All memory of the host is as good as pinned."""
+    return _allocate(*args, **kwargs)
 
 
 _kept: list[torch.library.Library] = []

@@ -205,6 +205,44 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
     ]
 
 
+def test_what_is_sent_is_there_and_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator copies from pinned memory of its own: the host's may change, or be freed, at once."""
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def noted(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*args, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    accelerator = AcceleratorDevice(torch.device("cpu"))
+    for device in (CpuDevice(), accelerator):
+        host, into = torch.arange(5), torch.zeros(5, dtype=torch.int64)
+        assert device.sent(host).tolist() == [0, 1, 2, 3, 4]
+        assert device.sent(host, into) is into
+        assert into.tolist() == [0, 1, 2, 3, 4]
+    assert asked == [True, False, True]
+    apart = accelerator.sent(host)
+    host.fill_(7)
+    assert apart.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_after_work_that_raised_the_device_is_waited_for_and_no_second_error_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[object] = []
+
+    def fails(device: object) -> None:
+        waited.append(device)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", fails)
+    AcceleratorDevice(torch.device("cpu")).settle()
+    assert waited == [torch.device("cpu")]
+
+
 def test_memory_that_does_not_fit_is_refused_with_its_size() -> None:
     with pytest.raises(RelayError, match=r"MiB do not fit into cpu"):
         CpuDevice().empty_bytes(2**31, 2**31)

@@ -18,7 +18,9 @@ from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_conf
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
 from workers.device import CpuDevice, Device, Replay
 from workers.kv import KvDtype
+from workers.model.attention.spec import AttentionSpec
 from workers.model.attention.triton_attention import TritonAttention
+from workers.model.attention.triton_plan import PlanShape
 from workers.model.buckets import LEAST, STEPS, bucket, mean_padding
 from workers.model.checkpoint import random_checkpoint
 from workers.model.engine import build_engine
@@ -155,6 +157,21 @@ def test_a_forward_that_waits_for_its_pages_runs_without_a_graph() -> None:
         layers.rows(made, before=[asked.append])
     assert layers.graphs.graphs == 0
     assert asked == [0, 1] * 3
+
+
+class Wide(CpuDevice):
+    """A device with as many processors as an H100."""
+
+    @property
+    def compute_units(self) -> int:
+        return 132
+
+
+def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
+    """One request on a long prefix: 3 tiles of 2 heads fill few of 132 processors, whatever a bucket adds."""
+    attention = TritonAttention(AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16), Wide(), BLOCKS)
+    made = forward([Run(4000, 16, 128)])
+    assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 16, stores=False)
 
 
 class NoCapture(CpuDevice):

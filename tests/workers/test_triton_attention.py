@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,19 @@ from hypothesis import strategies as st
 from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
 from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 from workers.kv import KvDtype
+from workers.model.attention import triton_attention, triton_launch
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment, place
 from workers.model.attention.triton_attention import TritonAttention, TritonPass
-from workers.model.attention.triton_launch import Blocks, DevicePlan, LayerPages, attend, fitting_configs, tuned_attend
+from workers.model.attention.triton_launch import (
+    Blocks,
+    DevicePlan,
+    LayerPages,
+    attend,
+    fitting_configs,
+    tuned,
+    tuned_attend,
+)
 from workers.model.attention.triton_plan import Capacity, PlanShape, arrays_of, pack
 
 
@@ -98,14 +109,14 @@ def test_any_keys_in_a_block(keys: int) -> None:
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
     """As a captured graph has it: rows, segments and pages beyond the forward's own."""
     forward = Forward(MIXED)
-    own = packed_attend(forward, PlanShape(16, 1, True))
+    own = packed_attend(forward, PlanShape(16, 1, True), Blocks(16))
     rows = forward.q.shape[0]
     more = [torch.cat((x, torch.full_like(x[:9], torch.nan))) for x in (forward.q, forward.k, forward.v)]
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
     plan = pack(arrays, 8, PlanShape(16, 1, True), Capacity(rows + 9, 12, arrays.pages.size + 5))
     padded = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
     pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
-    assert torch.equal(attend(*more, pages, padded, forward.spec.alpha, 37.0, BLOCKS)[:rows], own)
+    assert torch.equal(attend(*more, pages, padded, forward.spec.alpha, 37.0, Blocks(16))[:rows], own)
 
 
 def test_a_neighbour_changes_nothing() -> None:
@@ -186,6 +197,41 @@ def test_rows_that_are_not_the_plans_are_refused() -> None:
 def test_there_is_always_a_configuration_to_try_and_never_many(precision: str, block_rows: int, pad: int) -> None:
     fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad}
     assert 1 <= len(fitting_configs(tuned_attend.configs, {}, **fixed)) <= 18
+
+
+def test_a_kind_of_kernel_is_tuned_once_and_launched_without_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner keeps what it works on in itself: a model that is loaded beside one that serves must not share it."""
+    forward, asked = Forward(MIXED), []
+
+    def tune(*arguments: object) -> Blocks:
+        asked.append(arguments)
+        return Blocks(keys=32)
+
+    monkeypatch.setattr(triton_attention, "tuned", tune)
+    attention = TritonAttention(forward.spec, DEVICE)
+    for layer in (0, LAYER):
+        out = attention.begin(forward.kv, forward.segments).attend(layer, forward.q, forward.k, forward.v)
+    assert len(asked) == 1
+    assert forward.error(out.unflatten(1, (forward.spec.num_heads, -1))) <= 2e-6
+
+
+class Tuner:
+    """As Triton's: what it chose last is in itself."""
+
+    best_config = SimpleNamespace(kwargs={"BLOCK_N": 64}, num_warps=8, num_stages=3)
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return lambda *arguments, **fixed: None
+
+
+def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "tuned_attend", Tuner())
+    forward = Forward(MIXED)
+    arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
+    plan = pack(arrays, forward.kv.geometry.page_tokens, PlanShape(32, 1, True), arrays.capacity)
+    on_device = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
+    pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
+    assert tuned(forward.q, forward.k, forward.v, pages, on_device, forward.spec.alpha, 37.0) == Blocks(64, 8, 3)
 
 
 def packed_attend(

@@ -78,7 +78,7 @@ class GraphableAttention(Attention, Protocol):
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays: ...
 
-    def shape(self, arrays: SegmentArrays, capacity: Capacity) -> PlanShape: ...
+    def shape(self, arrays: SegmentArrays) -> PlanShape: ...
 
     def packed(self, kv: PagedKv, arrays: SegmentArrays, shape: PlanShape, capacity: Capacity) -> PackedPlan: ...
 
@@ -149,7 +149,7 @@ class GraphRunner:
         arrays = self._attention.arrays(kv, segments)
         own = arrays.capacity
         capacity = Capacity(bucket(own.rows), bucket(own.segments), bucket(own.pages))
-        key = _Key(capacity, self._attention.shape(arrays, capacity))
+        key = _Key(capacity, self._attention.shape(arrays))
         plan = self._attention.packed(kv, arrays, key.shape, capacity)
         graph = self._find(key)
         if graph is None and self._is_known(key):

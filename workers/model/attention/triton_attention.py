@@ -20,7 +20,16 @@ from workers.kv import KvGeometry
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment, place
 from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.triton_launch import Blocks, DevicePlan, LayerPages, attend, choose_block_rows, store
+from workers.model.attention.triton_launch import (
+    BLOCK_ROWS,
+    Blocks,
+    DevicePlan,
+    LayerPages,
+    attend,
+    choose_block_rows,
+    store,
+    tuned,
+)
 from workers.model.attention.triton_plan import (
     MAX_SPLITS,
     Capacity,
@@ -30,7 +39,6 @@ from workers.model.attention.triton_plan import (
     arrays_of,
     choose_splits,
     pack,
-    tiles_bound,
 )
 
 _SPLIT_KEYS = 64
@@ -40,7 +48,10 @@ _PROGRAMS_PER_UNIT = 2
 
 
 class TritonAttention:
-    """Contract: `interface.Attention`. `blocks` given by the caller replace the tuned ones."""
+    """Contract: `interface.Attention`.
+
+    `blocks` given by the caller replace the tuned ones, as under the interpreter, which has no clock to tune by.
+    """
 
     name = "triton"
 
@@ -50,11 +61,12 @@ class TritonAttention:
             raise ValueError("the Triton kernels compute the plain mask only")
         self._spec = spec
         self._device = device
-        self._blocks = blocks
+        # By the rows of a tile, as they become known.
+        self._blocks = {} if blocks is None else dict.fromkeys(BLOCK_ROWS, blocks)
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> TritonPass:
         arrays = self.arrays(kv, segments)
-        plan = self.packed(kv, arrays, self.shape(arrays, arrays.capacity), arrays.capacity)
+        plan = self.packed(kv, arrays, self.shape(arrays), arrays.capacity)
         return self.started(kv, plan)
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays:
@@ -64,13 +76,14 @@ class TritonAttention:
         list(place(segments))
         return arrays_of(segments, kv.geometry.page_tokens)
 
-    def shape(self, arrays: SegmentArrays, capacity: Capacity) -> PlanShape:
+    def shape(self, arrays: SegmentArrays) -> PlanShape:
         """How the kernels are started for these segments."""
         spec = self._spec
         longest_rows = int(arrays.rows.max(initial=0))
         longest_keys = int((arrays.context_tokens + arrays.causal_rows).max(initial=0))
         block_rows = choose_block_rows(spec.compute_dtype, longest_rows, max(spec.attention_dim, spec.hidden_dim))
-        programs = tiles_bound(capacity.rows, capacity.segments, block_rows) * spec.num_heads
+        # Padding tiles end at once: those that work are to fill the device.
+        programs = int((-(-arrays.rows // block_rows)).sum()) * spec.num_heads
         room = _PROGRAMS_PER_UNIT * self._device.compute_units
         return PlanShape(
             block_rows, choose_splits(programs, longest_keys, _SPLIT_KEYS, room), bool(arrays.stores.any())
@@ -82,8 +95,8 @@ class TritonAttention:
 
     def started(self, kv: PagedKv, plan: PackedPlan) -> TritonPass:
         """A pass over that plan, on the device."""
-        packed = torch.from_numpy(plan.packed).to(self._device.torch_device)
-        return TritonPass(self._spec, kv, DevicePlan(plan, packed), self._blocks)
+        packed = self._device.sent(torch.from_numpy(plan.packed))
+        return TritonPass(self._spec, self._device, kv, DevicePlan(plan, packed), self._blocks)
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - keys stay where they are
         spec = self._spec
@@ -96,8 +109,12 @@ class TritonAttention:
 class TritonPass:
     """One forward. Its plan's array may be overwritten by that of another forward of the same shape and capacity."""
 
-    def __init__(self, spec: AttentionSpec, kv: PagedKv, plan: DevicePlan, blocks: Blocks | None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: Device, kv: PagedKv, plan: DevicePlan, blocks: dict[int, Blocks]
+    ) -> None:
+        """`blocks`: by the rows of a tile; what is not there is tuned, and noted there."""
         assert spec.normalizer is not None
+        self._device = device
         self._alpha, self._normalizer = spec.alpha, spec.normalizer
         self._kv = kv
         self._plan = plan
@@ -107,11 +124,15 @@ class TritonPass:
         pages = LayerPages(self._kv.k(layer), self._kv.v(layer))
         if self._plan.plan.shape.stores:
             store(k, v, pages, self._plan)
-        return attend(q, k, v, pages, self._plan, self._alpha, self._normalizer, self._blocks).flatten(1)
+        block_rows = self._plan.plan.shape.block_rows
+        if block_rows not in self._blocks:
+            self._blocks[block_rows] = tuned(q, k, v, pages, self._plan, self._alpha, self._normalizer)
+        blocks = self._blocks[block_rows]
+        return attend(q, k, v, pages, self._plan, self._alpha, self._normalizer, blocks).flatten(1)
 
     def replace(self, plan: PackedPlan) -> None:
         """Describes another forward, in the same memory of the device."""
-        self._plan.packed.copy_(torch.from_numpy(plan.packed))
+        self._device.sent(torch.from_numpy(plan.packed), self._plan.packed)
 
 
 def warm_up(attention: TritonAttention, spec: AttentionSpec, geometry: KvGeometry, device: Device, tokens: int) -> None:

@@ -156,7 +156,8 @@ def attend_kernel(
     )
 
 
-@triton.jit
+# The rows of a forward are any number: specialised on it, a kernel would be compiled again while a request waits.
+@triton.jit(do_not_specialize=["rows"])
 def store_kernel(
     k_ptr,  # [rows, heads, D_QK]
     v_ptr,

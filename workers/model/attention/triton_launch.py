@@ -1,14 +1,17 @@
 """Starts the Triton kernels: checks shapes, picks block sizes, allocates what comes out.
 
 The rows of a tile follow from the element type and the longest segment (`choose_block_rows`); the block of keys and
-the pipeline's stages are tuned once per kind of kernel by Triton's autotuner, which keeps its choice on disk. A kind
-is what the model fixes (heads, dimensions, page size, element types) and the rows of a tile: two per model, however
-requests vary. `Blocks` given by the caller replace the tuning, as under the interpreter, which has no clock to tune by.
+the pipeline's stages are tuned once per kind of kernel by Triton's autotuner (`tuned`), which keeps its choice on disk.
+A kind is what the model fixes (heads, dimensions, page size, element types) and the rows of a tile: two per model,
+however requests vary. `attend` launches with `Blocks` that are known: the tuner is not made for two threads at once,
+and a model may be loaded while another serves.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +19,12 @@ import triton
 from workers.model.attention.triton_kernels import attend_kernel, store_kernel
 from workers.model.attention.triton_plan import PackedPlan
 
+BLOCK_ROWS = (16, 32, 64, 128)
+"""Rows of a tile that `choose_block_rows` may choose."""
 _STORE_ROWS = 32
 _LEAST_DOT = 16
 """The smallest side of a tile that `tl.dot` takes."""
+_tuning = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,16 @@ def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) ->
     return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What a launch of the attention kernel takes, apart from its blocks."""
+
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    fixed: dict[str, object]
+    sums: torch.Tensor
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,13 +97,46 @@ def attend(
     device_plan: DevicePlan,
     alpha: float,
     normalizer: float,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
 ) -> torch.Tensor:
     """Attention of one layer for all rows of a forward.
 
     q, k [rows, heads, dqk], v [rows, heads, dv]: any strides but the last, which is 1. Returns float32
     [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
     """
+    launch = _launch(q, k, v, pages, device_plan, alpha, normalizer)
+    attend_kernel[launch.grid](
+        *launch.arguments, **launch.fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages
+    )
+    return launch.sums[0] if launch.sums.shape[0] == 1 else launch.sums.sum(0)
+
+
+def tuned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    alpha: float,
+    normalizer: float,
+) -> Blocks:
+    """The fastest blocks for this kind of kernel, tried on these rows unless the kind is known. Any thread."""
+    launch = _launch(q, k, v, pages, device_plan, alpha, normalizer)
+    with _tuning:
+        tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
+        best = tuned_attend.best_config
+    return Blocks(best.kwargs["BLOCK_N"], best.num_warps, best.num_stages)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    alpha: float,
+    normalizer: float,
+) -> _Launch:
     rows, heads, d_qk = q.shape
     d_v = v.shape[2]
     plan = device_plan.plan
@@ -126,12 +175,7 @@ def attend(
         "FAST_SILU": q.dtype is not torch.float32 and q.is_cuda,
         "BLOCK_M": plan.shape.block_rows,
     }
-    grid = (plan.tiles * heads, splits)
-    if blocks is None:
-        tuned_attend[grid](*arguments, **fixed)
-    else:
-        attend_kernel[grid](*arguments, **fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages)
-    return sums[0] if splits == 1 else sums.sum(0)
+    return _Launch((plan.tiles * heads, splits), arguments, fixed, sums)
 
 
 def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
