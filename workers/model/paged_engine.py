@@ -25,6 +25,7 @@ from workers.model.graphs import layer_runner
 from workers.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
 from workers.model.inputs.shapes import input_row_elements
 from workers.model.inputs.times import query_seconds
+from workers.model.inputs.tokens import Column
 from workers.model.interface import (
     Int32Array,
     Int64Array,
@@ -45,6 +46,7 @@ from workers.model.segmenting import Segmenting
 from workers.model.stack import Stack
 
 _FLOAT_BYTES = 4
+_TOKEN_BYTES = 8 * len(Column)
 
 
 class PagedEngine:
@@ -82,7 +84,7 @@ class PagedEngine:
         tensors = {
             name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
         }
-        self._embedding = TokenEmbedding(config, tensors)
+        self._embedding = TokenEmbedding(config, tensors, device.sent)
         stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
         self._attention = choose(
             spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
@@ -108,7 +110,8 @@ class PagedEngine:
         layers += self._attention.scratch_bytes(rows, max_tokens)
         # Embedding comes before the layers, and is done with all but the rows when they begin.
         layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
-        readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES
+        # The tokens stay until the read-out has taken those of the candidates.
+        readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES + rows * _TOKEN_BYTES
         return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
 
     def bind(self, arena: torch.Tensor) -> None:
@@ -164,14 +167,16 @@ class PagedEngine:
             [chunk.inputs.rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in requests]
         )
         before = [request.layer_ready for request in requests if request.layer_ready is not None]
-        rows = self._layers(self._kv, segments, self._embedding(tokens), before)
-        return self._scores(rows, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
+        sent = self.device.sent(torch.from_numpy(tokens))
+        rows = self._layers(self._kv, segments, self._embedding(tokens, sent), before)
+        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
 
-    def _scores(self, rows: torch.Tensor, start: int, requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        """Of the requests, whose rows begin at `start`."""
+    def _scores(
+        self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[RankInputs]
+    ) -> list[RankOutputs]:
+        """Of the requests, whose rows and tokens begin at `start`."""
         ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
         counts = [request.num_candidates for request in requests]
-        asked = [rows[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
-        tokens = np.concatenate([request.rows[request.suffix_tokens :] for request in requests])
-        scores = self._readout(torch.cat(asked), torch.from_numpy(tokens).to(rows.device, non_blocking=True))
+        asked = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
+        scores = self._readout(torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]))
         return [RankOutputs(part) for part in np.split(scores.cpu().numpy(), np.cumsum(counts)[:-1])]

@@ -8,7 +8,7 @@ device. Which form the content has, where places are counted from and how ages a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from workers.model.inputs.tokens import Column, FoundTokens, Tokens, no_tokens
 from workers.model.inputs.vocabulary import FeatureRows, Vocabulary
 
 Int64Array = NDArray[np.int64]
+Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenLookup:
@@ -69,9 +70,10 @@ class TokenLookup:
 class TokenEmbedding:
     """Tokens to rows, on the device."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], send: Send | None = None) -> None:
+        """`send` copies to the tensors' device (`Device.sent`); without it they are on the CPU."""
         self._content = build_content(config, tensors)
-        self._device = tensors["items.weight"].device
+        self._send = send if send is not None else _stay
         self._scale = config.embedding_scale
         self._tables = [
             (column, tensors[name])
@@ -79,19 +81,24 @@ class TokenEmbedding:
             if name in tensors
         ]
 
-    def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """Tokens [n, 5] -> rows [n, D]."""
+    def __call__(self, tokens: Tokens, sent: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [n, 5] -> rows [n, D]. `sent`: the same tokens, where the device has them already."""
         others = np.flatnonzero(tokens[:, Column.CONTENT] < 0)
-        moved = self._moved(tokens)
-        x = self._content(moved, self._moved(others) if others.size else None)
+        if sent is None:
+            sent = self._moved(tokens)
+        x = self._content(sent, self._moved(others) if others.size else None)
         if self._scale != 1.0:
             x = x.mul_(self._scale)
         for column, table in self._tables:
-            x = x.add_(F.embedding(moved[:, column], table))
+            x = x.add_(F.embedding(sent[:, column], table))
         return x
 
     def _moved(self, array: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return self._send(torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def _stay(host: torch.Tensor) -> torch.Tensor:
+    return host
 
 
 def _form(config: ModelConfig, feature_rows: int) -> Form:
