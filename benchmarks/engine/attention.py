@@ -50,6 +50,11 @@ class Case:
     candidates: int
 
     @property
+    def length(self) -> int:
+        """Of one user's tokens, candidates included. It is N, too: Meta's kernels take the two as one number."""
+        return self.prefix + self.candidates
+
+    @property
     def pairs(self) -> float:
         """Pairs of a row and a key that it sees."""
         if self.candidates:
@@ -61,7 +66,10 @@ class Contest:
     """All contenders on one case, over the same numbers."""
 
     def __init__(self, case: Case, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
+        """Raises ValueError for an N below the length, with which Meta's kernels leave rows out."""
         assert spec.normalizer is not None
+        if spec.normalizer < case.length:
+            raise ValueError(f"N = {spec.normalizer} is less than the {case.length} tokens of a user")
         geometry = KvGeometry(1, spec.num_heads, spec.attention_dim, spec.hidden_dim, PAGE_TOKENS, kv_dtype)
         pages = geometry.pages_for(case.prefix)
         self._kv = PagedKv(device.empty_bytes(pages * case.users, geometry.page_bytes).zero_(), geometry)
@@ -78,7 +86,7 @@ class Contest:
             )
             for user in range(case.users)
         ]
-        length = case.prefix + case.candidates
+        length = case.length
         dims = [spec.attention_dim, spec.attention_dim, spec.hidden_dim]
         z = torch.randn((case.users, length, spec.num_heads, sum(dims)), device=device.torch_device)
         q, k, v = torch.split(z.to(spec.compute_dtype), dims, dim=-1)
@@ -147,9 +155,7 @@ def main(
     set_threads(threads)
     opened = open_device(device)
     compute, kv_dtype = _TYPES[dtype]
-    spec = AttentionSpec(heads, dim, dim, dim**-0.5, 1000.0, compute_dtype=compute)
     geometry = KvGeometry(1, heads, dim, dim, PAGE_TOKENS, kv_dtype)
-    back_ends = our_back_ends(spec, geometry, opened)
     peak = matrix_peak_gflops(compute, opened, _CPU_PEAK_SIZE if opened.is_cpu else _PEAK_SIZE)
     table = Table(title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peak:,.0f} GFLOP/s")
     for column in ("users", "prefix", "candidates", "back end", "us", "of the peak", "times the base", "error"):
@@ -157,6 +163,8 @@ def main(
     numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
     user_counts, lengths, counts = numbers
     for case in (Case(user, length, count) for count in counts for length in lengths for user in user_counts):
+        spec = AttentionSpec(heads, dim, dim, dim**-0.5, float(case.length), compute_dtype=compute)
+        back_ends = our_back_ends(spec, geometry, opened)
         contest = Contest(case, spec, kv_dtype, opened)
         expected, base_us = None, 0.0
         works = {name: contest.ours(attention) for name, attention in back_ends.items()}

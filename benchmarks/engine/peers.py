@@ -2,7 +2,8 @@
 
 Meta's `generative_recommenders` (github.com/meta-recsys/generative-recommenders) has `hstu_mha` over whole jagged
 sequences and `delta_hstu_mha` for new rows on kept K,V; both take contiguous K,V, so what a paged cache would have to
-gather first is not counted against them. Its normaliser is its `max_seq_len`, which therefore must be ours.
+gather first is not counted against them. Its normaliser is its `max_seq_len`, which therefore must be ours; rows behind
+so many it does not compute. It writes A in the type of V, we in float32.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Jagged:
     v: torch.Tensor
     alpha: float
     normalizer: int
+    """At least `length`."""
 
 
 Attend = Callable[[Jagged], torch.Tensor]
