@@ -227,6 +227,9 @@ class LateDevice(CpuDevice):
     def current_stream(self) -> LateStream:  # type: ignore[override]
         return LateStream(self.log, self.error)
 
+    def synchronize(self) -> None:
+        self.log.append("waited for all")
+
 
 def world_on_a_late_device() -> tuple[World, LateDevice]:
     world = World(mix_chunks=False)
@@ -254,6 +257,21 @@ def test_a_piece_that_turns_out_to_have_failed_fails_its_prefix():
     world.run()
     assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.DEVICE_ERROR]
     assert world.cache.stats().hbm.free == 128
+
+
+def test_pages_of_a_piece_that_raised_are_given_back_once_the_device_has_left_them():
+    """Its first layers were launched when the memory of a later one did not fit."""
+    world, device = world_on_a_late_device()
+
+    def broken(chunk):
+        device.log.append(f"raised, {world.cache.stats().hbm.free} pages free")
+        raise torch.OutOfMemoryError("out of memory")
+
+    world.engine.pre_infer = broken
+    world.outbox.job_done = lambda received, outcome: device.log.append(f"{world.cache.stats().hbm.free} pages free")
+    world.job(version=world.store.put("u", 64))
+    world.executor.step()
+    assert device.log == ["raised, 124 pages free", "waited for all", "128 pages free"]
 
 
 def test_whatever_comes_while_a_piece_runs_gets_its_answer():

@@ -138,6 +138,7 @@ class BatchFlow:
             shared.engine.device.current_stream().record().wait()
         except Exception as error:
             # Whose fault it was shows when each runs alone.
+            shared.engine.device.settle()
             log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
             return None
         ended_us = shared.now_us()

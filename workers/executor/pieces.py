@@ -74,6 +74,7 @@ class PieceFlow:
             self._running = _Running(piece, now_us, device.current_stream().record())
         except Exception as error:
             # One prefix may not take the process, and so everybody else's requests, with it.
+            device.settle()
             return self._failed(prefix, error)
         if device.is_cpu:
             self.settle()
