@@ -46,7 +46,7 @@ class VirtualLink:
         return True
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
-        ahead = self._queue.forecast(size_bytes, priority)
+        ahead = self._queue.forecast(size_bytes, priority, self.now_us)
         return CopyForecast(ahead.wait_us, self._speed.duration_us(size_bytes))
 
     def advance(self, now_us: int) -> None:

@@ -151,12 +151,12 @@ class TestCopyQueue:
             assert request is not None
             now_us += 500
             queue.end(request, now_us, True)
-        assert queue.forecast(1000, CopyPriority.RELOAD).copy_us == pytest.approx(500, rel=0.01)
-        assert queue.forecast(1000, CopyPriority.RELOAD).wait_us == 0
+        assert queue.forecast(1000, CopyPriority.RELOAD, 0).copy_us == pytest.approx(500, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.RELOAD, 0).wait_us == 0
         queue.push(_request(20))
         queue.push(_request(10, priority=CopyPriority.SPILL))
-        assert queue.forecast(1000, CopyPriority.RELOAD).wait_us == pytest.approx(1000, rel=0.01)
-        assert queue.forecast(1000, CopyPriority.SPILL).wait_us == pytest.approx(1500, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.RELOAD, 0).wait_us == pytest.approx(1000, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.SPILL, 0).wait_us == pytest.approx(1500, rel=0.01)
 
     def test_each_way_has_its_own_speed(self) -> None:
         """Encoding for DRAM may take several times as long as decoding: reloads looked not worth their time."""
@@ -168,8 +168,8 @@ class TestCopyQueue:
             assert request is not None
             now_us += takes_us
             queue.end(request, now_us, copied=True)
-        assert queue.forecast(1000, CopyPriority.SPILL).copy_us == pytest.approx(1000, rel=0.01)
-        assert queue.forecast(1000, CopyPriority.RELOAD).copy_us == pytest.approx(100, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.SPILL, 0).copy_us == pytest.approx(1000, rel=0.01)
+        assert queue.forecast(1000, CopyPriority.RELOAD, 0).copy_us == pytest.approx(100, rel=0.01)
 
     def test_copies_that_share_the_link_are_each_measured_once(self) -> None:
         queue = CopyQueue(100, CopyLimits())
@@ -184,16 +184,34 @@ class TestCopyQueue:
                 assert request is not None
                 queue.end(request, now_us, True)
         # 2 x 1000 bytes every 1000 µs.
-        assert queue.forecast(2000, CopyPriority.RELOAD).copy_us == pytest.approx(1000, rel=0.2)
+        assert queue.forecast(2000, CopyPriority.RELOAD, 0).copy_us == pytest.approx(1000, rel=0.2)
+
+    def test_a_slow_moment_is_not_believed_for_good(self) -> None:
+        """After a take-over the first reload took 20 ms beside a burst; none ever paid again, so none was measured."""
+        queue = CopyQueue(100, CopyLimits())
+        queue.push(_request(10))
+        first = queue.start(0)
+        assert first is not None
+        queue.end(first, 1_000_000, True)
+        slow = queue.forecast(1000, CopyPriority.RELOAD, 1_900_000)
+        assert slow.copy_us > 100_000
+        assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_000).copy_us < 1
+        # One tries it; those behind it wait for what it finds.
+        queue.push(_request(10))
+        assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_000).copy_us == slow.copy_us
+        second = queue.start(2_100_000)
+        assert second is not None
+        queue.end(second, 2_100_100, True)
+        assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_100).copy_us < 100
 
     def test_a_failed_copy_teaches_nothing(self) -> None:
         queue = CopyQueue(100, CopyLimits())
-        before = queue.forecast(1000, CopyPriority.RELOAD)
+        before = queue.forecast(1000, CopyPriority.RELOAD, 0)
         queue.push(_request(10))
         request = queue.start(0)
         assert request is not None
         queue.end(request, 10**9, False)
-        assert queue.forecast(1000, CopyPriority.RELOAD) == before
+        assert queue.forecast(1000, CopyPriority.RELOAD, 0) == before
 
     def test_limits_leave_room_for_one_copy(self) -> None:
         with pytest.raises(ValueError, match="room for one copy"):

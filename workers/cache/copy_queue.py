@@ -16,6 +16,9 @@ from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 # Before the first copy is measured: what plain memory does.
 _FIRST_GUESS_US_PER_BYTE = 1 / 4096
 _NEWEST_WEIGHS = 0.2
+# How long a speed is believed that nothing measures again. Copies that were slow for a moment, beside a process that
+# starts up say, would else look slow for good: what does not pay is not tried.
+_BELIEVED_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class CopyQueue:
         self._last_done_us = 0
         # Encoding takes another time than decoding, and the way there than the way back.
         self._us_per_byte: dict[CopyPriority, float] = {}
+        self._measured_us: dict[CopyPriority, int] = {}
 
     def __len__(self) -> int:
         """Copies waiting and under way."""
@@ -87,7 +91,8 @@ class CopyQueue:
         if copied and size_bytes:
             # Copies under way together share the link: each is charged from where the one before ended.
             busy_us = now_us - max(started_us, self._last_done_us)
-            known = self._rate(request.priority)
+            known = self._hoped_rate(request.priority, now_us)
+            self._measured_us[request.priority] = now_us
             self._us_per_byte[request.priority] = known + _NEWEST_WEIGHS * (busy_us / size_bytes - known)
         self._last_done_us = now_us
 
@@ -99,21 +104,29 @@ class CopyQueue:
             self._leave(request)
         return waiting
 
-    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
-        """What goes before it, and its own time, at the speed measured lately."""
+    def forecast(self, size_bytes: int, priority: CopyPriority, now_us: int) -> CopyForecast:
+        """What goes before it, and its own time, at the speed measured lately.
+
+        With no copy of its kind there, and none measured for a while, the first one is forecast as quick.
+        """
         ahead_bytes = {each: self._bytes[each] if each <= priority else 0 for each in CopyPriority}
         if priority is CopyPriority.RELOAD:
             under_way = (each for each in self._started_us if each.priority is CopyPriority.SPILL)
             ahead_bytes[CopyPriority.SPILL] = sum(each.size_bytes(self._page_bytes) for each in under_way)
         return CopyForecast(
             wait_us=sum(size * self._rate(each) for each, size in ahead_bytes.items()),
-            copy_us=size_bytes * self._rate(priority),
+            copy_us=size_bytes * self._hoped_rate(priority, now_us),
         )
 
     def _rate(self, priority: CopyPriority) -> float:
         """µs a byte: as measured, else as the other kind was, else a guess."""
         known = self._us_per_byte
         return known.get(priority, next(iter(known.values()), _FIRST_GUESS_US_PER_BYTE))
+
+    def _hoped_rate(self, priority: CopyPriority, now_us: int) -> float:
+        known = self._rate(priority)
+        is_old = now_us - self._measured_us.get(priority, now_us) > _BELIEVED_US
+        return min(known, _FIRST_GUESS_US_PER_BYTE) if is_old and not self._jobs[priority] else known
 
     def _leave(self, request: CopyRequest) -> None:
         self._jobs[request.priority] -= 1

@@ -57,7 +57,7 @@ class ThreadMover:
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
         with self._changed:
-            return self._queue.forecast(size_bytes, priority)
+            return self._queue.forecast(size_bytes, priority, self._clock.monotonic_us())
 
     def close(self) -> None:
         with self._changed:
