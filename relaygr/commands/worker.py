@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 
 from relaygr.options import BootstrapOption, ConfigOption, SetOption, load_settings
 from relaygr.settings import Settings
+from streams.settings import GroupProtocol
 from workers.exits import Exit
+
+log = structlog.get_logger()
 
 
 class ChildRole(enum.StrEnum):
@@ -60,6 +64,11 @@ def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[
     from workers.supervisor.supervisor import Supervisor
 
     own = settings.worker
+    if settings.group_protocol is GroupProtocol.CONSUMER:
+        log.warning(
+            "the standby will take over only when the broker has ended the dead process's session: it refuses the "
+            "same group.instance.id until then. Use group_protocol=classic"
+        )
     supervisor = Supervisor(
         own.worker_id, settings.supervisor, make_command, own.http_host, own.http_port, drain_s=own.drain_s
     )

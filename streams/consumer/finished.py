@@ -119,10 +119,6 @@ class FinishedOffsets:
             for tp in partitions:
                 self._write(tp, _NOBODY, Progress(0, 0))
 
-    def close(self) -> None:
-        """Unmaps it; what was noted stays."""
-        self._file.close()
-
     def _read(self) -> None:
         for tp, at in self._slots.items():
             copies = [self._copy(at), self._copy(at + _COPY_BYTES)]

@@ -152,6 +152,7 @@ class ConsumerLoop:
             for topic in self._topics:
                 self._consumer.list_topics(topic, timeout=timeout_s)
             self._consumer.committed([KafkaPartition(topic, 0) for topic in self._topics], timeout=timeout_s)
+            self._broker_is(True)
         except KafkaException as error:
             self._count_error(error.args[0])
 
@@ -160,7 +161,7 @@ class ConsumerLoop:
         self._subscribe()
         self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
         self._state = LoopState.RUNNING
-        metrics.BROKER_REACHABLE.labels(self._name).set(1)
+        metrics.BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
         self._thread.start()
 
     # Any thread.

@@ -17,6 +17,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from streams.consumer import ConsumerLoop, LoopState, Membership
 
 TOPIC = "t.ranking"
+TIMEOUT_S = 30
 
 
 class Scripted:
@@ -102,13 +103,13 @@ class Life:
 
 def test_a_member_that_its_own_late_commit_fenced_joins_again_with_a_new_consumer() -> None:
     life = Life(["assigned", "away", "lost", "fenced"], ["assigned", "end"])
-    assert life.reached.wait(10)
+    assert life.reached.wait(TIMEOUT_S)
     assert len(life.consumers) == 2
     assert life.consumers[0].closed
     status = life.loop.status()
     assert (status.state, status.assigned, status.assignment_epoch) == (LoopState.RUNNING, True, 2)
     life.loop.stop(0)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.STOPPED
 
 
@@ -123,18 +124,18 @@ def test_a_member_that_its_own_late_commit_fenced_joins_again_with_a_new_consume
 )
 def test_a_member_whose_place_another_took_ends(scripts: list[list[str]]) -> None:
     life = Life(*scripts)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
     assert len(life.consumers) == len(scripts)
 
 
 def test_a_member_whose_membership_expired_joins_again_while_its_id_is_nobody_elses() -> None:
     life = Life(["assigned", "lost", "assigned", "end"], membership=Membership(holder=lambda: "our-member"))
-    assert life.reached.wait(10)
+    assert life.reached.wait(TIMEOUT_S)
     assert life.loop.status().assignment_epoch == 2
     assert not life.consumers[0].unsubscribed
     life.loop.stop(0)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_member_that_was_replaced_while_it_was_away_never_takes_the_id_back(
 ) -> None:
     """A stopped process that woke up after a take-over joined again by itself, and fenced its successor."""
     life = Life(script, membership=membership)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
     assert life.consumers[0].unsubscribed
 
@@ -159,7 +160,7 @@ def test_a_member_that_is_fenced_after_an_outage_does_not_join_again_if_another_
     membership = Membership(holder=lambda: "our-member" if not asked else "another-member")
     asked: list[bool] = []
     life = Life(["assigned", "away", "lost", "note", "fenced"], membership=membership, note=asked)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
     assert len(life.consumers) == 1
 
@@ -170,7 +171,16 @@ def test_a_connected_loop_joins_with_the_client_that_is_warm() -> None:
     life.loop.connect(0.1)
     assert len(life.consumers) == 1 and life.loop.status().state is LoopState.NEW
     life.loop.start()
-    assert life.reached.wait(10)
+    assert life.reached.wait(TIMEOUT_S)
     assert len(life.consumers) == 1
     life.loop.stop(0)
-    assert life.loop.join(10)
+    assert life.loop.join(TIMEOUT_S)
+
+
+def test_a_broker_that_came_back_while_a_loop_waited_to_join_is_known_to_be_there() -> None:
+    life = Life([], started=False)
+    life.loop.connect(0.1)
+    life.on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN))
+    assert not life.loop.status().broker_reachable
+    life.loop.connect(0.1)
+    assert life.loop.status().broker_reachable

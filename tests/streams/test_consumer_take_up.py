@@ -22,6 +22,7 @@ from streams.topic_identity import TopicIdentity
 TOPIC = "t.ranking"
 PLACE = TopicPartition(TOPIC, 0)
 COMMITTED, END = 5, 20
+TIMEOUT_S = 30
 
 
 class Delivered:
@@ -101,14 +102,14 @@ class Successor:
         return lambda *_: None
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < end_s
             time.sleep(0.002)
 
     def stop(self) -> None:
         self.loop.stop(0)
-        assert self.loop.join(10)
+        assert self.loop.join(TIMEOUT_S)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from workers.supervisor.leash import Leash
 from workers.supervisor.settings import SupervisorSettings
 from workers.supervisor.supervisor import Supervisor
 
-SILENCE_S = 1.0
+SILENCE_S = 3.0
 
 
 def supervise(folder: Path) -> int:

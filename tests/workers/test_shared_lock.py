@@ -68,10 +68,10 @@ def test_a_process_that_is_only_stopped_keeps_it_and_a_killed_one_does_not(tmp_p
         os.kill(holder.pid, signal.SIGSTOP)
         assert lock.acquire(timeout_s=0.05) is None
         got: list[int | None] = []
-        waiter = threading.Thread(target=lambda: got.append(lock.acquire(timeout_s=10)))
+        waiter = threading.Thread(target=lambda: got.append(lock.acquire(timeout_s=30)))
         waiter.start()
         os.kill(holder.pid, signal.SIGKILL)
-        waiter.join(10)
+        waiter.join(30)
         assert got == [2]
     finally:
         holder.kill()

@@ -154,6 +154,28 @@ def test_a_child_that_loads_its_model_may_be_silent_for_longer(world: World) -> 
     assert world.pass_s(2) == Verdict(kill=(1,))
 
 
+def test_a_standby_that_takes_over_may_be_silent_until_it_is_active(world: World) -> None:
+    """It restores a large tier, say. Killing it would end the last one that is left."""
+    with_both(world)
+    world.die(1, -9)
+    world.phases[2] = Phase.PREPARING
+    world.beat(2)
+    world.quiet.add(2)
+    assert world.pass_s(59) == NOTHING
+    world.phases[2] = Phase.ACTIVE
+    world.quiet.clear()
+    assert world.pass_s(1) == Verdict(start=True)
+
+
+def test_any_number_of_deaths_makes_the_longest_pause() -> None:
+    judge = Judge(SupervisorSettings(restart_pause_s=0.001, restarts_max=10_000, restart_window_s=1e6))
+    for number in range(2_000):
+        judge.note_started(number, 0)
+        judge.note_ended(number, -9, 0)
+    assert judge.decide(59 * SECOND) == NOTHING
+    assert judge.decide(60 * SECOND) == Verdict(start=True)
+
+
 def test_a_child_killed_by_us_while_it_loaded_says_nothing_about_settings(world: World) -> None:
     world.start(1)
     assert world.pass_s(70) == Verdict(kill=(1,))

@@ -115,6 +115,8 @@ class WorkerProcess:
                 self._exit = Exit.FENCED
                 return False
             log.warning("takes over", worker_id=self._settings.worker_id, arena_epoch=self._lock.arena_epoch)
+            # Taking memory or restoring a large tier may be slower than a supervisor's patience with a standby.
+            self._beat(Phase.PREPARING, WAITING)
             return True
         return False
 
@@ -174,13 +176,19 @@ class WorkerProcess:
         log.info("stopping", worker_id=self._settings.worker_id, drain_s=self._settings.drain_s)
         parts.report.state = WorkerState.STOPPING
         parts.loop.stop(self._settings.drain_s)
-        parts.loop.join(self._settings.drain_s + 5)
+        self._await_loop(parts)
         parts.device.stop(2)
         parts.report.publish()
         parts.answers.close(1)
         self._prepared.dead_letters.flush(1)
         parts.follower.stop()
         self._prepared.follower_letters.flush(1)
+
+    def _await_loop(self, parts: Parts) -> None:
+        """Until it has drained. A supervisor that did not ask for this stop would take silence for a hang."""
+        ends_s = time.monotonic() + self._settings.drain_s + 5
+        while not parts.loop.join(INTERVAL_S) and time.monotonic() < ends_s:
+            self._beat(Phase.ACTIVE, self._readiness())
 
     def _put_away(self) -> None:
         if self._parts is not None:
@@ -218,7 +226,8 @@ class WorkerProcess:
         self._reloading.tick(self._parts, is_active=is_active)
 
     def _end_with(self, code: Exit) -> None:
-        self._exit = code
+        # Whatever else goes wrong while a fenced one ends: nobody may start it again.
+        self._exit = self._exit if self._exit is Exit.FENCED else code
         self._end.set()
 
     def _is_over(self) -> bool:

@@ -48,7 +48,7 @@ class ModelReloading:
     def tick(self, parts: Parts | None, *, is_active: bool) -> None:
         """Begins to load if that is wanted, and lets what was loaded take over. Returns at once.
 
-        `parts`: those of the worker, None while a standby has no memory; `is_active`: their threads run.
+        `parts`: those of the worker, None while a standby has no memory; `is_active`: their device thread has work.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
@@ -85,7 +85,7 @@ class ModelReloading:
             self._swap(model, parts)
 
     def _swap(self, model: NewModel, parts: Parts | None) -> None:
-        """On the device thread, if it runs: it may not end by this."""
+        """On the device thread where that has work: it may not end by this. Before it has any, nothing disturbs it."""
         old = self._prepared.engine.revision
         try:
             if parts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from pathlib import Path
 
 import structlog
@@ -20,7 +21,7 @@ _PATIENCE_S = 5.0
 
 def shared_folder(config: WorkerConfig) -> Path:
     """The folder of this worker id."""
-    root = config.worker.shared_path or memory_folder() / f"relaygr-{getpass.getuser()}"
+    root = config.worker.shared_path or memory_folder() / f"relaygr-{_user()}"
     return root / config.kafka.workers_group / config.worker.worker_id
 
 
@@ -35,3 +36,11 @@ def claim(lock: ArenaLock, config: WorkerConfig) -> None:
             "first, or give this one a `worker.worker_id` of its own. For workers of two clusters set "
             "`worker.shared_path` apart."
         )
+
+
+def _user() -> str:
+    """A container may run as a number that has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

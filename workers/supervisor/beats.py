@@ -15,6 +15,7 @@ class Phase(enum.StrEnum):
     """Where a child is in its life."""
 
     PREPARING = "preparing"
+    """Loads its model, or has just got the lock and takes over: it may be silent for long."""
     STANDBY = "standby"
     """Ready to take over: waits for the lock."""
     ACTIVE = "active"

@@ -10,7 +10,7 @@ Operation x state -> result:
 | ended otherwise                  | more than that, another child is active   | no new standby until one is old   |
 | ended otherwise                  | more than that, none is active            | all end, with Exit.FAILED         |
 | silent for `silence_s`           | standby or active                         | killed                            |
-| silent for `start_timeout_s`     | preparing                                 | killed                            |
+| silent for `start_timeout_s`     | preparing, or taking over                 | killed                            |
 | active                           | alone                                     | a standby is started              |
 """
 
@@ -25,6 +25,7 @@ from workers.supervisor.settings import SupervisorSettings
 
 CHILDREN = 2
 LONGEST_PAUSE_S = 60.0
+MOST_DOUBLINGS = 30
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Judge:
 
     settings: SupervisorSettings
     children: dict[int, ChildState] = field(default_factory=dict)
-    restarts: int = 0
+    deaths: int = 0
     """Children that ended and were not asked to."""
     _deaths_us: deque[int] = field(default_factory=deque)
     _was_well: bool = False
@@ -77,7 +78,7 @@ class Judge:
     def note_ended(self, number: int, code: int, now_us: int) -> None:
         """`code` is negative for a signal, as subprocess says it."""
         child = self.children.pop(number)
-        self.restarts += 1
+        self.deaths += 1
         self._deaths_us.append(now_us)
         if code == Exit.FENCED:
             self._end = Exit.FENCED
@@ -122,7 +123,8 @@ class Judge:
             return False
         if not self._deaths_us:
             return True
-        pause_s = min(self.settings.restart_pause_s * 2 ** (len(self._deaths_us) - 1), LONGEST_PAUSE_S)
+        doublings = min(len(self._deaths_us) - 1, MOST_DOUBLINGS)
+        pause_s = min(self.settings.restart_pause_s * 2**doublings, LONGEST_PAUSE_S)
         return bool(now_us - self._deaths_us[-1] >= pause_s * 1e6)
 
     def _forgive_own_absence(self, now_us: int) -> None:

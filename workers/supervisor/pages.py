@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -101,10 +102,11 @@ class Pages:
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             with urllib.request.urlopen(f"http://{host}:{child.port}/metrics", timeout=_FETCH_TIMEOUT_S) as answer:
-                text = answer.read().decode()
-        except (urllib.error.URLError, OSError):
+                families = list(text_string_to_metric_families(answer.read().decode()))
+        except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError):
+            # It may die in the middle of its answer, and the supervisor's own metrics matter most then.
             return
-        yield from text_string_to_metric_families(text)
+        yield from families
 
     def _readiness(self) -> Readiness:
         view = self._view()

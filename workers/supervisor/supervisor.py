@@ -178,7 +178,7 @@ class Supervisor:
         children = tuple(
             ChildPage.of(self._judge.children[number], child.pid) for number, child in self._children.items()
         )
-        self._view = View(self._worker_id, children, self._judge.restarts)
+        self._view = View(self._worker_id, children, self._judge.deaths)
 
     @contextlib.contextmanager
     def _woken_by_signals(self) -> Iterator[None]:

@@ -1,0 +1,57 @@
+"""What a supervisor serves of its children, when they answer and when they die in the middle of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from workers.supervisor.beats import Phase
+from workers.supervisor.pages import ChildPage, Pages, View
+
+METRICS = b"# TYPE relaygr_worker_things_total counter\nrelaygr_worker_things_total 7\n"
+
+
+@contextmanager
+def child_that_answers(body: bytes, promised_bytes: int) -> Iterator[int]:
+    """The port of a child whose `/metrics` ends after `body`."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(promised_bytes))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def names(port: int) -> list[str]:
+    """The metrics that a scrape gets, with an active child on `port`."""
+    view = View("worker-00", (ChildPage(1, 1, Phase.ACTIVE, port, True, ""),))
+    return [family.name for family in Pages("127.0.0.1", 0, lambda: view).collect()]
+
+
+OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
+
+
+def test_metrics_are_the_supervisors_and_the_active_childs() -> None:
+    with child_that_answers(METRICS, len(METRICS)) as port:
+        assert names(port) == [*OWN, "relaygr_worker_things"]
+
+
+@pytest.mark.parametrize("body", [METRICS, b"relaygr_worker_things_total {"], ids=["cut", "torn"])
+def test_a_child_that_dies_while_it_answers_costs_its_own_metrics_alone(body: bytes) -> None:
+    with child_that_answers(body, len(METRICS) if body != METRICS else len(METRICS) + 1) as port:
+        assert names(port) == OWN
