@@ -8,8 +8,8 @@ hit, and the sum is full inference, which runs the same two calls. The fits are 
 The engine must be bound to an arena whose first pages, enough for the longest prefix, are free to be overwritten:
 a worker calibrates before its cache holds anything.
 
-A calibration file says what it was measured on; `latency_for` refuses one of another model, device or K,V form,
-since times of another machine would only make the trigger wrong with confidence.
+A calibration file says what it was measured on; `latency_for` refuses one of another model, device, back end or K,V
+form, since times of another machine would only make the trigger wrong with confidence.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _MUST_AGREE = (
     "kv_dtype",
     "page_tokens",
     "compute_dtype",
+    "backend",
 )
 """What a calibration and the engine that uses it have in common."""
 
@@ -73,7 +74,9 @@ class MachineDescription:
     torch_version: str
     kv_dtype: KvDtype
     page_tokens: int
-    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32
+    compute_dtype: ComputeDtype
+    backend: str
+    """What computes attention: where kernels of the device are missing, plain torch takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ def describe(engine: Engine) -> MachineDescription:
         kv_dtype=engine.geometry.dtype,
         page_tokens=engine.geometry.page_tokens,
         compute_dtype=engine.compute_dtype,
+        backend=engine.backend,
     )
 
 
@@ -211,9 +215,11 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes a file that `load_calibration` reads. Raises RelayError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n"
+        # Under its name only when whole: a standby may read it while it is written.
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise RelayError(f"{path} cannot be written: {error}.") from error
 
@@ -236,7 +242,7 @@ def load_calibration(path: Path) -> Calibration:
 def latency_for(engine: Engine, path: Path | None, budget_s: float = QUICK_BUDGET_S) -> LatencyModel:
     """The latency model of this engine: from a calibration file, or measured now.
 
-    Raises RelayError for a file that is not there, broken, or of another model, device or K,V form.
+    Raises RelayError for a file that is not there, broken, or of another model, device, back end or K,V form.
     """
     if path is None:
         calibration = calibrate(engine, budget_s)

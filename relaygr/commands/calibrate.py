@@ -55,6 +55,7 @@ def _print(console: Console, calibration: Calibration) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {machine.torch_version}, "
+        f"attention by {machine.backend}, "
         f"products in {machine.compute_dtype}, K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
         soft_wrap=True,
     )

@@ -106,11 +106,13 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
     path = tmp_path / "folder" / "calibration.json"
     save_calibration(timed, path)
     assert load_calibration(path) == timed
+    assert [file.name for file in path.parent.iterdir()] == ["calibration.json"]
     assert latency_for(TimedEngine(), path).coefficients == timed.coefficients
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("model_revision", "ff"), ("device", "cuda:0"), ("threads", 99), ("page_tokens", 8)]
+    ("field", "value"),
+    [("model_revision", "ff"), ("device", "cuda:0"), ("threads", 99), ("page_tokens", 8), ("backend", "triton")],
 )
 def test_a_calibration_of_something_else_is_refused(
     field: str, value: object, timed: Calibration, tmp_path: Path
