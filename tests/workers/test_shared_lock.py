@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -114,6 +115,21 @@ def test_nobody_is_counted_who_only_looks_whether_it_is_free(tmp_path: Path) -> 
     assert first.acquire() == 1
     with second.unclaimed() as free:
         assert not free
+
+
+def test_a_full_file_system_does_not_prevent_a_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "epoch").write_text("9\n")
+    monkeypatch.setattr(Path, "write_text", no_room)
+    lock = ArenaLock(tmp_path / "other")
+    with pytest.raises(OSError, match="epoch"):
+        lock.acquire()  # There is no number to count on from.
+    first = ArenaLock(tmp_path)
+    assert first.acquire() == 10
+    assert (tmp_path / "epoch").read_text() == "10\n"
+    assert first.holder() == str(os.getpid())
 
 
 def test_one_object_takes_it_once(tmp_path: Path) -> None:

@@ -77,12 +77,9 @@ class ArenaLock:
             return None
         try:
             epoch = self._stored_epoch() + 1
-            # Renamed into place: a process that dies here leaves the old number or the new one.
-            fresh = self._epoch_path.with_suffix(".new")
-            fresh.write_text(f"{epoch}\n", encoding="ascii")
-            fresh.replace(self._epoch_path)
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()}\n".encode("ascii"), 0)
+            self._store_epoch(epoch)
+            # Shortened last, so that a full file system has nothing to give.
+            os.ftruncate(file, os.pwrite(file, f"{os.getpid()}\n".encode("ascii"), 0))
         except BaseException:
             os.close(file)
             raise
@@ -138,6 +135,18 @@ class ArenaLock:
             raise
         os.close(file)
         return None
+
+    def _store_epoch(self, epoch: int) -> None:
+        text = f"{epoch}\n"
+        fresh = self._epoch_path.with_suffix(".new")
+        try:
+            # Renamed into place: a process that dies here leaves the old number or the new one.
+            fresh.write_text(text, encoding="ascii")
+            fresh.replace(self._epoch_path)
+        except OSError:
+            # A full file system may not prevent a take-over. The file is there, and never gets shorter.
+            with self._epoch_path.open("r+", encoding="ascii") as file:
+                file.write(text)
 
     def _stored_epoch(self) -> int:
         """The last holder's number; 0 if none is known, after which nothing of before can follow directly."""
