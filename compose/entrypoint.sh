@@ -16,10 +16,14 @@ fi
 
 [ "${1:-}" = worker ] || exec relaygr "$@"
 
+# Set before it starts: a stop that comes in between must not leave it behind.
+worker=
+stopped=
+trap 'stopped=1; [ -z "$worker" ] || kill -TERM "$worker"' TERM INT
+trap '[ -z "$worker" ] || kill -HUP "$worker"' HUP
 relaygr "$@" &
 worker=$!
-trap 'kill -TERM "$worker"' TERM INT
-trap 'kill -HUP "$worker"' HUP
+[ -z "$stopped" ] || kill -TERM "$worker"
 # A signal ends `wait` early, with the worker still draining.
 while :; do
     wait "$worker"
