@@ -109,6 +109,7 @@ KINDS: dict[str, ModelConfig] = {
         readout=ReadoutForm.ITEM_PRODUCT,
         readout_periods=(TimePeriod(unit_seconds=3600, units=24), TimePeriod(unit_seconds=86_400, units=7)),
         readout_activation=ReadoutActivation.SWISH_NORM,
+        swish_norm_eps=1e-3,
     ),
 }
 

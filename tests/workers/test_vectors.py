@@ -64,6 +64,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "dlrm_contextual_mask": lambda: make_dlrm(several=2, masked=True, features=2),
     "dlrm_group_norm": lambda: make_dlrm(group_norm=True, contextual=("region", "country", "user_id")),
     "dlrm_default_eps": lambda: make_dlrm(post_ln_eps="module default"),
+    "dlrm_swish_eps": lambda: make_dlrm(swish_ln_eps=0.01),
     "dlrm_window": lambda: make_dlrm(max_attn_len=3, min_full_attn_seq_len=2, attn_alpha=0.9),
     "dlrm_query_time_today": lambda: make_dlrm(post="timestamp+layernorm", since=1_700_000_000, spread=5_000),
 }

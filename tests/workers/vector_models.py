@@ -132,7 +132,7 @@ def make_dlrm(
 
     def mlp(name: str, x: Floats) -> Floats:
         y = x @ w[f"{name}.0.weight"].T + w[f"{name}.0.bias"]
-        y = y * sigmoid(norm(y, w[f"{name}.1.weight"], w[f"{name}.1.bias"], 1e-5))
+        y = y * sigmoid(norm(y, w[f"{name}.1.weight"], w[f"{name}.1.bias"], options.get("swish_ln_eps", 1e-5)))
         y = y @ w[f"{name}.2.weight"].T + w[f"{name}.2.bias"]
         return norm(y, w[f"{name}.3.weight"], w[f"{name}.3.bias"], 1e-5) if f"{name}.3.weight" in w else y
 

@@ -256,6 +256,10 @@ class ModelConfig(Part):
     ] = 512
     readout_mlp_eps: Annotated[float, Field(gt=0, lt=1, description="of the norms inside the read-out's MLPs")] = 1e-5
 
+    swish_norm_eps: Annotated[
+        float | None, Field(gt=0, lt=1, description="of the norm inside each swish-norm; none: that of the other norms")
+    ] = None
+
     max_prefix_behaviours: Annotated[int, Field(ge=8, le=MAX_BEHAVIOURS)]
     max_suffix_behaviours: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
@@ -314,6 +318,10 @@ class ModelConfig(Part):
     def alpha(self) -> float:
         """The scale of q.k."""
         return self.attention_dim**-0.5 if self.attn_alpha is None else self.attn_alpha
+
+    def swish_eps(self, eps: float) -> float:
+        """Epsilon inside the swish-norms of an MLP whose other norms have `eps`."""
+        return eps if self.swish_norm_eps is None else self.swish_norm_eps
 
     @property
     def projection_width(self) -> int:

@@ -52,12 +52,12 @@ def chain(parts: Sequence[Rows]) -> Rows:
     return apply
 
 
-def swish_norm_mlp(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> Rows:
-    """Linear, swish-norm, linear, LayerNorm: tensors NAME.{0, inner_norm, 1, outer_norm}."""
+def swish_norm_mlp(tensors: Mapping[str, torch.Tensor], name: str, eps: float, swish_eps: float) -> Rows:
+    """Linear, swish-norm, linear, LayerNorm: tensors NAME.{0, inner_norm, 1, outer_norm}. eps: of the LayerNorm."""
     return chain(
         (
             linear(tensors, f"{name}.0"),
-            swish_norm(tensors, f"{name}.inner_norm", eps),
+            swish_norm(tensors, f"{name}.inner_norm", swish_eps),
             linear(tensors, f"{name}.1"),
             layer_norm(tensors, f"{name}.outer_norm", eps),
         )

@@ -90,14 +90,15 @@ class DlrmContent:
     def __init__(self, config: ModelConfig, inputs: DlrmInputs, tensors: Tensors) -> None:
         self._items = ItemEmbeddings(len(inputs.item_features), tensors)
         self._width = inputs.table_dim
-        self._content = swish_norm_mlp(tensors, "content", inputs.norm_eps)
+        eps = inputs.norm_eps, config.swish_eps(inputs.norm_eps)
+        self._content = swish_norm_mlp(tensors, "content", *eps)
         self._additional: Rows | None = None
         if inputs.item_features:
-            self._additional = swish_norm_mlp(tensors, "additional", inputs.norm_eps)
+            self._additional = swish_norm_mlp(tensors, "additional", *eps)
         self._bits: ActionBits | None = None
         if inputs.action_weights:
             self._bits = ActionBits(inputs, tensors)
-            self._action = swish_norm_mlp(tensors, "action_bits", inputs.norm_eps)
+            self._action = swish_norm_mlp(tensors, "action_bits", *eps)
         mapped = [
             torch.addmm(tensors["contextual.bias"][token], tensors[f"features.{index}.weight"], weight)
             for token, (index, weight) in enumerate(

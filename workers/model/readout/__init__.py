@@ -31,7 +31,8 @@ class Readout:
         self._score = self._of_rows
         if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
             self._items = ItemEmbeddings(len(config.dlrm_inputs.item_features), tensors)
-            self._item_mlp = swish_norm_mlp(tensors, "readout.item", config.readout_mlp_eps)
+            eps = config.readout_mlp_eps
+            self._item_mlp = swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
             self._score = self._of_products
 
     def __call__(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,8 @@ class TaskHead:
         for index in range(len(config.readout_hidden)):
             parts.append(linear(tensors, f"readout.mlp.{index}"))
             if config.readout_activation is ReadoutActivation.SWISH_NORM:
-                parts.append(swish_norm(tensors, f"readout.mlp.{index}.norm", config.readout_mlp_eps))
+                eps = config.swish_eps(config.readout_mlp_eps)
+                parts.append(swish_norm(tensors, f"readout.mlp.{index}.norm", eps))
             else:
                 parts.append(_PLAIN[config.readout_activation])
         last = f"readout.mlp.{len(config.readout_hidden)}"

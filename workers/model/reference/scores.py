@@ -24,7 +24,7 @@ def read_out(config: ModelConfig, tensors: Tensors, x: torch.Tensor, sequence: S
         x = F.normalize(x, dim=-1)
     if config.readout is ReadoutForm.ITEM_PRODUCT:
         items = torch.stack([item_vector(config, tensors, item) for item in sequence.items])
-        x = x * swish_mlp(tensors, "readout.item", items, config.readout_mlp_eps)
+        x = x * swish_mlp(config, tensors, "readout.item", items, config.readout_mlp_eps)
     last = len(config.readout_hidden)
     for index in range(last + 1):
         x = x @ tensors[f"readout.mlp.{index}.weight"] + tensors[f"readout.mlp.{index}.bias"]
@@ -46,7 +46,9 @@ def _activated(config: ModelConfig, tensors: Tensors, index: int, x: torch.Tenso
             return x * 0.5 * (1 + torch.erf(x / 2**0.5))
         case ReadoutActivation.SWISH_NORM:
             name = f"readout.mlp.{index}.norm"
-            normal = layer_norm(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"], config.readout_mlp_eps)
+            normal = layer_norm(
+                x, tensors[f"{name}.weight"], tensors[f"{name}.bias"], config.swish_norm_eps or config.readout_mlp_eps
+            )
             return x * torch.sigmoid(normal)
 
 

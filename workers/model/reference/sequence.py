@@ -92,10 +92,12 @@ def item_vector(config: ModelConfig, tensors: Tensors, item: int) -> torch.Tenso
     return torch.cat(parts)
 
 
-def swish_mlp(tensors: Tensors, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Linear, x * sigmoid(norm(x)), linear, norm."""
+def swish_mlp(config: ModelConfig, tensors: Tensors, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Linear, x * sigmoid(norm(x)), linear, norm; eps is of the last norm."""
     x = x @ tensors[f"{name}.0.weight"] + tensors[f"{name}.0.bias"]
-    inner = layer_norm(x, tensors[f"{name}.inner_norm.weight"], tensors[f"{name}.inner_norm.bias"], eps)
+    inner = layer_norm(
+        x, tensors[f"{name}.inner_norm.weight"], tensors[f"{name}.inner_norm.bias"], config.swish_norm_eps or eps
+    )
     x = (x * torch.sigmoid(inner)) @ tensors[f"{name}.1.weight"] + tensors[f"{name}.1.bias"]
     return layer_norm(x, tensors[f"{name}.outer_norm.weight"], tensors[f"{name}.outer_norm.bias"], eps)
 
@@ -143,7 +145,7 @@ def _candidate(config: ModelConfig, tensors: Tensors, item: int) -> torch.Tensor
 def _dlrm(config: ModelConfig, tensors: Tensors, item: int, bits: torch.Tensor | None) -> torch.Tensor:
     assert config.dlrm_inputs is not None
     inputs, vector = config.dlrm_inputs, item_vector(config, tensors, item)
-    row = swish_mlp(tensors, "content", vector[: inputs.table_dim], inputs.norm_eps)
+    row = swish_mlp(config, tensors, "content", vector[: inputs.table_dim], inputs.norm_eps)
     if inputs.item_features:
-        row = row + swish_mlp(tensors, "additional", vector[inputs.table_dim :], inputs.norm_eps)
-    return row if bits is None else row + swish_mlp(tensors, "action_bits", bits, inputs.norm_eps)
+        row = row + swish_mlp(config, tensors, "additional", vector[inputs.table_dim :], inputs.norm_eps)
+    return row if bits is None else row + swish_mlp(config, tensors, "action_bits", bits, inputs.norm_eps)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -207,11 +206,8 @@ def _source_feature(context: _Context) -> SourceFeature:
 
 def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
     """Epsilons that the case names and a state dict does not say."""
-    mlp_eps = _eps(case, "swish_ln_eps")
-    changes: dict[str, Any] = {"readout_norm_eps": _eps(case, "post_ln_eps"), "readout_mlp_eps": mlp_eps}
-    if config.dlrm_inputs is not None:
-        changes["dlrm_inputs"] = config.dlrm_inputs.model_copy(update={"norm_eps": mlp_eps})
-    return config.model_copy(update=changes)
+    eps = {"readout_norm_eps": _eps(case, "post_ln_eps"), "swish_norm_eps": _eps(case, "swish_ln_eps")}
+    return config.model_copy(update=eps)
 
 
 def _eps(case: Case, name: str) -> float:
