@@ -84,7 +84,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         embedding_dim=draw(st.sampled_from([8, 12])),
         num_heads=draw(st.integers(1, 3)),
         attention_dim=draw(st.sampled_from([1, 4, 8])),
-        hidden_dim=draw(st.sampled_from([2, 4, 6])),
+        # Not less: a norm over two nearly equal values magnifies float32's rounding beyond any tolerance.
+        hidden_dim=draw(st.sampled_from([4, 5, 6])),
         num_layers=draw(st.integers(1, 3)),
         normalizer=draw(st.sampled_from([1.0, 37.0, 1000.0])),
         attn_alpha=draw(st.sampled_from([None, 1.0])),
