@@ -52,7 +52,7 @@ class _BlockedPass:
         self._kv = kv
         self._scale = 1.0 / spec.normalizer
         self._slots = kv.slots(segments)
-        self._placed = [(one, kv.spans(one.segment.pages, one.segment.context_tokens)) for one in place(segments)]
+        self._placed = list(zip(place(segments), kv.spans(segments), strict=True))
         self._add = add_in_place if spec.compute_dtype is torch.float32 else add_widened
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from workers.kv import KvGeometry
 from workers.model.attention.dtypes import torch_dtype
@@ -83,11 +82,15 @@ class PagedKv:
             if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
                 raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
-    def spans(self, pages: NDArray[np.int32], tokens: int) -> tuple[PageSpan, ...]:
-        """Tokens [0, tokens) in blocks of at most KEY_BLOCK."""
+    def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
+        """The context of each segment, in blocks of at most KEY_BLOCK tokens. Page numbers cross over all at once."""
+        used = [segment.pages[: self.geometry.pages_for(segment.context_tokens)] for segment in segments]
+        sent = torch.from_numpy(np.concatenate(used, dtype=np.int64)).to(self.device)
+        indices = torch.split(sent, [pages.size for pages in used])
+        return [self._spans(own, segment.context_tokens) for own, segment in zip(indices, segments, strict=True)]
+
+    def _spans(self, indices: torch.Tensor, tokens: int) -> tuple[PageSpan, ...]:
         size = self.geometry.page_tokens
-        needed = self.geometry.pages_for(tokens)
-        indices = torch.from_numpy(np.ascontiguousarray(pages[:needed], dtype=np.int64)).to(self.device)
         step = max(1, KEY_BLOCK // size)
         return tuple(
             PageSpan(
@@ -96,7 +99,7 @@ class PagedKv:
                 indices[first : first + step],
                 low - first * size,
             )
-            for first in range(0, needed, step)
+            for first in range(0, indices.numel(), step)
             for low in range(first * size, min((first + step) * size, tokens), KEY_BLOCK)
         )
 
@@ -111,10 +114,8 @@ class PagedKv:
                 places.append(tokens % size)
         if not pages:
             return None
-        return TokenSlots(
-            torch.from_numpy(np.concatenate(pages)).to(self.device),
-            torch.from_numpy(np.concatenate(places)).to(self.device),
-        )
+        both = np.stack((np.concatenate(pages), np.concatenate(places)))
+        return TokenSlots(*torch.from_numpy(both).to(self.device).unbind())
 
     def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k, v [tokens, heads, dim] of one layer, rounded to the stored type."""

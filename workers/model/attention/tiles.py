@@ -67,10 +67,9 @@ def tiled_segments(
     """Each segment, ready. Raises ValueError for one whose pages do not hold its tokens."""
     kv.check(segments)
     made = []
-    for placed in place(segments):
+    for placed, spans in zip(place(segments), kv.spans(segments), strict=True):
         sight = Sight(spec, placed.segment, kv.device)
         bias = None if biases is None else biases.of(placed.segment, sight)
-        spans = kv.spans(placed.segment.pages, placed.segment.context_tokens)
         made.append(TiledSegment(placed, spans, sight, bias))
     return made
 
