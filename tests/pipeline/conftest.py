@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from streams.broker import LocalBroker
 from streams.settings import KafkaSettings
-from tests.pipeline.relay_world import PARTITIONS, Relay, make_model
+from tests.pipeline.relay_world import Relay, make_model, own_topics
 
 
 @pytest.fixture(scope="session")
@@ -22,11 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def module_kafka(broker: LocalBroker) -> Iterator[KafkaSettings]:
     """As `kafka_settings`, for all tests of a module."""
-    prefix = f"test-{uuid.uuid4().hex[:12]}"
-    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-    broker.create_topics(settings)
-    yield settings
-    broker.delete_topics(settings)
+    with own_topics(broker) as settings:
+        yield settings
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from schemas import codec
 from schemas.headers import RankingHeaders, ResultHeaders
 from schemas.messages import Behaviours, History, LatencyCoefficients, RankingRequest, RankingResult
 from schemas.topics import Topic
+from streams.broker import LocalBroker
 from streams.client import RelayClient
 from streams.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from streams.clock import SystemClock
@@ -103,6 +105,16 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) ->
         if time.monotonic() > ends_s:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.02)
+
+
+@contextmanager
+def own_topics(broker: LocalBroker) -> Iterator[KafkaSettings]:
+    """Topics and groups that nobody else has, on `broker`."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    broker.create_topics(settings)
+    yield settings
+    broker.delete_topics(settings)
 
 
 class Relay:

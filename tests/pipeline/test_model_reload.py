@@ -23,6 +23,7 @@ from relaygr.demo.processes import Child
 from schemas import codec
 from schemas.messages import History, Path, PreInferJob, RankingResult
 from schemas.topics import Topic
+from streams.broker import LocalBroker
 from streams.client import RankOutcome, RankStatus, RelayClient
 from streams.clock import SystemClock
 from streams.partitioner import partition_for
@@ -35,6 +36,7 @@ from tests.pipeline.relay_world import (
     history_of,
     make_model,
     new_user,
+    own_topics,
     reading,
     wait_until,
 )
@@ -222,17 +224,17 @@ def children(supervisor: Child) -> dict[str, dict[str, Any]]:
 
 
 def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in_dram(
-    kafka_settings: KafkaSettings, tmp_path: FilePath
+    embedded_broker: LocalBroker, tmp_path: FilePath
 ):
-    """What it had loaded at its own start is not what served when the active worker was killed."""
+    """What it had loaded at its own start is not what served when the active worker was killed, on any broker."""
     model = make_model(tmp_path / "model", seed=7)
     first = load_checkpoint(model)
-    with Relay(kafka_settings, tmp_path / "relay", model) as relay:
+    with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path / "relay", model) as relay:
         own = ["worker.worker_id=worker-09", f"worker.history_path={tmp_path / 'store'}"]
         supervisor = relay.processes.start("worker-09", ["worker", "--standby"], "worker", own)
         relay.await_ready(supervisor)
         wait_until("a standby", lambda: "standby" in children(supervisor), 60)
-        with relay.client() as client, closing(RawGateway(kafka_settings)) as raw:
+        with relay.client() as client, closing(RawGateway(kafka)) as raw:
             world = World(relay, supervisor, client, raw, model, {first.revision: first})
             after = world.swap_files(seed=8)
             world.hang_up()

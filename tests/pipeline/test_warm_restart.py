@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,14 @@ from schemas.topics import Topic
 from streams.broker import LocalBroker
 from streams.client import RankStatus, RelayClient
 from streams.consumer import FinishedOffsets
-from streams.settings import KafkaSettings
 from streams.topic_identity import identify_topics
 from tests.pipeline.relay_world import (
-    PARTITIONS,
     Relay,
     candidates_of,
     history_of,
     make_model,
     new_user,
+    own_topics,
     reading,
     wait_until,
 )
@@ -33,6 +31,7 @@ from tests.pipeline.relay_world import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 LENGTH = 300
+BUDGET_MS = 20_000
 TOLERANCE = 2e-5
 
 
@@ -68,7 +67,7 @@ class Life:
 
     def rank(self, user: str, seed: int) -> RankingResult:
         version = history_of(user, LENGTH, seed).version()
-        outcome = self.client.rank(user, candidates_of(), history_version=version, budget_ms=5_000)
+        outcome = self.client.rank(user, candidates_of(), history_version=version, budget_ms=BUDGET_MS)
         assert outcome.status is RankStatus.RANKED, outcome
         assert outcome.result is not None
         return outcome.result
@@ -135,10 +134,7 @@ def embedded_life(
     embedded_broker: LocalBroker, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Life]:
     """What is done to files does not depend on the broker."""
-    prefix = f"test-{uuid.uuid4().hex[:12]}"
-    kafka = embedded_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
-    embedded_broker.create_topics(kafka)
-    with Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
+    with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
         life = Life(relay)
         yield life
         life.client.close()
