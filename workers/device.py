@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import os
 import platform
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -275,6 +276,8 @@ class AcceleratorDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
         self._first_graph: torch.accelerator.Graph | None = None
+        self._capture_stream: torch.Stream | None = None
+        self._capturing = threading.Lock()
         # cuBLAS may else add parts of a long product in bfloat16. Other devices do not look at it.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.bind_thread()
@@ -326,14 +329,19 @@ class AcceleratorDevice(Device):
         return int(getattr(properties, "multi_processor_count", 1))
 
     def capture(self, work: Callable[[], None]) -> Replay:
-        stream, caller = torch.Stream(self.torch_device), torch.accelerator.current_stream(self.torch_device)
-        stream.wait_stream(caller)
-        with stream:
-            work()
-            graph = self._empty_graph()
-            with graph:
+        # A model may be loaded, and captured, while another is.
+        with self._capturing:
+            # One stream for all: cuBLAS keeps a work space for each that it has seen, tens of MiB on Hopper.
+            if self._capture_stream is None:
+                self._capture_stream = torch.Stream(self.torch_device)
+            stream, caller = self._capture_stream, torch.accelerator.current_stream(self.torch_device)
+            stream.wait_stream(caller)
+            with stream:
                 work()
-        caller.wait_stream(stream)
+                graph = self._empty_graph()
+                with graph:
+                    work()
+            caller.wait_stream(stream)
         return _GraphReplay(graph)
 
     def _empty_graph(self) -> torch.accelerator.Graph:

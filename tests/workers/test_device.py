@@ -194,7 +194,8 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
     monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: MagicMock())
-    monkeypatch.setattr(torch, "Stream", MagicMock())
+    streams = MagicMock()
+    monkeypatch.setattr(torch, "Stream", streams)
     device = AcceleratorDevice(torch.device("cpu"))
     for _ in range(2):
         device.capture(lambda: FakeGraph.events.append("work")).run()
@@ -203,6 +204,7 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
         *("record 2", "work", "recorded 2 in (0, 1)", "replay 2"),
         *("work", "record 3", "work", "recorded 3 in (0, 1)", "replay 3"),
     ]
+    assert streams.call_count == 1, "libraries keep memory for each stream that they have seen"
 
 
 def test_what_is_sent_is_there_and_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
