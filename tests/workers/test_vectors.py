@@ -117,6 +117,7 @@ def test_what_is_not_a_number_fails() -> None:
 
 def test_without_targets_positions_of_padding_do_not_count() -> None:
     options, arrays = make_pos(with_targets=False)
+    arrays["num_targets"] = np.array([])
     assert checked("pos_x", (options, arrays)).verdict is Verdict.PASSED
     arrays["pos_index"][0, 0] += 1
     assert checked("pos_x", (options, arrays)).verdict is Verdict.FAILED

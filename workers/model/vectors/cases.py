@@ -102,9 +102,9 @@ class Case:
         return self.floats(name) if self.has(name) else None
 
     def integers(self, name: str) -> torch.Tensor:
-        """As int64."""
+        """As int64. An array of nothing may have any type."""
         array = self.array(name)
-        if array.dtype.kind not in "iub":
+        if array.size and array.dtype.kind not in "iub":
             raise MalformedCaseError(f"{name} is {array.dtype}, not whole numbers")
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
