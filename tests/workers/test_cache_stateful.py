@@ -454,24 +454,26 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(waiter.told == 1 for waiter in self.run.waiters)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_random_operations_keep_every_invariant(policy: PolicyName) -> None:
     machine = type("CacheMachineOfPolicy", (CacheMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_many_more_random_operations_keep_every_invariant(policy: PolicyName) -> None:
     machine = type("CacheMachineOfPolicy", (CacheMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=70, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
