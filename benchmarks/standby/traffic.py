@@ -78,6 +78,11 @@ class Traffic:
             Asked(sent_s, ends[0], outcome) for (sent_s, ends, _), outcome in zip(self._asked, outcomes, strict=True)
         ]
 
+    @property
+    def repeated(self) -> int:
+        """Answers to what was answered before: the callers saw none of them."""
+        return self._client.statistics().duplicates
+
     def _run(self) -> None:
         number = 0
         next_s = time.monotonic()
