@@ -109,14 +109,14 @@ def test_any_keys_in_a_block(keys: int) -> None:
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
     """As a captured graph has it: rows, segments and pages beyond the forward's own."""
     forward = Forward(MIXED)
-    own = packed_attend(forward, PlanShape(16, 1, True), Blocks(16))
+    own = packed_attend(forward, PlanShape(16, 1, True))
     rows = forward.q.shape[0]
     more = [torch.cat((x, torch.full_like(x[:9], torch.nan))) for x in (forward.q, forward.k, forward.v)]
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
     plan = pack(arrays, 8, PlanShape(16, 1, True), Capacity(rows + 9, 12, arrays.pages.size + 5))
     padded = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
     pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
-    assert torch.equal(attend(*more, pages, padded, forward.spec.alpha, 37.0, Blocks(16))[:rows], own)
+    assert torch.equal(attend(*more, pages, padded, forward.spec.alpha, 37.0, BLOCKS)[:rows], own)
 
 
 def test_a_neighbour_changes_nothing() -> None:
@@ -235,7 +235,7 @@ def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def packed_attend(
-    forward: Forward, shape: PlanShape, blocks: Blocks | None = BLOCKS, rows: slice = slice(None)
+    forward: Forward, shape: PlanShape, blocks: Blocks = BLOCKS, rows: slice = slice(None)
 ) -> torch.Tensor:
     """The forward with programs of that shape, which a back end chooses by device and sizes."""
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
@@ -250,4 +250,6 @@ def packed_attend(
 def test_tuned_kernels_on_shapes_of_their_real_size(compute: torch.dtype) -> None:
     runs = [Run(0, 1000, 0), Run(2048, 512, 0), Run(4096, 64, 512), Run(1000, 0, 128)]
     forward = Forward(runs, heads=4, dqk=128, dv=128, page_tokens=64, compute=compute, stored=KvDtype.BFLOAT16)
-    assert forward.error(forward.attend()) <= TOLERANCES[compute]
+    started = TritonAttention(forward.spec, DEVICE).begin(forward.kv, forward.segments)
+    out = started.attend(LAYER, forward.q, forward.k, forward.v)
+    assert forward.error(out.unflatten(1, (4, 128))) <= TOLERANCES[compute]

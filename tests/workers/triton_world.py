@@ -35,8 +35,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 from workers.model.attention.triton_attention import TritonAttention  # noqa: E402
 from workers.model.attention.triton_launch import Blocks  # noqa: E402
 
-BLOCKS = Blocks(keys=16) if INTERPRETED else None
-"""The interpreter has no clock to tune by."""
+BLOCKS = Blocks(keys=16)
+"""The interpreter has no clock to tune by, and a GPU would tune for minutes: each small shape is a kind of its own."""
 
 
 def choose_triton(
