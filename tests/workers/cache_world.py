@@ -74,10 +74,10 @@ class SteppedMover:
         return self._queue.forecast(size_bytes, priority, self.now_us)
 
     def close(self) -> None:
-        # What fails here is asked for once more, as of any mover, and fails again.
-        while waiting := self._queue.drain():
-            for request in waiting:
-                request.on_done(False)
+        refused, self.refuses = self.refuses, True
+        for request in self._queue.drain():
+            request.on_done(False)
+        self.refuses = refused
         while self._under_way:
             self.finish(True)
 

@@ -166,6 +166,28 @@ class TestFailures:
         assert (len(world.mover), pending.outcome) == (0, PendingOutcome.INVALIDATED)
         world.cache.check_invariants()
 
+    def test_a_reload_that_waits_when_the_worker_ends_leaves_dram_as_it_was(self, world: World) -> None:
+        """It was never tried, yet counted as failed twice: each end of a worker cost the warm start prefixes."""
+        world.spilled(make_key())
+        pending = world.cache.start_reload(make_key(), 100, 0)
+        assert isinstance(pending, Pending)
+        world.mover.close()
+        assert pending.outcome is PendingOutcome.FAILED
+        assert world.cache.peek(make_key()).dram_behaviours == make_key().length
+
+    def test_a_reload_that_could_not_be_tried_again_leaves_dram_as_it_was(self, world: World) -> None:
+        world.spilled(make_key())
+        pending = world.cache.start_reload(make_key(), 100, 0)
+        assert isinstance(pending, Pending)
+        world.mover.start()
+        world.mover.refuses = True
+        world.mover.finish(copied=False)
+        assert pending.outcome is PendingOutcome.FAILED
+        world.mover.refuses = False
+        assert isinstance(world.cache.start_reload(make_key(), 100, 1), Pending)
+        world.mover.run()
+        world.hit(make_key())
+
     def test_a_failed_spill_leaves_hbm_as_it_was(self, world: World) -> None:
         world.store(make_key())
         world.cache.spill(make_key())
@@ -599,6 +621,22 @@ class TestLeases:
         wasted = dict(world.cache.stats().wasted)
         wasted.pop(WasteReason.INVALIDATED, None) if reason is WasteReason.EVICTED else None
         assert wasted == {reason: 1}
+
+    @pytest.mark.parametrize("expires", [False, True])
+    def test_a_pre_infer_is_not_wasted_while_another_request_may_still_use_it(
+        self, world: World, expires: bool
+    ) -> None:
+        world.store(make_key())
+        world.cache.lease(make_key(), "r1", 100)
+        world.cache.lease(make_key(), "r2", 200)
+        if expires:
+            world.cache.expire_leases(100)
+        else:
+            world.cache.end_lease("r1", WasteReason.REQUEST_EXPIRED)
+        assert world.cache.stats().wasted == {}
+        world.cache.release(world.hit(make_key()))
+        world.cache.expire_leases(200)
+        assert world.cache.stats().wasted == {}
 
     def test_a_pre_infer_that_served_a_ranking_is_not_wasted(self, world: World) -> None:
         world.store(make_key())

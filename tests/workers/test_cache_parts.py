@@ -278,6 +278,19 @@ class TestThreadMover:
         mover.close()
         assert done == [False, False]
 
+    def test_an_end_that_can_not_be_told_leaves_the_thread_alive(self) -> None:
+        def raises(_: bool) -> None:
+            raise RuntimeError("a listener failed")
+
+        copier, done = _HeldCopier(), []
+        mover = self._mover(copier, max_in_flight=1)
+        for request in (dataclasses.replace(_request(1), on_done=raises), _request(1, done=done)):
+            assert mover.submit(request)
+            copier.may_end.release()
+            assert copier.begun.acquire(timeout=10)
+        mover.close()
+        assert done == [True]
+
     def test_closing_ends_what_is_under_way_and_fails_what_waits(self) -> None:
         copier, under_way, waiting = _HeldCopier(), [], []
         mover = self._mover(copier, max_in_flight=1)

@@ -2,7 +2,8 @@
 
 The bytes are the mover's. All-or-nothing: only an ended copy is published, under the generation that it
 began with; one that fails gives its pages back. A reload that fails is tried once more; if that fails too it
-evicts what it read, whose bytes are in doubt. The mover is called outside the lock.
+evicts what it read, whose bytes are in doubt. One that was not tried twice (the queue was full or closed, or nobody
+had use for it) says nothing about them, and evicts nothing. The mover is called outside the lock.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Copies:
                 outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             else:
                 books.hbm.abort(work)
-                if pin.entry.attached:
+                if again is None and pin.entry.attached:
                     books.remove(after, [(books.dram, pin.entry)])
             books.counters.reloads[outcome] += 1
             books.finish(after, work, outcome)

@@ -252,12 +252,12 @@ class TierMetadata:
         return work
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
-        """Ends a request's lease; False if it has none. `wasted` counts its pre-infer if nothing used it."""
+        """Ends a request's lease; False if it has none. `wasted` counts its pre-infer if nothing used it, and nobody else will."""
         lease = self._leases.take(request_id)
         if lease is None:
             return False
         self._unlease(lease)
-        if wasted is not None:
+        if wasted is not None and not lease.entry.leases:
             self._count_waste(lease.entry, wasted)
         return True
 
@@ -266,7 +266,8 @@ class TierMetadata:
         ended = self._leases.expired(now_us)
         for lease in ended:
             self._unlease(lease)
-            self._count_waste(lease.entry, WasteReason.LEASE_EXPIRED)
+            if not lease.entry.leases:
+                self._count_waste(lease.entry, WasteReason.LEASE_EXPIRED)
         return len(ended)
 
     # How it is done.

@@ -81,7 +81,11 @@ class ThreadMover:
             with self._changed:
                 self._queue.end(request, self._clock.monotonic_us(), copied)
                 self._changed.notify_all()
-            request.on_done(copied)
+            try:
+                request.on_done(copied)
+            except Exception:
+                # Without the thread, whoever waits for the next copies would wait in vain.
+                _log.exception("the end of a copy could not be told", source=request.source, target=request.target)
 
     def _next(self) -> CopyRequest | None:
         with self._changed:
