@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from io import FileIO
 from pathlib import Path
 
 import msgpack
@@ -78,7 +79,7 @@ class TestRecording:
             (EventKind.INVALIDATE, 250, "hbm"),
             (EventKind.INVALIDATE, 250, "dram"),
         ]
-        assert {record.sketch for record in records} == {sketch_of(key.chain)}
+        assert {record.sketch for record in records} == {sketch_of(key.chain, recording.recorder._key)}
         assert recording.counted("written") == 8
 
     def test_no_user_id_is_written_and_one_user_has_one_number_in_one_trace(self, tmp_path: Path) -> None:
@@ -94,6 +95,15 @@ class TestRecording:
         for first, other, again in users:
             assert first == again != other
         assert users[0][0] != users[1][0], "the same key twice: traces of two days could be joined"
+
+    def test_no_digest_of_a_history_is_written_which_messages_carry_beside_user_ids(self, recording: Recording) -> None:
+        recording.recorder.start(HEADER)
+        chains = [make_key(length=length).chain for length in (1, 64, 200)]
+        for length in (1, 64, 200):
+            recording.world.cache.acquire(make_key(length=length), 1)
+        recording.recorder.close()
+        written = recording.path.read_bytes()
+        assert all(digest[:4] not in written for chain in chains for digest in (chain.seed, *chain.blocks))
 
     def test_a_full_queue_drops_and_counts_and_does_not_block(
         self, recording: Recording, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +143,23 @@ class TestRecording:
             recording.world.cache.acquire(make_key(), now_us)
         recording.recorder.close()
         assert recording.counted("dropped") == 10
+
+    def test_a_record_that_the_disk_took_in_part_is_the_last(
+        self, recording: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A raw file may take less than it was given; what was written behind that could never be read."""
+
+        class FullDisk(FileIO):
+            def write(self, data: object) -> int | None:
+                return super().write(bytes(data)[: 1_500 - self.tell()])  # type: ignore[call-overload]
+
+        monkeypatch.setattr(recorder, "FileIO", FullDisk)
+        recording.recorder.start(HEADER)
+        for now_us in range(2_000):
+            recording.world.cache.acquire(make_key(), now_us)
+        recording.recorder.close()
+        assert recording.counted("dropped") == 2_000
+        assert all(record.kind is EventKind.ACQUIRE for record in recording.records())
 
     def test_before_start_and_after_close_nothing_is_recorded(self, recording: Recording) -> None:
         recording.world.cache.acquire(make_key(), 1)
@@ -234,7 +261,7 @@ class TestSketch:
         self, one: tuple[int, int | None], other: tuple[int, int | None]
     ) -> None:
         histories = [history(*one), history(*other)]
-        sketches = [sketch_of(digest_chain(np.array([7], "<i8"), each)) for each in histories]
+        sketches = [sketch_of(digest_chain(np.array([7], "<i8"), each), b"key") for each in histories]
         shorter = min(len(histories[0]), len(histories[1]))
         differing = np.flatnonzero(histories[0].items[:shorter] != histories[1].items[:shorter])
         truth = int(differing[0]) if differing.size else shorter

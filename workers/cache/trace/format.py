@@ -7,8 +7,8 @@
 keyed hash (its key is thrown away: who knows a user id can not find it); `namespace` is the beginning of the
 model's digest. Records are in the order of the operations, but for neighbours of two threads.
 
-A *sketch* stands for the history: four bytes of its digest chain at 64, 128, 256 ... behaviours, and at its end.
-With two of them a reader knows where two histories part, to within a factor of two; a change behind the last
+A *sketch* stands for the history: four bytes of a hash, under the same key, of its digest chain at 64, 128, 256 ...
+behaviours, and at its end. (The digests themselves travel beside user ids, and would give those away.) With two of them a reader knows where two histories part, to within a factor of two; a change behind the last
 mark of the shorter one passes for growth. That is enough to replay, and a tenth of the chain.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
 from typing import Any
 
 import msgpack
@@ -84,14 +85,19 @@ class TraceFormatError(ValueError):
     """The bytes are not what this version writes."""
 
 
-def sketch_of(chain: DigestChain) -> Sketch:
-    """The sketch of the history that the chain covers."""
+def keyed_hash(value: bytes, key: bytes, size_bytes: int) -> bytes:
+    """What stands for `value` in a trace whose key this is."""
+    return blake2b(value, key=key, digest_size=size_bytes).digest()
+
+
+def sketch_of(chain: DigestChain, key: bytes) -> Sketch:
+    """The sketch of the history that the chain covers, in a trace whose key this is."""
     marks = []
     length = BLOCK
     while length <= chain.length:
-        marks.append(chain.blocks[length // BLOCK - 1][:MARK_BYTES])
+        marks.append(keyed_hash(chain.blocks[length // BLOCK - 1], key, MARK_BYTES))
         length *= 2
-    marks.append(chain.digest[:MARK_BYTES])
+    marks.append(keyed_hash(chain.digest, key, MARK_BYTES))
     return Sketch(chain.length, b"".join(marks))
 
 

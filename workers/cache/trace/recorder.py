@@ -9,11 +9,11 @@ alone; one that is there already is kept as `NAME.1`, in the place of what was k
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import secrets
 import threading
-from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from streams.errors import RelayError
 from workers.cache.events import CacheEvent
-from workers.cache.trace.format import TraceHeader, TraceRecord, encode_header, encode_record, sketch_of
+from workers.cache.trace.format import TraceHeader, TraceRecord, encode_header, encode_record, keyed_hash, sketch_of
 
 _log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class TraceRecorder:
         self._path = path
         self._max_bytes = max_bytes
         self._queue: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
-        self._user_key = secrets.token_bytes(16)
+        self._key = secrets.token_bytes(16)
         self._thread: threading.Thread | None = None
         self._written_bytes = 0
         self._first_us: int | None = None
@@ -97,7 +97,7 @@ class TraceRecorder:
         if self._path.exists():
             self._path.replace(self._path.with_name(self._path.name + ".1"))
         file = FileIO(str(self._path), "w")
-        self._written_bytes = file.write(encode_header(header)) or 0
+        self._put(file, encode_header(header))
         _log.info("recording cache operations", path=str(self._path), max_bytes=self._max_bytes)
         return file
 
@@ -123,8 +123,7 @@ class TraceRecorder:
                 break
             parts.append(part)
             size_bytes += len(part)
-        file.write(b"".join(parts))
-        self._written_bytes += size_bytes
+        self._put(file, b"".join(parts))
         self._written.inc(len(parts))
         if len(parts) == len(batch):
             return True
@@ -132,15 +131,21 @@ class TraceRecorder:
         _log.warning("the cache trace is full; recording ends", path=str(self._path), max_bytes=self._max_bytes)
         return False
 
+    def _put(self, file: FileIO, data: bytes) -> None:
+        """All of it, or OSError: a raw file may take a part only."""
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, "only a part was written")
+        self._written_bytes += len(data)
+
     def _record(self, event: CacheEvent) -> TraceRecord:
         if self._first_us is None:
             self._first_us = event.at_us
-        user = blake2b(event.user_id.encode(), key=self._user_key, digest_size=8).digest()
+        user = keyed_hash(event.user_id.encode(), self._key, 8)
         return TraceRecord(
             event.kind,
             event.at_us - self._first_us,
             int.from_bytes(user, "little"),
             event.namespace[:_NAMESPACE_BYTES],
-            sketch_of(event.chain),
+            sketch_of(event.chain, self._key),
             event.outcome,
         )
