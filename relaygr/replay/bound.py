@@ -4,12 +4,13 @@ Belady's MIN (1966) is the best policy where all entries have one size; with dif
 find (NP-hard), so this is a bound on it, PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on
 optimal caching with variable object sizes", SIGMETRICS 2018.
 
-Number the visits 1..N. A visit j whose user came before at i is a hit only if the reusable pages of its prefix
-lay in the cache just before every visit i+1 .. j: that takes `pages * (j - i)` page-steps. There are
-`capacity * N` page-steps in all. So no policy, however clever, has more hits than one may buy with that budget,
-cheapest first. It is a bound and not a policy, since it may hold too much at one time and too little at
-another; and prefixes that are being computed take no room in it. With a capacity of both tiers together it
-bounds hits in either, since a page in either takes one of its pages.
+Number the look-ups 1..N. A visit that begins with look-up j, whose user looked last at i, is a hit only if the
+reusable pages of its prefix lay in the cache just before every look-up i+1 .. j: that takes `pages * (j - i)`
+page-steps. There are `capacity * N` page-steps in all. So no policy, however clever, has more hits than one may buy
+with that budget, cheapest first. It is a bound and not a policy, since it may hold too much at one time and too
+little at another; and prefixes that are being computed take no room in it. With a capacity of both tiers together it
+bounds hits in either, since a page in either takes one of its pages. What look-up i asked for counts as there at
+once: a link so slow that other look-ups come meanwhile keeps a prefix for fewer steps than are counted here.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class HitBound:
 
     def __init__(self, demands: Iterable[Demand], layout: PrefixLayout, page_tokens: int) -> None:
         costs = []
-        visits, count = Visits(), 0
+        visits, begun = Visits(), 0
         for demand in demands:
             visit = visits.begin(demand)
             if visit is not None:
-                count += 1
+                begun += 1
                 if visit.reusable:
                     pages = -(-layout.tokens(visit.reusable) // page_tokens)
                     costs.append(pages * (visit.number - visit.before))
-        self.visits = count
+        self.visits = begun
+        self._lookups = visits.lookups
         self._spent: NDArray[np.int64] = np.cumsum(np.sort(np.array(costs, np.int64)))
 
     @property
@@ -46,4 +48,4 @@ class HitBound:
 
     def hits(self, capacity_pages: int) -> int:
         """At most so many with so many pages."""
-        return int(np.searchsorted(self._spent, capacity_pages * self.visits, side="right"))
+        return int(np.searchsorted(self._spent, capacity_pages * self._lookups, side="right"))

@@ -59,7 +59,9 @@ def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One visit. `reusable` behaviours of its prefix were in the user's visit before, number `before`."""
+    """One visit, begun by look-up `number`. Of its prefix `reusable` behaviours were in the user's visit before, the
+    last look-up of which was number `before`; -1 for none.
+    """
 
     number: int
     behaviours: int
@@ -72,8 +74,9 @@ class Visits:
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, bytes], tuple[Sketch, int, int]] = {}
-        """(history, when it began, number) of each user's last visit."""
-        self._count = 0
+        """(history, when it began, number of its last look-up) of each user's last visit."""
+        self.lookups = 0
+        """How many there were."""
 
     def begin(self, demand: Demand) -> Visit | None:
         """The visit that this demand begins, if it begins one."""
@@ -81,17 +84,18 @@ class Visits:
         if demand.kind is DemandKind.FORGET:
             self._latest.pop(who, None)
             return None
+        number = self.lookups
+        self.lookups += 1
         reusable, before = 0, -1
         latest = self._latest.get(who)
         if latest is not None:
             sketch, begun_us, before = latest
             if sketch == demand.sketch and demand.at_us - begun_us < VISIT_US:
+                self._latest[who] = (sketch, begun_us, number)
                 return None
             reusable = sketch.common(demand.sketch)
-        visit = Visit(self._count, demand.sketch.behaviours, reusable, before)
-        self._latest[who] = (demand.sketch, demand.at_us, visit.number)
-        self._count += 1
-        return visit
+        self._latest[who] = (demand.sketch, demand.at_us, number)
+        return Visit(number, demand.sketch.behaviours, reusable, before)
 
 
 class Histories:
