@@ -939,9 +939,10 @@ def _lines_run(call) -> int:  # type: ignore[no-untyped-def]
 def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
     """12. LRU touches walked a list."""
     small, large = World(hbm_pages=10), World(hbm_pages=100_000)
+    chain = make_key(length=3).chain
     for world, users in ((small, 10), (large, 100_000)):
         for user in range(users):
-            key = PrefixKey(f"u{user}", b"m", make_key(length=3).chain)
+            key = PrefixKey(f"u{user}", b"m", chain)
             fill = world.cache.reserve(key, user)
             assert isinstance(fill, Fill)
             fill.progress(fill.tokens)
@@ -949,10 +950,10 @@ def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
             assert handle is not None
             world.cache.release(handle)
         assert world.cache.stats().hbm.entries == users
-    key = PrefixKey("u0", b"m", make_key(length=3).chain)
+    key = PrefixKey("u0", b"m", chain)
     steps = [_lines_run(lambda world=world: world.cache.acquire(key, 10**6)) for world in (small, large)]
     assert steps[0] == steps[1] > 0
-    newcomer = PrefixKey("new", b"m", make_key(length=3).chain)
+    newcomer = PrefixKey("new", b"m", chain)
     steps = [_lines_run(lambda world=world: world.cache.reserve(newcomer, 10**6)) for world in (small, large)]
     assert steps[0] == steps[1] > 0
 

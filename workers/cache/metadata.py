@@ -252,7 +252,10 @@ class TierMetadata:
         return work
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
-        """Ends a request's lease; False if it has none. `wasted` counts its pre-infer if nothing used it, and nobody else will."""
+        """Ends a request's lease; False if it has none.
+
+        `wasted` counts its pre-infer if nothing used it, and no other request holds it.
+        """
         lease = self._leases.take(request_id)
         if lease is None:
             return False

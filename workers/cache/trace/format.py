@@ -8,8 +8,9 @@ keyed hash (its key is thrown away: who knows a user id can not find it); `names
 model's digest. Records are in the order of the operations, but for neighbours of two threads.
 
 A *sketch* stands for the history: four bytes of a hash, under the same key, of its digest chain at 64, 128, 256 ...
-behaviours, and at its end. (The digests themselves travel beside user ids, and would give those away.) With two of them a reader knows where two histories part, to within a factor of two; a change behind the last
-mark of the shorter one passes for growth. That is enough to replay, and a tenth of the chain.
+behaviours, and at its end. (The digests themselves travel beside user ids, and would give those away.) With two
+sketches a reader knows where two histories part, to within a factor of two; a change behind the last mark of the
+shorter one passes for growth. That is enough to replay, and a tenth of the chain.
 """
 
 from __future__ import annotations
