@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("schemas", "streams", "workers", "relaygr", "benchmarks")
 """Each may import itself and those before it."""
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-NPU_FILE = ROOT / "workers" / "device.py"
+NPU_FILE = ROOT / "workers" / "device" / "opening.py"
 
 
 def imported(path: Path) -> list[str]:

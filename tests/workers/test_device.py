@@ -51,7 +51,7 @@ def test_no_module_but_the_device_layer_names_a_kind_of_accelerator() -> None:
     found = []
     for package in ("schemas", "streams", "workers", "relaygr", "benchmarks"):
         for file in (ROOT / package).rglob("*.py"):
-            if file == ROOT / "workers" / "device.py":
+            if file.is_relative_to(ROOT / "workers" / "device"):
                 continue
             code = re.sub(r'""".*?"""', "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
             found += [
