@@ -62,6 +62,22 @@ def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
     assert world.executor.ranking_outstanding == 0
 
 
+@pytest.mark.parametrize("submit", [World.job, World.rank])
+def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit):
+    """The beginning stayed pinned until it was taken away by force, three minutes later."""
+    world = World()
+    world.job("u", world.store.put("u", 100), "r1")
+    world.run()
+    world.cache.end_lease("r1")
+    version = world.store.put("u", 200)
+    break_once(world, "prefix_inputs")
+    submit(world, "u", version, "r2")
+    world.run()
+    assert len(world.outbox.failures) + world.outbox.jobs.count(JobOutcome.FAILED) == 1
+    stats = world.cache.stats()
+    assert (stats.hbm.pinned, stats.hbm.evictable > 0) == (0, True)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_scores_that_are_no_numbers_fail_the_request_and_what_is_cached_of_the_user_goes(value):
     world = World()

@@ -128,7 +128,9 @@ class JobFlow:
         refusal = self._refusal(work, span, now_us, done)
         coming = self._prefixes.coming_of(span.key.user_id)
         if refusal is None and coming is None:
-            self._prefixes.enqueue(PrefixWork(span, self._shared.prefix_inputs(span), done, jobs=[work], base=base))
+            prefix = self._shared.prefix_work(span, base)
+            prefix.jobs.append(work)
+            self._prefixes.enqueue(prefix)
             return self._shed()
         if base is not None:
             self._shared.cache.release(base)

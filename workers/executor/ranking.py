@@ -146,7 +146,7 @@ class RankingFlow:
             if handle is not None:
                 self._shared.cache.release(handle)
             return self.serve_in_full(work, span, plan)
-        self._compute(work, PrefixWork(span, self._shared.prefix_inputs(span), handle.tokens, base=handle))
+        self._compute(work, self._shared.prefix_work(span, handle))
 
     def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool:
         """Ranks on what is cached, with the rest of the prefix as part of the suffix; False where that may not be.
@@ -179,7 +179,9 @@ class RankingFlow:
         self._rank_on(work, span.tokens, span.suffix)
         if span.tokens == 0:
             return self.ready(work)
-        return self._compute(work, PrefixWork(span, self._shared.prefix_inputs(span), on_scratch=on_scratch))
+        prefix = self._shared.prefix_work(span, None)
+        prefix.on_scratch = on_scratch
+        return self._compute(work, prefix)
 
     def _compute(self, work: RankingWork, prefix: PrefixWork) -> None:
         prefix.waiters.append(work)

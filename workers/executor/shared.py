@@ -14,7 +14,7 @@ from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import Handle, Pending, PrefixCache
 from workers.metrics import WorkerMetrics
-from workers.model.interface import Engine, PrefixInputs, RankOutputs
+from workers.model.interface import Engine, RankOutputs
 from workers.parking import ParkingLot
 from workers.scheduler.chunks import Chunking
 from workers.scheduler.order import Scheduler, WorkClass
@@ -95,9 +95,18 @@ class Shared:
         computed_us = self.chunking.duration_us(0, prefix_tokens, self.latency)
         return computed_us + self.latency.hit_us(prefix_tokens, scored_tokens)
 
-    def prefix_inputs(self, span: PrefixSpan) -> PrefixInputs:
-        """The prefix, looked up. Raises what the engine does."""
-        return self.engine.prefix_inputs(span.features, span.behaviours, query_time_ms=span.query_time_ms)
+    def prefix_work(self, span: PrefixSpan, base: Handle | None) -> PrefixWork:
+        """The computation of what `base` lacks of the prefix. The handle is the work's from here on.
+
+        Raises what the engine does when it looks the prefix up; the handle is released then.
+        """
+        try:
+            inputs = self.engine.prefix_inputs(span.features, span.behaviours, query_time_ms=span.query_time_ms)
+        except Exception:
+            if base is not None:
+                self.cache.release(base)
+            raise
+        return PrefixWork(span, inputs, base.tokens if base is not None else 0, base=base)
 
     def is_current(self, span: PrefixSpan) -> bool:
         """Whether the span is cut for the model that serves now."""
