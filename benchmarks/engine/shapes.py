@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from workers.model.config import Activated, ModelConfig, OutputForm
+from workers.model.config import ModelConfig
+from workers.model.options import Activated, OutputForm
 
 
 @dataclass(frozen=True, slots=True)

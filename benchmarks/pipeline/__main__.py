@@ -44,8 +44,9 @@ from schemas.messages import LatencyCoefficients, Outcome
 from streams.broker import LocalBroker, local_broker
 from workers.calibration import Calibration, describe, save_calibration
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import Family, ModelConfig
+from workers.model.config import ModelConfig
 from workers.model.engine import load_engine
+from workers.model.options import Family
 
 BUDGET_MS = 1_000
 CANDIDATES = 128

@@ -20,16 +20,8 @@ from relaygr.commands.texts import parse_task
 from streams.errors import RelayError
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
-from workers.model.config import (
-    CONFIG_FILE,
-    Activated,
-    ContextualFeature,
-    Family,
-    ModelConfig,
-    OutputForm,
-    describe_problems,
-    read_config_file,
-)
+from workers.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
+from workers.model.options import Activated, ContextualFeature, Family, OutputForm
 from workers.model.rules import rules_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")

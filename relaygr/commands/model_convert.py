@@ -12,10 +12,11 @@ from rich.table import Table
 from relaygr.commands.texts import parse_pairs, parse_task
 from streams.errors import RelayError
 from workers.model.checkpoint import save_checkpoint
-from workers.model.config import CONFIG_FILE, ReadoutActivation
+from workers.model.config import CONFIG_FILE
 from workers.model.convert import Converted, SourceKind, convert
 from workers.model.convert.options import ProjectionLayout, read_options
 from workers.model.convert.report import ConversionReport
+from workers.model.options import ReadoutActivation
 
 EXIT_INCOMPLETE = 1
 

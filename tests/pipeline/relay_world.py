@@ -34,8 +34,9 @@ from streams.partitioner import partition_for
 from streams.settings import KafkaSettings
 from workers.calibration import Calibration, describe, save_calibration
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import ContextualFeature, ModelConfig, Task, TaskKind
+from workers.model.config import ModelConfig
 from workers.model.engine import load_engine
+from workers.model.options import ContextualFeature, Task, TaskKind
 from workers.settings import WorkerSettings
 
 PARTITIONS = 12

@@ -17,14 +17,14 @@ from workers.model.attention.bias import RelativeBiases
 from workers.model.attention.choose import AttentionChooser, choose_attention
 from workers.model.attention.spec import AttentionSpec
 from workers.model.attention.tiled import TiledAttention
-from workers.model.config import (
+from workers.model.config import ModelConfig
+from workers.model.options import (
     Activated,
     ContextualFeature,
     DlrmInputs,
     Family,
     InputForm,
     ItemFeature,
-    ModelConfig,
     OutputForm,
     PositionOrigin,
     ReadoutActivation,

@@ -13,11 +13,12 @@ from schemas.messages import Behaviours
 from workers.device import CpuDevice
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import (
+from workers.model.config import ModelConfig
+from workers.model.engine import Engine, PrefixChunk, RankInputs, build_engine
+from workers.model.options import (
     Activated,
     ContextualFeature,
     Family,
-    ModelConfig,
     OutputForm,
     PositionOrigin,
     ReadoutNorm,
@@ -26,7 +27,6 @@ from workers.model.config import (
     TaskKind,
     TimeEncoding,
 )
-from workers.model.engine import Engine, PrefixChunk, RankInputs, build_engine
 
 VOCABULARY = 40
 MAX_PREFIX = 200

@@ -21,9 +21,9 @@ from workers.calibration import Calibration, calibrate, describe, latency_for, l
 from workers.device import CpuDevice
 from workers.kv import KvDtype
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import Family
 from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
 from workers.model.null_engine import NullEngine
+from workers.model.options import Family
 
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
 

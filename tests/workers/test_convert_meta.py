@@ -13,10 +13,10 @@ from streams.errors import RelayError
 from tests.workers.source_world import dlrm_state_dict, item_features, load
 from tests.workers.vector_models import make_dlrm
 from tests.workers.vector_world import Made
-from workers.model.config import Task, TaskKind
 from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.options import SourceFeature
 from workers.model.convert.state_dict import StateDict
+from workers.model.options import Task, TaskKind
 
 GATE_TOKENS = 4
 TASKS = (Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION))

@@ -12,10 +12,10 @@ import torch
 from schemas.messages import Behaviours
 from streams.errors import RelayError
 from tests.workers.source_world import Nvidia, Tensors, load, make_nvidia
-from workers.model.config import Task
 from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.options import ProjectionLayout, SourceFeature
 from workers.model.convert.state_dict import StateDict
+from workers.model.options import Task
 
 COLLECTION = "_embedding_collection._data_parallel_embedding_collection.embeddings."
 CANDIDATES = np.array([3, 19, 3, 0])

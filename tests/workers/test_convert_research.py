@@ -12,9 +12,9 @@ from schemas.messages import Behaviours
 from streams.errors import RelayError
 from tests.workers.source_world import Tensors, load, tensors
 from tests.workers.vector_models import make_research, research_rows
-from workers.model.config import Task, TaskKind
 from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.state_dict import StateDict
+from workers.model.options import Task, TaskKind
 
 D, SIZE, ITEMS = 6, 10, 15
 QUERY_S = 2_000_000

@@ -19,8 +19,9 @@ from workers.cache.arena import block_pages, coding_bytes
 from workers.dram_check import SampleUser, made_sample, measure_dram_error, require_precision
 from workers.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import ContextualFeature, ModelConfig
+from workers.model.config import ModelConfig
 from workers.model.engine import Engine, load_engine
+from workers.model.options import ContextualFeature
 from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
 from workers.process.memory import plan_memory, take_memory
 from workers.settings import WorkerSettings

@@ -27,9 +27,9 @@ from tests.workers.model_world import (
 from workers.device import CpuDevice
 from workers.kv import KvDtype
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import Family
 from workers.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
 from workers.model.null_engine import null_scores
+from workers.model.options import Family
 from workers.model.precision import ComputeDtype
 from workers.model.reference import full_inference
 

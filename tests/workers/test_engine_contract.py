@@ -23,10 +23,11 @@ from workers.model.attention.segments import Segment
 from workers.model.attention.sight import Sight, Visible
 from workers.model.attention.spec import AttentionSpec, spec_of
 from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import ModelConfig, PositionOrigin
+from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Column
 from workers.model.interface import PrefixChunk, RankInputs
 from workers.model.masks import MaskOptions, attention_mask
+from workers.model.options import PositionOrigin
 from workers.model.paged_engine import PagedEngine
 from workers.model.precision import ComputeDtype
 from workers.model.reference import full_inference

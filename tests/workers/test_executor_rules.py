@@ -28,8 +28,8 @@ from workers.history.record import StoredHistory
 from workers.kv import KvDtype
 from workers.metrics import WorkerMetrics
 from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from workers.model.engine import build_engine
+from workers.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from workers.model.reference import full_inference
 from workers.process.memory import forward_bytes
 from workers.settings import WorkerSettings

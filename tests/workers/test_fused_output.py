@@ -9,9 +9,9 @@ import torch
 from structlog.testing import capture_logs
 
 from tests.workers.triton_world import DEVICE, INTERPRETED
-from workers.model.config import Activated, OutputForm
 from workers.model.fused_output import FusedOutput, OutputShape, fused_output
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
+from workers.model.options import Activated, OutputForm
 
 WIDTH = 12
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -13,8 +13,9 @@ from schemas.messages import Behaviours
 from tests.workers.model_world import small_config
 from tests.workers.vector_world import Floats, norm, sigmoid
 from workers.model.checkpoint import random_checkpoint
-from workers.model.config import ContextualFeature, DlrmInputs, InputForm, ItemFeature, ModelConfig, TimeEncoding
+from workers.model.config import ModelConfig
 from workers.model.inputs import TokenEmbedding, TokenLookup, Tokens
+from workers.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 VALUES = np.array([1, 4, 0])

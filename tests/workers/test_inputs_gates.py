@@ -8,8 +8,8 @@ from schemas.messages import Behaviours, History
 from tests.workers.model_world import make_world, random_behaviours, small_config
 from workers.history.record import StoredHistory
 from workers.history.resolve import resolve
-from workers.model.config import ContextualFeature
 from workers.model.inputs import FeatureGates
+from workers.model.options import ContextualFeature
 from workers.spans import Scored, SpanResolver
 from workers.work import PrefixSpan
 

@@ -7,11 +7,12 @@ import pytest
 
 from schemas.messages import Behaviours
 from tests.workers.model_world import small_config
-from workers.model.config import ContextualFeature, DlrmInputs, InputForm, ModelConfig, PositionOrigin, TimeEncoding
+from workers.model.config import ModelConfig
 from workers.model.inputs import Column, TokenLookup, Vocabulary
 from workers.model.inputs.places import FromEnd, FromStart
 from workers.model.inputs.times import age_rows
 from workers.model.inputs.vocabulary import FeatureRows
+from workers.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 HISTORY = Behaviours(np.array([7, 50, 9]), np.array([2, 0, 9], np.uint16), np.array([1_000, 61_999, 120_000]))

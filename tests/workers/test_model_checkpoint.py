@@ -21,8 +21,9 @@ from workers.model.checkpoint import (
     random_checkpoint,
     save_checkpoint,
 )
-from workers.model.config import CONFIG_FILE, ContextualFeature, Family, ModelConfig, parse_config
+from workers.model.config import CONFIG_FILE, ModelConfig, parse_config
 from workers.model.inputs.vocabulary import IDS_TENSOR, FeatureRows, Vocabulary
+from workers.model.options import ContextualFeature, Family
 
 
 @settings(max_examples=15, deadline=None)

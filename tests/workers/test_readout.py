@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 from tests.workers.model_world import small_config
 from tests.workers.vector_world import Floats, norm, sigmoid, silu
 from workers.model.checkpoint import random_checkpoint
-from workers.model.config import (
+from workers.model.config import ModelConfig
+from workers.model.inputs import Column
+from workers.model.inputs.tokens import no_tokens
+from workers.model.options import (
     DlrmInputs,
     InputForm,
     ItemFeature,
-    ModelConfig,
     ReadoutActivation,
     ReadoutForm,
     ReadoutNorm,
     TimePeriod,
 )
-from workers.model.inputs import Column
-from workers.model.inputs.tokens import no_tokens
 from workers.model.readout import Readout
 
 TODAY = 1_700_000_123

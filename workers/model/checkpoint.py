@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from streams.errors import RelayError
-from workers.model.config import CONFIG_FILE, Family, ModelConfig, read_config
+from workers.model.config import CONFIG_FILE, ModelConfig, read_config
 from workers.model.inputs.shapes import input_shapes
 from workers.model.inputs.vocabulary import IDS_TENSOR, Vocabulary
 from workers.model.layers import layer_shapes
+from workers.model.options import Family
 from workers.model.readout.shapes import readout_shapes
 
 WEIGHTS_FILE = "model.safetensors"

@@ -7,7 +7,6 @@ from pathlib import Path
 from workers.device import Device, open_device, set_threads
 from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, load_checkpoint
-from workers.model.config import Family
 from workers.model.interface import (
     Engine,
     EngineLimits,
@@ -18,6 +17,7 @@ from workers.model.interface import (
     TooLongError,
 )
 from workers.model.null_engine import NullEngine
+from workers.model.options import Family
 from workers.model.paged_engine import PagedEngine
 from workers.model.precision import ComputeDtype
 

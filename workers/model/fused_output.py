@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from workers.model.config import OutputForm
+from workers.model.options import OutputForm
 from workers.model.products import added_product
 
 _KEEPS = {OutputForm.UNORM: 0, OutputForm.U_A_UNORM: 1, OutputForm.U_NA_UNORM: 2}

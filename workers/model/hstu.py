@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.model.config import Activated, ModelConfig, OutputForm
+from workers.model.config import ModelConfig
 from workers.model.fused_output import OutputShape, fused_output
 from workers.model.norms import HeadNorm, LayerNorm
+from workers.model.options import Activated, OutputForm
 from workers.model.products import added_product
 from workers.model.stack import Attend
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from workers.model.config import Family, ModelConfig
+from workers.model.config import ModelConfig
 from workers.model.decoder import DecoderLayer, decoder_shapes
 from workers.model.hstu import build_hstu_layer, hstu_shapes
+from workers.model.options import Family
 from workers.model.stack import Layer
 
 _SHAPES: dict[Family, Callable[[ModelConfig], dict[str, tuple[int, ...]]]] = {

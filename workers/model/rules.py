@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.model.config import ModelConfig, PositionOrigin, TimeEncoding
+from workers.model.config import ModelConfig
+from workers.model.options import PositionOrigin, TimeEncoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import torch
 
 from workers.model.attention.segments import Segment
 from workers.model.attention.sight import Sight
-from workers.model.config import ModelConfig, RelativeBias
+from workers.model.config import ModelConfig
+from workers.model.options import RelativeBias
 
 _LONGEST_SECONDS = 2**40
 

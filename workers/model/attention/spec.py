@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from workers.model.attention.dtypes import torch_dtype
-from workers.model.config import Family, ModelConfig
+from workers.model.config import ModelConfig
+from workers.model.options import Family
 from workers.model.precision import ComputeDtype
 
 

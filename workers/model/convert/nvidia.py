@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from streams.errors import RelayError
-from workers.model.config import ReadoutActivation
 from workers.model.convert.layers import number_of_layers, order_of, per_head, take_norm, take_projection
 from workers.model.convert.options import ConvertOptions, ProjectionLayout
 from workers.model.convert.tables import ACTION, ITEM, Items, Table, Tables, give_table
 from workers.model.convert.takings import TRANSPOSED, Takings, Transform
+from workers.model.options import ReadoutActivation
 
 _BLOCK = "_hstu_block."
 _LAYERS = "_attention_layers."

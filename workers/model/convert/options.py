@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
 from streams.errors import RelayError
-from workers.model.config import ReadoutActivation, Task, describe_problems
+from workers.model.config import describe_problems
+from workers.model.options import ReadoutActivation, Task
 
 
 class ProjectionLayout(enum.StrEnum):

@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.model.config import DlrmInputs, InputForm, ModelConfig
+from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Column
 from workers.model.mlp import Rows, swish_norm_mlp
+from workers.model.options import DlrmInputs, InputForm
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.model.config import ContextualFeature
+from workers.model.options import ContextualFeature
 
 Int64Array = NDArray[np.int64]
 

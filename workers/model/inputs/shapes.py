@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from workers.model.config import DlrmInputs, InputForm, ModelConfig
+from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Column
 from workers.model.mlp import swish_norm_mlp_shapes
+from workers.model.options import DlrmInputs, InputForm
 
 ITEM_FEATURE_ROWS = "item_features.{}.rows"
 """int64: the row of the feature's table that each item has."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.model.config import TimeEncoding
+from workers.model.options import TimeEncoding
 
 Int64Array = NDArray[np.int64]
 

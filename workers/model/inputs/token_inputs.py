@@ -16,13 +16,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
-from workers.model.config import InputForm, ModelConfig, PositionOrigin, TimeEncoding
+from workers.model.config import ModelConfig
 from workers.model.inputs.content import build_content
 from workers.model.inputs.forms import Added, Bits, Form, Interleaved, ItemsAlone
 from workers.model.inputs.places import FromEnd, FromStart, NoPlaces, Places
 from workers.model.inputs.times import Ages, BucketedAges, NoAges, query_seconds, seconds
 from workers.model.inputs.tokens import Column, FoundTokens, Tokens, no_tokens
 from workers.model.inputs.vocabulary import FeatureRows, Vocabulary
+from workers.model.options import InputForm, PositionOrigin, TimeEncoding
 
 Int64Array = NDArray[np.int64]
 Send = Callable[[torch.Tensor], torch.Tensor]

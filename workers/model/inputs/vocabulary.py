@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.model.config import ContextualFeature
+from workers.model.options import ContextualFeature
 
 IDS_TENSOR = "items.ids"
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 
 import torch
 
-from workers.model.config import ModelConfig, ReadoutForm
+from workers.model.config import ModelConfig
 from workers.model.inputs.content import ItemEmbeddings
 from workers.model.inputs.tokens import Column
 from workers.model.mlp import swish_norm_mlp
+from workers.model.options import ReadoutForm
 from workers.model.readout.rows import build_row_reader
 from workers.model.readout.tasks import TaskHead
 

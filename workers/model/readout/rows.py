@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from workers.model.config import ModelConfig, ReadoutNorm
+from workers.model.config import ModelConfig
 from workers.model.mlp import Rows, l2_norm, layer_norm, linear
+from workers.model.options import ReadoutNorm
 
 RowReader = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from workers.model.config import ModelConfig, ReadoutActivation, ReadoutForm, ReadoutNorm
+from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Column
 from workers.model.mlp import swish_norm_mlp_shapes
+from workers.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm
 
 
 def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.model.config import ModelConfig, ReadoutActivation, TaskKind
+from workers.model.config import ModelConfig
 from workers.model.mlp import Rows, chain, linear, swish_norm
+from workers.model.options import ReadoutActivation, TaskKind
 
 _PLAIN: dict[ReadoutActivation, Rows] = {
     ReadoutActivation.SILU: F.silu,

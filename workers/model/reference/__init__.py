@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
 from workers.model.checkpoint import Checkpoint
-from workers.model.config import Family
+from workers.model.options import Family
 from workers.model.reference.layers import Attention, decoder_layer, hstu_layer
 from workers.model.reference.scores import read_out
 from workers.model.reference.sequence import embed, sequence_of

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from workers.model.config import Activated, ModelConfig, OutputForm
+from workers.model.config import ModelConfig
+from workers.model.options import Activated, OutputForm
 from workers.model.reference.small import layer_norm, silu
 
 Tensors = dict[str, torch.Tensor]

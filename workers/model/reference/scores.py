@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.model.config import ModelConfig, ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
+from workers.model.config import ModelConfig
+from workers.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
 from workers.model.reference.sequence import Sequence, Tensors, item_vector, swish_mlp
 from workers.model.reference.small import layer_norm, silu
 

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
-from workers.model.config import InputForm, ModelConfig, PositionOrigin, TimeEncoding
+from workers.model.config import ModelConfig
+from workers.model.options import InputForm, PositionOrigin, TimeEncoding
 from workers.model.reference.encodings import TimeBuckets, positions_from_end, time_rows
 from workers.model.reference.small import layer_norm
 

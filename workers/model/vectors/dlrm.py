@@ -16,7 +16,7 @@ from schemas.messages import Behaviours
 from streams.errors import RelayError
 from workers.model.attention.dtypes import torch_dtype
 from workers.model.attention.spec import spec_of
-from workers.model.config import ModelConfig, Task, TaskKind
+from workers.model.config import ModelConfig
 from workers.model.convert import Converted, ConvertOptions, SourceKind, convert_state_dict
 from workers.model.convert.options import SourceFeature
 from workers.model.convert.state_dict import StateDict
@@ -24,6 +24,7 @@ from workers.model.inputs import Column, FeatureGates, TokenEmbedding, TokenLook
 from workers.model.inputs.shapes import ITEM_FEATURE_ROWS
 from workers.model.inputs.times import age_rows
 from workers.model.layers import build_layers
+from workers.model.options import Task, TaskKind
 from workers.model.precision import ComputeDtype
 from workers.model.readout import Readout
 from workers.model.vectors.cases import (

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.model.config import TimeEncoding
 from workers.model.inputs.places import FromEnd
 from workers.model.inputs.times import age_rows
+from workers.model.options import TimeEncoding
 from workers.model.vectors.cases import (
     Case,
     Checked,

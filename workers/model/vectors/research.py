@@ -7,8 +7,8 @@ import torch
 
 from workers.model.attention.bias import RelativeBiases
 from workers.model.attention.spec import AttentionSpec
-from workers.model.config import Activated, OutputForm, RelativeBias
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights
+from workers.model.options import Activated, OutputForm, RelativeBias
 from workers.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
 from workers.model.vectors.paged import PAGINGS, PagedLayers, SequenceTimes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from workers.model.attention.spec import AttentionSpec
-from workers.model.config import Activated, OutputForm
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights
 from workers.model.masks import attention_mask
+from workers.model.options import Activated, OutputForm
 from workers.model.vectors.cases import Case, Checked, MalformedCaseError, alpha_of, compare, require_rows, slices
 from workers.model.vectors.dense import DenseRun, DenseStack
 from workers.model.vectors.masks import MASK_OPTIONS, mask_options
