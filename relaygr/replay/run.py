@@ -93,6 +93,8 @@ class Replay:
         self._histories = Histories()
         self._visits = Visits()
         self._expires_us = 0
+        self._reloads: set[Pending] = set()
+        """Under way: who joins one adds no bytes."""
         self._counted = dict.fromkeys(
             ("visits", "hbm_hits", "dram_hits", "asked_tokens", "hbm_tokens", "reloaded_tokens", "recomputed_tokens"), 0
         )
@@ -150,12 +152,15 @@ class Replay:
             saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
             reload = self._cache.start_reload(key, now_us + int(saved_us), now_us, saved_us)
             if isinstance(reload, Pending):
+                self._reloads.add(reload)
                 reload.add_done_callback(partial(self._reloaded, key, in_hbm, ranks))
                 return
         self._compute(key, ranks)
 
     def _reloaded(self, key: PrefixKey, cached_tokens: int, ranks: bool, pending: Pending) -> None:
-        if pending.outcome is PendingOutcome.PUBLISHED:
+        is_first = pending in self._reloads
+        self._reloads.discard(pending)
+        if is_first and pending.outcome is PendingOutcome.PUBLISHED:
             self._counted["reloaded_tokens"] += self._tokens(pending.behaviours) - cached_tokens
         self._compute(key, ranks)
 

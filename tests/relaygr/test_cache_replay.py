@@ -74,6 +74,14 @@ class TestByHand:
         assert (done.recomputed_tokens, done.reloaded_tokens) == (32, 32)
         assert (done.spilled_bytes, done.reloaded_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
 
+    def test_a_reload_that_a_ranking_joins_is_counted_once(self) -> None:
+        slow = Arena(GEOMETRY, LAYOUT, LatencyModel(LatencyCoefficients(*[1e6] * 11)), LinkSpeed(300_000.0, 1e9))
+        ranks = rank("a", 20.1)
+        prepares = Demand(DemandKind.PREPARE, 20 * VISIT_US, ranks.user, b"m", ranks.sketch)
+        done = replay([rank("a", 0), rank("b", 10), prepares, ranks], slow, on(1, 4))
+        assert (done.reloaded_tokens, done.reloaded_bytes) == (16, PAGE_BYTES)
+        assert done.recomputed_tokens == 32
+
     def test_a_reload_that_does_not_pay_is_computed(self) -> None:
         slow = Arena(GEOMETRY, LAYOUT, ARENA.latency, LinkSpeed(delay_us=1e6, bytes_per_us=1.0))
         demands = [rank(user, 100 * place) for place, user in enumerate("abab")]
