@@ -1,7 +1,8 @@
 """A supervisor and its children for tests, without Kafka and torch: `supervised.py supervise FOLDER | child ...`.
 
-A child waits for flock on FOLDER/lock and says `took` in FOLDER/log; told by a file `end-NUMBER`, the active one ends
-with that code. What it does is what a worker does, as far as a supervisor can tell.
+A child loads as long as there is a file FOLDER/loading, waits for flock on FOLDER/lock, and says `took` in FOLDER/log;
+told by a file `end-NUMBER`, the active one ends with that code. What it does is what a worker does, as far as a
+supervisor can tell.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def supervise(folder: Path) -> int:
 
 
 def child(folder: Path, line: int, role: str) -> int:
+    while (folder / "loading").exists():
+        time.sleep(0.02)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     signal.signal(signal.SIGHUP, lambda *_: note(folder, "hangup"))

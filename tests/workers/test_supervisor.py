@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class World:
     """A supervisor in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
+        """Children load as long as there is a file `loading` in `folder`."""
         self.folder = folder
         (self.port,) = free_ports(1)
         self.process = subprocess.Popen(
@@ -65,14 +67,16 @@ class World:
         """The pids that said it."""
         return [int(line.split(" ", 1)[0]) for line in self.log() if line.split(" ", 1)[1] == text]
 
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(TIMEOUT_S)
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    if world.process.poll() is None:
-        world.process.terminate()
-        world.process.wait(TIMEOUT_S)
+    with closing(World(tmp_path)) as world:
+        yield world
 
 
 def is_alive(pid: int) -> bool:
@@ -99,6 +103,18 @@ def test_a_stopped_active_child_is_killed_before_the_standby_takes_over(world: W
     os.kill(active, signal.SIGSTOP)
     world.wait(lambda: world.children().get("active") == standby)
     assert not is_alive(active)
+
+
+def test_a_first_child_that_was_killed_while_it_loaded_is_followed_by_another_first_one(tmp_path: Path) -> None:
+    """It takes the lock before it loads, and may calibrate: a standby leaves that to one that never was."""
+    loading = tmp_path / "loading"
+    loading.touch()
+    with closing(World(tmp_path)) as world:
+        world.wait(lambda: "preparing" in world.children())
+        os.kill(world.children()["preparing"], signal.SIGKILL)
+        loading.unlink()
+        active, _ = world.both()
+        assert world.said("took first") == [active]
 
 
 def test_a_dead_standby_is_replaced_and_the_active_one_stays(world: World) -> None:
@@ -131,8 +147,12 @@ def test_a_hangup_reaches_both(world: World) -> None:
     assert world.both() == pids
 
 
-def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World) -> None:
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World, stopped: int) -> None:
+    """Also those that were stopped: they would keep the lock for ever, and wake up when nobody expects it."""
     pids = world.both()
+    for pid in pids[:stopped]:
+        os.kill(pid, signal.SIGSTOP)
     world.process.kill()
     world.process.wait(TIMEOUT_S)
     world.wait(lambda: not any(is_alive(pid) for pid in pids))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from workers.supervisor.beats import Beat, BeatReader
 
 MakeCommand = Callable[[int, bool], Sequence[str]]
-"""The command of a child: the descriptor of its line, and whether it is the first of all."""
+"""The command of a child: the descriptor of its line, and whether it is the first: none was ever ready before it."""
 
 _RECEIVE_BYTES = 65536
 

@@ -61,8 +61,9 @@ class Judge:
     children: dict[int, ChildState] = field(default_factory=dict)
     deaths: int = 0
     """Children that ended and were not asked to."""
+    was_well: bool = False
+    """A child was ready once: the settings are right."""
     _deaths_us: deque[int] = field(default_factory=deque)
-    _was_well: bool = False
     _end: Exit | None = None
     _decided_us: int | None = None
 
@@ -73,7 +74,7 @@ class Judge:
         child = self.children[number]
         child.beat, child.heard_us = beat, now_us
         if beat.phase is not Phase.PREPARING:
-            self._was_well = True
+            self.was_well = True
 
     def note_ended(self, number: int, code: int, now_us: int) -> None:
         """`code` is negative for a signal, as subprocess says it."""
@@ -82,7 +83,7 @@ class Judge:
         self._deaths_us.append(now_us)
         if code == Exit.FENCED:
             self._end = Exit.FENCED
-        elif code >= 0 and not self._was_well and not child.condemned:
+        elif code >= 0 and not self.was_well and not child.condemned:
             # Wrong settings do not mend themselves.
             self._end = Exit(code) if code in set(Exit) else Exit.FAILED
 

@@ -124,7 +124,7 @@ class Supervisor:
         self._started += 1
         now_us = self._clock.monotonic_us()
         try:
-            child = ChildProcess(self._started, self._make_command, is_first=self._started == 1)
+            child = ChildProcess(self._started, self._make_command, is_first=not self._judge.was_well)
         except OSError as error:
             log.error("no child could be started", error=str(error))
             self._judge.note_started(self._started, now_us)
