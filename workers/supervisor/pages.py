@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import http.client
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -99,13 +97,16 @@ class Pages:
         return ()
 
     def _metrics_of(self, child: ChildPage) -> Iterator[Metric]:
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        # No urllib: it would ask a proxy that is meant for other hosts.
+        connection = http.client.HTTPConnection(self._host, child.port, timeout=_FETCH_TIMEOUT_S)
         try:
-            with urllib.request.urlopen(f"http://{host}:{child.port}/metrics", timeout=_FETCH_TIMEOUT_S) as answer:
-                families = list(text_string_to_metric_families(answer.read().decode()))
-        except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError):
+            connection.request("GET", "/metrics")
+            families = list(text_string_to_metric_families(connection.getresponse().read().decode()))
+        except (OSError, http.client.HTTPException, ValueError):
             # It may die in the middle of its answer, and the supervisor's own metrics matter most then.
             return
+        finally:
+            connection.close()
         yield from families
 
     def _readiness(self) -> Readiness:
