@@ -1,7 +1,9 @@
 """The device thread: runs the executor, sleeps when there is nothing to do, and is watched.
 
-A device that makes no progress for `watchdog_s` with work queued is a black hole: the poll thread would
-go on heartbeating, and keep the partitions. `is_stuck` says so, and the process exits.
+A device that hangs is a black hole: the poll thread would go on heartbeating, and keep the partitions. The thread
+moves every second, idle or not, so one that has not moved for `watchdog_s` hangs in a piece of work. `is_stuck` says
+so to whoever asks a few times a second, and the process exits. Whoever has not asked for long was stopped itself,
+with the whole process perhaps, and blames nobody yet.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class DeviceThread:
         self._executor = executor
         self._clock = clock
         self._watchdog_us = int(watchdog_s * 1e6)
+        self._longest_sleep_s = min(LONGEST_SLEEP_S, watchdog_s / 4)
+        self._asked_us = self._watched_since_us = clock.monotonic_us()
         self._on_death = on_death
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -58,9 +62,12 @@ class DeviceThread:
         self._executor.post(function)
 
     def is_stuck(self) -> bool:
-        """Whether there is work and the device has not moved for `watchdog_s`."""
-        waiting = self._executor.has_mail or self._executor.has_device_work
-        return waiting and self._clock.monotonic_us() - self._executor.last_progress_us > self._watchdog_us
+        """Whether the device has been seen not to move for `watchdog_s`. To be asked a few times a second."""
+        now_us = self._clock.monotonic_us()
+        if now_us - self._asked_us > self._watchdog_us / 2:
+            self._watched_since_us = now_us
+        self._asked_us = now_us
+        return now_us - max(self._executor.last_progress_us, self._watched_since_us) > self._watchdog_us
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the piece of work that runs; whether it ended in time."""
@@ -76,8 +83,8 @@ class DeviceThread:
                 self._executor.mail_arrived.clear()
                 idle_us = self._executor.step()
                 if idle_us != 0:
-                    seconds = LONGEST_SLEEP_S if idle_us is None else min(idle_us / 1e6, LONGEST_SLEEP_S)
-                    self._executor.mail_arrived.wait(seconds)
+                    longest_s = self._longest_sleep_s
+                    self._executor.mail_arrived.wait(longest_s if idle_us is None else min(idle_us / 1e6, longest_s))
         except Exception:
             log.exception("the device thread failed")
             self._on_death()

@@ -107,7 +107,7 @@ class WorkerSettings(Section):
     max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5
 
     status_interval_ms: Annotated[int, Field(ge=50)] = 500
-    watchdog_s: Annotated[float, Field(gt=0, description="exit when the device makes no progress for so long")] = 10.0
+    watchdog_s: Annotated[float, Field(ge=1, description="exit when the device does not move for so long")] = 10.0
     drain_s: Annotated[float, Field(ge=0, description="on SIGTERM, time to finish what was received")] = 5.0
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0

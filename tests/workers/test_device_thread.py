@@ -1,0 +1,88 @@
+"""The watchdog over the device thread: what hangs is noticed, and nobody is blamed for a stop of the whole process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from streams.clock import ManualClock, SystemClock
+from workers.device_thread import DeviceThread
+
+WATCHDOG_S = 2.0
+LOOK_US = 250_000
+
+
+class Executor:
+    """One without work: it moves when it is stepped, or when the test says so."""
+
+    def __init__(self, clock: ManualClock | SystemClock) -> None:
+        self.clock = clock
+        self.last_progress_us = clock.monotonic_us()
+        self.mail_arrived = threading.Event()
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.last_progress_us = self.clock.monotonic_us()
+
+
+class World:
+    """A device thread that was not started, looked at four times a second."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.executor = Executor(self.clock)
+        self.device = DeviceThread(self.executor, lambda: None, self.clock, WATCHDOG_S, on_death=lambda: None)  # type: ignore[arg-type]
+
+    def look_for(self, seconds: float) -> bool:
+        """Whether it is stuck at any look."""
+        found = False
+        for _ in range(int(seconds * 1e6 / LOOK_US)):
+            self.clock.advance_us(LOOK_US)
+            found |= self.device.is_stuck()
+        return found
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_device_that_does_not_move_hangs_though_nothing_more_is_queued(world: World) -> None:
+    """A single request hung in the device, and as long as no other came nobody noticed."""
+    assert not world.look_for(WATCHDOG_S)
+    assert world.look_for(0.25)
+
+
+def test_a_device_that_moves_does_not_hang(world: World) -> None:
+    for _ in range(100):
+        assert not world.look_for(WATCHDOG_S / 2)
+        world.executor.last_progress_us = world.clock.monotonic_us()
+
+
+def test_after_a_stop_of_the_whole_process_it_is_watched_anew(world: World) -> None:
+    """Exit.STUCK would let a supervisor start a process again whose id another may have by now."""
+    world.look_for(1)
+    world.clock.advance_us(3600 * 10**6)
+    assert not world.device.is_stuck()
+    assert not world.look_for(WATCHDOG_S)
+    assert world.look_for(0.25)
+
+
+@pytest.fixture
+def idle() -> Iterator[Executor]:
+    executor = Executor(SystemClock())
+    device = DeviceThread(executor, lambda: None, SystemClock(), watchdog_s=1.0, on_death=lambda: None)  # type: ignore[arg-type]
+    device.start()
+    yield executor
+    assert device.stop(10)
+
+
+def test_an_idle_thread_moves_often_enough_for_its_watchdog(idle: Executor) -> None:
+    ends_s = time.monotonic() + 30
+    while idle.steps < 4:
+        assert time.monotonic() < ends_s, "it sleeps"
+        time.sleep(0.02)
