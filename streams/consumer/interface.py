@@ -70,12 +70,12 @@ class LoopStatus:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a member asks before it joins again after its membership was lost."""
+    """What a member asks before it joins again after its membership was lost, and when it was stopped."""
 
     may_own: Callable[[], bool] = lambda: True
     """Whether this process is still the one that may own anything: it holds the lock of its id, say."""
     holder: Callable[[], str | None] = lambda: None
-    """The member id that its static id has in the group now; None: not known. May take half a second."""
+    """The member id that its static id has in the group now; None: not known. May take seconds."""
 
 
 class Handler(Protocol):

@@ -27,7 +27,8 @@ Contract:
 * A broker that is away ends nothing: `status().broker_reachable` says so until it is back. After more than a
   session of it the membership is lost, and the loop joins again, if need be with a new consumer. So it does after a
   stop of its own process. But not if `membership` says that this process may own nothing any more, or that its
-  static id is in the group under another member id: then it ends as FENCED.
+  static id is in the group under another member id: then it ends as FENCED. It asks the same when it wakes up from
+  a stop too short for that, before it hands over or writes anything.
 
 Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
 through a queue that it looks at between polls.
@@ -76,6 +77,8 @@ _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
 # A topic just made has partitions without a leader for some milliseconds.
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
+# Heartbeats tell a member that runs that it was replaced; who was away for longer has to ask.
+_ABSENCE_US: Final = 1_000_000
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
 _REPLACED: Final = "Another process took over this group.instance.id. This one must exit, and stay down"
@@ -245,6 +248,9 @@ class ConsumerLoop:
 
     def _step(self) -> None:
         message = self._ask(self._client.poll, self._settings.poll_timeout_ms / 1000)
+        if self._was_absent() and self._is_replaced():
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
+            return
         if message is not None:
             self._receive(message)
             # poll() is the one call that wakes at the first message; consume() waits out its time-out, but
@@ -548,6 +554,10 @@ class ConsumerLoop:
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
         else:
             self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+
+    def _was_absent(self) -> bool:
+        """Whether an owner was stopped, with its whole process perhaps, for so long that it may be none any more."""
+        return self._assigned and self._clock.monotonic_us() - self._last_poll_us > _ABSENCE_US
 
     def _is_replaced(self) -> bool:
         """Whether what was ours is another's: the right to own anything, or the static id."""

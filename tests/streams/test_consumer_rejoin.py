@@ -14,10 +14,25 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from streams.clock import ManualClock
 from streams.consumer import ConsumerLoop, LoopState, Membership
 
 TOPIC = "t.ranking"
 TIMEOUT_S = 30
+
+
+class SteppingClock(ManualClock):
+    """A millisecond passes with each look at it, and a stop when the test says so."""
+
+    stops = 0
+
+    def monotonic_us(self) -> int:
+        self.advance_us(1_000)
+        return super().monotonic_us()
+
+    def stop(self) -> None:
+        self.stops += 1
+        self.advance_us(2_000_000)
 
 
 class Scripted:
@@ -76,8 +91,11 @@ class Life:
             self.consumers.append(Scripted(left.pop(0)))
             return self.consumers[-1]
 
-        handler = type("Silent", (), {"__getattr__": lambda self, name: lambda *_: None})()
-        self.loop = ConsumerLoop(make, [TOPIC], handler, membership=membership)  # type: ignore[arg-type]
+        self.clock = SteppingClock()
+        self.ticked_after_stops: set[int] = set()
+        calls = {"on_tick": lambda *_: self.ticked_after_stops.add(self.clock.stops)}
+        handler = type("Silent", (), calls | {"__getattr__": lambda self, name: lambda *_: None})()
+        self.loop = ConsumerLoop(make, [TOPIC], handler, self.clock, membership=membership)  # type: ignore[arg-type]
         if started:
             self.loop.start()
 
@@ -93,6 +111,9 @@ class Life:
 
     def lost(self, consumer: Scripted) -> None:
         consumer.on_lost(consumer, PLACES)
+
+    def stopped(self, _: Scripted) -> None:
+        self.clock.stop()
 
     def fenced(self, _: Scripted) -> None:
         raise KafkaException(KafkaError(KafkaError.FENCED_INSTANCE_ID))
@@ -154,6 +175,26 @@ def test_a_member_that_was_replaced_while_it_was_away_never_takes_the_id_back(
     assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
     assert life.consumers[0].unsubscribed
+
+
+def test_a_member_that_wakes_up_from_a_stop_asks_before_it_does_anything() -> None:
+    """One that was replaced within a session still told the fleet how it was, in its successor's name."""
+    membership = Membership(holder=lambda: "our-member" if not asked else "another-member")
+    asked: list[bool] = []
+    life = Life(["assigned", "stopped", "note", "stopped"], membership=membership, note=asked)
+    assert life.loop.join(TIMEOUT_S)
+    assert life.loop.status().state is LoopState.FENCED
+    assert life.ticked_after_stops == {0, 1}, "after the first stop it goes on, after the second it does nothing"
+
+
+def test_a_member_that_runs_asks_nobody() -> None:
+    asked: list[bool] = []
+    membership = Membership(holder=lambda: asked.append(True) or "another-member")  # type: ignore[func-returns-value]
+    life = Life(["assigned", "end"], membership=membership)
+    assert life.reached.wait(TIMEOUT_S)
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+    assert not asked
 
 
 def test_a_member_that_is_fenced_after_an_outage_does_not_join_again_if_another_has_its_id() -> None:

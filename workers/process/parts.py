@@ -37,7 +37,8 @@ from workers.process.report import StatusReport
 from workers.shared.lock import ArenaLock
 from workers.status import QueueWaits
 
-_HOLDER_TIMEOUT_S = 0.5
+# It is asked by a process that just woke up beside busy others, and no answer lets it take the id back.
+_HOLDER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
