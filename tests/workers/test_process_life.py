@@ -88,6 +88,38 @@ def test_a_worker_that_drains_shows_that_it_lives(world: World, monkeypatch: pyt
     assert [beat and beat.phase for beat in heard] == [None, Phase.ACTIVE, Phase.ACTIVE]
 
 
+class LeftError(Exception):
+    """In the place of os._exit."""
+
+
+def test_a_worker_that_is_fenced_while_it_drains_says_nothing_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process that wakes up finds its supervisor gone and its id taken, in either order."""
+
+    def join(timeout_s: float) -> bool:
+        world.process._end_with(Exit.FENCED)
+        return True
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    parts = MagicMock(loop=SimpleNamespace(stop=lambda _: None, join=join))
+    with pytest.raises(LeftError, match=str(int(Exit.FENCED))):
+        world.process._stop(parts)
+    parts.report.publish.assert_not_called()
+
+
+@pytest.mark.parametrize(("ends_as", "drain_s"), [(Exit.DONE, 30), (Exit.FAILED, 0)])
+def test_a_worker_that_cannot_finish_anything_does_not_drain(world: World, ends_as: Exit, drain_s: float) -> None:
+    """Its device thread is dead: what it has is answered by a successor, who waits for the lock."""
+    world.process._end_with(ends_as)
+    drains: list[float] = []
+    world.process._stop(MagicMock(loop=SimpleNamespace(stop=drains.append, join=lambda _: True)))
+    assert drains == [drain_s]
+
+
 def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: World) -> None:
     world.process._end_with(Exit.FENCED)
     world.process._end_with(Exit.FAILED)

@@ -83,10 +83,7 @@ class WorkerProcess:
             parts = self._activate()
             self._say_hello(parts)
             self._serve(parts)
-            if self._exit is Exit.FENCED:
-                # The id is another's: nothing more is answered, committed or written.
-                log.critical("fenced; exiting", worker_id=self._settings.worker_id)
-                os._exit(Exit.FENCED)
+            self._leave_if_fenced()
             self._stop(parts)
         self._put_away()
         return self._exit
@@ -173,10 +170,13 @@ class WorkerProcess:
                 self._beat(Phase.ACTIVE, self._readiness())
 
     def _stop(self, parts: Parts) -> None:
-        log.info("stopping", worker_id=self._settings.worker_id, drain_s=self._settings.drain_s)
+        # Without its device thread it finishes nothing, and a successor waits for the lock.
+        drain_s = 0.0 if self._exit is Exit.FAILED else self._settings.drain_s
+        log.info("stopping", worker_id=self._settings.worker_id, drain_s=drain_s)
         parts.report.state = WorkerState.STOPPING
-        parts.loop.stop(self._settings.drain_s)
+        parts.loop.stop(drain_s)
         self._await_loop(parts)
+        self._leave_if_fenced()
         parts.device.stop(2)
         parts.report.publish()
         parts.answers.close(1)
@@ -211,6 +211,12 @@ class WorkerProcess:
         elif state is LoopState.FAILED:
             log.error("the consumer loop failed", error=str(self._parts and self._parts.loop.error))
             self._end_with(Exit.FAILED)
+
+    def _leave_if_fenced(self) -> None:
+        """The id is another's: nothing more is answered, committed or written."""
+        if self._exit is Exit.FENCED:
+            log.critical("fenced; exiting", worker_id=self._settings.worker_id)
+            os._exit(Exit.FENCED)
 
     def _on_signal(self, *_: object) -> None:
         # No event: a signal handler may not take the lock that the main thread waits with.
