@@ -27,7 +27,7 @@ from relaygr.replay.link import LinkSpeed, VirtualLink
 from streams.latency import LatencyModel
 from workers.cache import Fill, Hit, Pending, PendingOutcome, PrefixCache, Tier
 from workers.cache.copy_queue import CopyLimits
-from workers.cache.transfer import CopyPriority, CopyRequest, SpillGate, reload_pays
+from workers.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
 from workers.kv import KvDtype, KvGeometry
 
 # 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 of them a second.
@@ -183,7 +183,8 @@ class WithoutSingleFlight:
         def copied(_: bool) -> None:
             self._end(user, ready, self.link.now_us)
 
-        self.link.submit(CopyRequest(Tier.DRAM, Tier.HBM, pages, pages, CopyPriority.RELOAD, now_us, copied))
+        deadline = Deadline(now_us)
+        self.link.submit(CopyRequest(Tier.DRAM, Tier.HBM, pages, pages, CopyPriority.RELOAD, deadline, copied))
 
     def _end(self, user: int, ready: Callable[[int], None], now_us: int) -> None:
         self._ready[user] = None

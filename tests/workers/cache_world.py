@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from schemas.digest import digest_chain
 from schemas.messages import Behaviours
 from workers.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
-from workers.cache.cache import LONGEST_HOLD_US
 from workers.cache.copy_queue import CopyLimits, CopyQueue
 from workers.cache.events import CacheListener
+from workers.cache.holds import LONGEST_HOLD_US
 from workers.cache.policies import TierPolicies
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from workers.kv import KvDtype, KvGeometry, PrefixLayout
@@ -137,6 +138,7 @@ class World:
         listener: CacheListener | None = None,
         layer_wise: bool = False,
         longest_hold_us: int = LONGEST_HOLD_US,
+        num_layers: int = 1,
     ) -> None:
         self.arenas = {
             Tier.HBM: np.full((hbm_pages, PAGE_TOKENS), GARBAGE, np.int64),
@@ -144,7 +146,7 @@ class World:
         }
         self.mover = SteppedMover(self.arenas, limits or CopyLimits())
         self.cache = PrefixCache(
-            GEOMETRY,
+            replace(GEOMETRY, num_layers=num_layers),
             LAYOUT,
             hbm_pages,
             dram_pages,

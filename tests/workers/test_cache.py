@@ -37,7 +37,7 @@ from workers.cache.events import CacheEvent, EventKind
 from workers.cache.identity import PrefixKey
 from workers.cache.metadata import MAX_ENTRIES_PER_USER
 from workers.cache.policies import PolicyName, TierPolicies
-from workers.cache.transfer import CopyForecast, SpillGate, reload_pays
+from workers.cache.transfer import CopyForecast, CopyPriority, SpillGate, reload_pays
 
 
 @pytest.fixture
@@ -515,10 +515,11 @@ class TestLooking:
         assert 0 < limits.max_in_flight <= 4
         assert 0 < limits.max_jobs < 10_000
         assert 0 < limits.max_bytes <= 1 << 34
-        cache = PrefixCache(GEOMETRY, LAYOUT, 32, lease_limit=2)
+        cache = PrefixCache(GEOMETRY, LAYOUT, 32)
         fill = cache.reserve(make_key(), 0)
         assert isinstance(fill, Fill)
-        assert [cache.lease(make_key(), f"r{index}", 10) for index in range(3)] == [True, True, False]
+        leased = next(index for index in range(10**6) if not cache.lease(fill.work.key, f"r{index}", 10))
+        assert 1_000 < leased <= 100_000
 
     def test_a_user_whose_history_keeps_changing_keeps_few_entries(self, world: World) -> None:
         for feature in range(10):
@@ -790,7 +791,7 @@ class TestTiers:
     def test_a_reload_that_saves_less_than_it_costs_is_declined(self, world: World) -> None:
         world.spilled(make_key())
         size_bytes = 7 * GEOMETRY.page_bytes
-        copy_us = world.mover.forecast(size_bytes, 0).copy_us  # type: ignore[arg-type]
+        copy_us = world.mover.forecast(size_bytes, CopyPriority.RELOAD).copy_us
         declined = world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us)
         assert declined == Declined(DeclineReason.NOT_WORTH_IT)
         assert isinstance(world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us * 1.01), Pending)
@@ -801,6 +802,57 @@ class TestTiers:
     )
     def test_break_even(self, wait_us: float, copy_us: float, saved_us: float, pays: bool) -> None:
         assert reload_pays(CopyForecast(wait_us, copy_us), saved_us) is pays
+
+    @pytest.mark.parametrize(
+        ("copy_us", "groups", "rank_us", "exposed_us"),
+        [
+            (400, 4, 400, 100),  # The first layer, then computing hides the next one's copy.
+            (400, 4, 800, 100),
+            (400, 4, 200, 250),  # Each of the other three layers comes 50 µs after it is wanted.
+            (400, 4, 0, 400),
+            (400, 1, 400, 400),
+        ],
+    )
+    def test_of_a_copy_beside_a_ranking_only_what_the_ranking_waits_for_counts(
+        self, copy_us: float, groups: int, rank_us: float, exposed_us: float
+    ) -> None:
+        forecast = CopyForecast(7, copy_us)
+        assert not reload_pays(forecast, 7 + exposed_us, groups, rank_us)
+        assert reload_pays(forecast, 7 + exposed_us + 1, groups, rank_us)
+
+    @pytest.mark.parametrize(
+        ("length", "num_layers", "pays"), [(100, 4, True), (100, 1, False), (110, 4, False)], ids=str
+    )
+    def test_a_whole_prefix_that_comes_layer_by_layer_may_pay_where_another_would_not(
+        self, length: int, num_layers: int, pays: bool
+    ) -> None:
+        """110: what is in DRAM is a part of the prefix, which is not ranked on before all of it is there."""
+        world = World(layer_wise=True, num_layers=num_layers)
+        world.spilled(make_key(length=100))
+        copy_us = world.mover.forecast(7 * num_layers * GEOMETRY.page_bytes, CopyPriority.RELOAD).copy_us
+        answer = world.cache.start_reload(make_key(length=length), 100, 0, saved_us=copy_us / 2, rank_us=copy_us)
+        if pays:
+            assert isinstance(answer, Pending)
+        else:
+            assert answer == Declined(DeclineReason.NOT_WORTH_IT)
+
+    def test_a_reload_that_somebody_joins_who_needs_it_earlier_goes_first(self) -> None:
+        """It kept the place of the job that had begun it, behind reloads that were needed later."""
+        world = World(hbm_pages=35, limits=CopyLimits(max_in_flight=1))
+        users = ("ann", "bob", "cid")
+        for user in users:
+            world.spilled(make_key(user))
+        for user, deadline_us in zip(users, (100, 200, 300), strict=True):
+            assert isinstance(world.cache.start_reload(make_key(user), deadline_us, 0), Pending)
+        world.mover.start()
+        joined = world.cache.acquire(make_key("cid"), 0)
+        assert isinstance(joined, Pending)
+        joined.needed_by(150)
+        world.mover.finish()
+        world.mover.start()
+        world.mover.finish()
+        assert joined.outcome is PendingOutcome.PUBLISHED
+        assert isinstance(world.cache.acquire(make_key("bob"), 0), Pending)
 
     def test_spills_stop_while_copies_are_slow_and_start_again_well_below(self) -> None:
         gate = SpillGate(open_below_us=20, close_above_us=50, weight=1.0)

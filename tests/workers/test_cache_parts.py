@@ -24,7 +24,7 @@ from workers.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
 from workers.cache.metrics import CacheCollector
 from workers.cache.mover import ThreadMover
 from workers.cache.pages import PagePool
-from workers.cache.transfer import CopyPriority, CopyRequest, SpillGate
+from workers.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate
 from workers.device import CpuDevice
 
 
@@ -101,7 +101,7 @@ def _request(
     numbers = np.arange(pages, dtype=np.int32)
     told: list[bool] = done if done is not None else []
     source, target = (Tier.DRAM, Tier.HBM) if priority is CopyPriority.RELOAD else (Tier.HBM, Tier.DRAM)
-    return CopyRequest(source, target, numbers, numbers, priority, deadline_us, told.append)
+    return CopyRequest(source, target, numbers, numbers, priority, Deadline(deadline_us), told.append)
 
 
 class TestCopyQueue:
@@ -117,6 +117,19 @@ class TestCopyQueue:
             order.append(request)
         assert order == [soon, late, spill]
         assert len(queue) == 0
+
+    def test_a_reload_that_somebody_else_needs_earlier_moves_up(self) -> None:
+        queue = CopyQueue(100, CopyLimits(max_in_flight=1))
+        first, second, joined = _request(1, 100), _request(1, 200), _request(1, 300)
+        assert all(queue.push(request) for request in (first, second, joined))
+        joined.deadline.bring_forward(150)
+        # Who needs it later than the others changes nothing.
+        first.deadline.bring_forward(1000)
+        order = []
+        while (request := queue.start(0)) is not None:
+            queue.end(request, 1, copied=True)
+            order.append(request)
+        assert order == [first, joined, second]
 
     def test_two_at_a_time_of_which_one_spill(self) -> None:
         queue = CopyQueue(100, CopyLimits(max_in_flight=2))
@@ -140,6 +153,12 @@ class TestCopyQueue:
     def test_a_copy_over_the_bound_goes_alone(self) -> None:
         queue = CopyQueue(100, CopyLimits(max_bytes=100))
         assert queue.push(_request(50))
+        assert not queue.push(_request(1))
+
+    def test_a_spill_over_the_bound_keeps_no_reload_out(self) -> None:
+        queue = CopyQueue(100, CopyLimits(max_bytes=1000))
+        assert queue.push(_request(50, priority=CopyPriority.SPILL))
+        assert queue.push(_request(5))
         assert not queue.push(_request(1))
 
     def test_the_forecast_follows_the_measured_speed(self) -> None:

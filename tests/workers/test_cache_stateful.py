@@ -3,7 +3,7 @@
 After every step the books add up, every page of a tier is in exactly one state, every row that a hit would show
 or that somebody holds is what its key's own computation gives (a shadow of all bytes, in both tiers), a waiter is
 told exactly once, and what is leased is still there. Faults: copies that fail or stay, full queues, waiters that
-raise or left, handles and leases that nobody ends, histories and models taken away in any state.
+raise or left, handles, fills and leases that nobody ends, histories and models taken away in any state.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Run:
     leaked: list[Held] = field(default_factory=list)
     leaving: list[tuple[Held, Later]] = field(default_factory=list)
     fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
+    leaked_fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
     waiters: list[Waiter] = field(default_factory=list)
     events: list[Later] = field(default_factory=list)
     leases: dict[str, tuple[PrefixKey, int, int]] = field(default_factory=dict)
@@ -159,17 +160,24 @@ class CacheMachine(RuleBasedStateMachine):
         elif isinstance(answer, Pending):
             self.wait_on(answer)
 
-    @precondition(lambda self: self.run.fills)
+    def compute(self, key: PrefixKey, fill: Fill, tokens: int) -> None:
+        """Also of what was invalidated or taken away, while the device has not passed it: others may not see it."""
+        if fill.work.open:
+            self.world.write(fill, key, tokens)
+
+    @precondition(lambda self: self.run.fills or self.run.leaked_fills)
     @rule(pick=picks, part=st.floats(0, 1))
     def compute_a_chunk(self, pick: int, part: float) -> None:
-        key, fill = self.run.fills[pick % len(self.run.fills)]
-        self.world.write(fill, key, fill.filled_tokens + int(part * (fill.tokens - fill.filled_tokens)))
+        fills = [*self.run.fills, *self.run.leaked_fills]
+        key, fill = fills[pick % len(fills)]
+        self.compute(key, fill, fill.filled_tokens + int(part * (fill.tokens - fill.filled_tokens)))
 
     @precondition(lambda self: self.run.fills)
     @rule(pick=picks)
     def publish(self, pick: int) -> None:
         key, fill = self.run.fills.pop(pick % len(self.run.fills))
-        self.world.write(fill, key, fill.tokens)
+        self.compute(key, fill, fill.tokens)
+        fill.progress(fill.tokens)
         current = fill.is_current
         handle = fill.publish(self.tick())
         assert (handle is not None) == current
@@ -201,14 +209,23 @@ class CacheMachine(RuleBasedStateMachine):
     def lose_a_handle(self, pick: int) -> None:
         self.run.leaked.append(self.run.handles.pop(pick % len(self.run.handles)))
 
+    @precondition(lambda self: self.run.fills)
+    @rule(pick=picks)
+    def lose_a_fill(self, pick: int) -> None:
+        self.run.leaked_fills.append(self.run.fills.pop(pick % len(self.run.fills)))
+
     @rule(after_the_device=st.booleans())
     def take_what_was_held_too_long(self, after_the_device: bool) -> None:
         event = Later() if after_the_device else None
         held = [each.handle for each in (*self.run.handles, *self.run.leaked) if each.handle.is_held]
         # Those on their way out count too, while their event has not come.
         leaving = [each.handle for each, _ in self.run.leaving if each.handle.is_held]
-        taken = self.cache.force_unpins(self.tick(), event)
-        assert taken == sum(not handle.is_held for handle in (*held, *leaving))
+        fills = [fill for _, fill in (*self.run.fills, *self.run.leaked_fills) if not fill.work.forced]
+        taken = self.cache.take_overdue(self.tick(), event)
+        lost = [fill for fill in fills if fill.work.forced]
+        assert taken == len(lost) + sum(not handle.is_held for handle in (*held, *leaving))
+        assert not any(fill.is_current for fill in lost)
+        self.forget_lost_leases()
         if event is not None:
             self.run.events.append(event)
 
@@ -446,7 +463,7 @@ class CacheMachine(RuleBasedStateMachine):
             event.complete()
         for event in self.run.events:
             event.complete()
-        self.cache.force_unpins(self.now_us + 10 * VISIT_US)
+        self.cache.take_overdue(self.now_us + 10 * VISIT_US)
         self.cache.close()
         self.cache.check_invariants()
         stats = self.cache.stats()

@@ -51,7 +51,7 @@ def test_a_crowd_reloads_a_prefix_once() -> None:
     before = computed_tokens(world)
     works = crowd(world, version)
     world.run()
-    reloads = [request for request in world.mover.waiting if request.deadline_us < 2**61]
+    reloads = [request for request in world.mover.waiting if request.deadline.at_us < 2**61]
     assert len(reloads) == 1
     world.mover.finish()
     world.run()

@@ -20,15 +20,13 @@ from workers.cache.journal import NoGuard, PageGuard
 from workers.cache.pages import PageArray
 from workers.cache.results import PageCopy
 from workers.cache.tiers import Tier
-from workers.cache.transfer import CopyPriority, CopyRequest
+from workers.cache.transfer import CopyPriority, CopyRequest, layer_groups
 from workers.device import Device, Event, Stream
 from workers.kv import DramGeometry
 
 # Pages are encoded and decoded in blocks, which bound the memory that takes.
 _BLOCK_BYTES = 4 << 20
 _ALL = 1 << 31
-# A launch costs microseconds of the host: a long prefix is reloaded in groups of layers instead of one by one.
-_MOST_LAUNCHES = 2048
 
 _Move = Callable[[slice, slice, slice], None]
 
@@ -125,9 +123,7 @@ class ArenaCopier:
 
     def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
         """All layers at once, or in as many groups as keep the launches few."""
-        if request.arrival is None:
-            return [(0, self._num_layers)]
-        groups = min(self._num_layers, max(1, _MOST_LAUNCHES // max(1, int(request.source_pages.size))))
+        groups = layer_groups(self._num_layers, int(request.source_pages.size)) if request.arrival is not None else 1
         bounds = [self._num_layers * group // groups for group in range(groups + 1)]
         return pairwise(bounds)
 

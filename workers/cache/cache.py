@@ -8,10 +8,10 @@ mover are called after it is left. Nothing here blocks on room: full under pinni
 |---|---|---|
 | `peek` | Presence | nothing changed |
 | `acquire` | Hit, Pending, Miss | a hit is pinned until `release` |
-| `reserve`, `extend` | Fill, NoRoom, Pending | compute, `publish` or `abort` |
+| `reserve`, `extend` | Fill, NoRoom, Pending | compute, then `Fill.publish` or `Fill.abort` |
 | `start_reload` | Pending, NoRoom, Declined | the mover copies DRAM to HBM; `acquire` when it has PUBLISHED |
 | `spill` | SpillOutcome | the mover copies HBM to DRAM |
-| `force_unpins` | how many | handles held far too long are their holders' no more |
+| `take_overdue` | how many | handles and fills held far too long are their holders' no more |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while leased |
 | `expire_prefixes` | | what is unused for a policy's time to live is gone |
 
@@ -23,19 +23,14 @@ All times are monotonic microseconds, passed in; what ends by itself (a copy) co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Protocol
 
-import structlog
-
-from schemas.messages import PrefixSource
 from workers.cache import removal
-from workers.cache.arrival import LayerArrival
-from workers.cache.books import After, Books
+from workers.cache.books import Books
 from workers.cache.copies import Copies
-from workers.cache.entries import Match, Pin, Work
 from workers.cache.events import CacheListener, EventKind
+from workers.cache.fills import Fills
 from workers.cache.handles import Fill, Handle
+from workers.cache.holds import LONGEST_HOLD_US, Completion, Holds
 from workers.cache.identity import PrefixKey
 from workers.cache.journal import StoredEntry, TierJournal
 from workers.cache.metadata import TierMetadata
@@ -46,8 +41,6 @@ from workers.cache.results import (
     Hit,
     Miss,
     NoRoom,
-    NoRoomReason,
-    PendingKind,
     PendingOutcome,
     Presence,
     Purpose,
@@ -59,20 +52,8 @@ from workers.cache.tiers import Tier
 from workers.cache.transfer import Mover, NoMover, SpillGate
 from workers.kv import DramGeometry, KvGeometry, PrefixLayout
 
-_log = structlog.get_logger()
-
-LONGEST_HOLD_US = 180_000_000
-"""A handle that was not released by then is leaked. Far beyond any request's, job's or forward's life: a job may wait
-60 s with one, and a device that takes 10 s for a forward is stuck."""
 _LOOKUPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE, Purpose.AGAIN: None}
 """What a look-up is told as."""
-
-
-class Completion(Protocol):
-    """An event of the device, seen from the host."""
-
-    def add_done_callback(self, callback: Callable[[], None]) -> object:
-        """Calls `callback()` once it is complete, from any thread; at once if it is."""
 
 
 class PrefixCache:
@@ -96,10 +77,7 @@ class PrefixCache:
     ) -> None:
         """With `layer_wise`, a whole prefix on its way may be ranked on while its last layers are copied."""
         self._geometry = dram_geometry if dram_geometry is not None else DramGeometry(geometry)
-        self._layout = layout
-        self._longest_hold_us = longest_hold_us
         self._counters = Counters()
-
         policies = policies if policies is not None else TierPolicies()
 
         def books_of(tier: Tier, pages: int, policy: PolicyName, journal: TierJournal | None = None) -> TierMetadata:
@@ -109,6 +87,8 @@ class PrefixCache:
         self._hbm = books_of(Tier.HBM, hbm_pages, policies.hbm)
         self._dram = books_of(Tier.DRAM, dram_pages, policies.dram, dram_journal)
         self._books = Books(self._hbm, self._dram, self._counters, listener)
+        self._holds = Holds(self._books, layout, self._geometry, longest_hold_us)
+        self._fills = Fills(self._books, self._holds)
         self._copies = Copies(
             self._books,
             mover if mover is not None else NoMover(),
@@ -168,14 +148,14 @@ class PrefixCache:
                     if arrival is not None and arrival.begun:
                         self._counters.hits += counted
                         self._books.tell(after, kind, key, "hit")
-                        return Hit(self._arriving_handle(coming.work, key, arrival))
+                        return Hit(self._holds.arriving_handle(coming.work, key, arrival))
                     self._counters.joins[coming.work.kind] += counted
                     self._books.tell(after, kind, key, coming.work.kind)
                     return self._books.pending[coming.work]
                 if found is not None:
                     self._hbm.touch(found.entry, now_us)
                     found.entry.unused_pre_infer = found.entry.unused_pre_infer and not used
-                    handle = self._handle(found, key)
+                    handle = self._holds.handle(found, key)
                     self._counters.hits += counted
                     self._counters.partial_hits += counted and not handle.complete
                     self._books.tell(after, kind, key, "hit" if handle.complete else "partial_hit")
@@ -189,34 +169,22 @@ class PrefixCache:
         """Unpins, at once or when the device has passed `after`. Raises ValueError the second time; does nothing,
         but count it, for a handle that was taken away.
         """
-        if after is None:
-            self._unpin(handle.pin)
-        else:
-            after.add_done_callback(partial(self._unpin, handle.pin))
+        self._holds.release(handle, after)
 
-    def force_unpins(self, now_us: int, after: Completion | None = None) -> int:
-        """Takes handles that were held far too long from their holders, and says how many.
+    def take_overdue(self, now_us: int, after: Completion | None = None) -> int:
+        """Takes handles and fills that were held far too long from their holders, and says how many.
 
-        To be called by the thread that gives the device its work, with an event after all of that work: forwards
-        under way go on reading the pages, which are free when the device has passed `after`; later ones see that
-        the handle is not held any more.
+        To be called by the thread that gives the device its work, with an event after all of that work: it goes on
+        reading and writing the pages, which are free when the device has passed `after`; who gives it more sees that
+        the handle is not held, or the fill not current, any more.
         """
-        with self._books.section(now_us):
-            pins = self._hbm.readers.force_overdue(now_us)
-            self._counters.forced_unpins += len(pins)
-        for pin in pins:
-            _log.error("a handle was never released", pages=pin.pages.size, tokens=pin.entry.tokens)
-            if after is None:
-                self._free(pin)
-            else:
-                after.add_done_callback(partial(self._free, pin))
-        return len(pins)
+        return self._holds.take_overdue(now_us, after)
 
     # Computing.
 
     def reserve(self, key: PrefixKey, now_us: int, purpose: Purpose = Purpose.PRE_INFER) -> Fill | NoRoom | Pending:
         """Pages to compute `key` into: only the tail's, where an entry covers its beginning."""
-        return self._reserve(key, now_us, purpose, None)
+        return self._fills.reserve(key, now_us, purpose, None)
 
     def extend(
         self, handle: Handle, key: PrefixKey, now_us: int, purpose: Purpose = Purpose.RANKING
@@ -225,42 +193,20 @@ class PrefixCache:
 
         The handle stays as it was; the caller releases it as ever.
         """
-        return self._reserve(key, now_us, purpose, handle)
-
-    def publish(self, fill: Fill, now_us: int) -> Handle | None:
-        """See `Fill.publish`."""
-        if fill.filled_tokens != fill.tokens:
-            raise ValueError(f"{fill.filled_tokens} of {fill.tokens} tokens are filled: publish nothing half done")
-        work = fill.work
-        with self._books.section(now_us) as after:
-            entry = self._hbm.publish(work, now_us, PrefixSource.COMPUTED)
-            outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
-            self._counters.fills[outcome] += 1
-            self._books.finish(after, work, outcome)
-            self._books.tell(after, EventKind.PUBLISH, work.key, outcome)
-            return self._handle(Match(entry, work.key.length), work.key) if entry is not None else None
-
-    def abort(self, fill: Fill) -> None:
-        """See `Fill.abort`."""
-        work = fill.work
-        with self._books.section() as after:
-            if work.open:
-                self._hbm.abort(work)
-                self._counters.fills[PendingOutcome.FAILED] += 1
-                self._books.finish(after, work, PendingOutcome.FAILED)
-                self._books.tell(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)
+        return self._fills.reserve(key, now_us, purpose, handle)
 
     # Copying.
 
     def start_reload(
-        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None = None
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None = None, rank_us: float = 0.0
     ) -> Pending | NoRoom | Declined:
         """Begins to copy what DRAM has of `key` to HBM; with `saved_us` (T_full - T_hit) only if that pays.
 
-        A copy that fails is tried once more; if that fails too, the DRAM entry is evicted, whose bytes are in doubt,
-        and the waiters get FAILED.
+        What a ranking of `rank_us` hides of the copy, where it may begin with the first layer, costs nothing. A copy
+        that fails is tried once more; if that fails too, the DRAM entry is evicted, whose bytes are in doubt, and the
+        waiters get FAILED. Who gets a reload of others says when it needs it (`Pending.needed_by`).
         """
-        return self._copies.start_reload(key, deadline_us, now_us, saved_us)
+        return self._copies.start_reload(key, deadline_us, now_us, saved_us, rank_us)
 
     def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
         """Begins to copy an entry to DRAM, or its tail where DRAM has the beginning; never waits."""
@@ -276,7 +222,7 @@ class PrefixCache:
             entry = found.entry if found else None
             if coming is not None and coming.behaviours > covered:
                 entry = coming.work.entry
-            if entry is None or not self._hbm.lease(entry, request_id, until_us):
+            if entry is None or not self._hbm.leasing.begin(entry, request_id, until_us):
                 return False
             if found is not None and entry is found.entry:
                 stale = self._hbm.give_up_truncation(found)
@@ -289,12 +235,12 @@ class PrefixCache:
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
         """Ends it; False if there is none. `wasted` says why the pre-infer served nothing, if it did not."""
         with self._books.section():
-            return self._hbm.end_lease(request_id, wasted)
+            return self._hbm.leasing.end(request_id, wasted)
 
     def expire_leases(self, now_us: int) -> int:
         """Ends the leases that nobody ended in time, and counts them as leaked; how many."""
         with self._books.section(now_us):
-            leaked = self._hbm.expire_leases(now_us)
+            leaked = self._hbm.leasing.expire(now_us)
             self._counters.leases_leaked += leaked
             return leaked
 
@@ -328,8 +274,8 @@ class PrefixCache:
         return removal.demote(self._books, users)
 
     def clear(self) -> None:
-        """Empties both tiers and every index."""
-        removal.clear(self._books)
+        """Empties both tiers and every index, some entries at a time."""
+        removal.drop_others(self._books, None)
 
     def close(self) -> None:
         """Ends the copies (those that wait fail), then clears. What a journal keeps, it keeps."""
@@ -357,73 +303,10 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """Pages and totals now."""
         with self._books.section():
-            return snapshot(
-                self._counters, self._hbm.stats(), self._dram.stats(), self._geometry, self._hbm.lease_count
-            )
+            leases = len(self._hbm.leasing)
+            return snapshot(self._counters, self._hbm.stats(), self._dram.stats(), self._geometry, leases)
 
     def check_invariants(self) -> None:
         """Recounts all books; for tests. Raises AssertionError."""
         with self._books.section():
             self._books.check_invariants()
-
-    # How it is done.
-
-    def _handle(self, match: Match, key: PrefixKey) -> Handle:
-        pin = self._hbm.readers.pin(match.entry, match.behaviours)
-        return self._held(pin, match.behaviours, key, match.entry.source, None)
-
-    def _arriving_handle(self, work: Work, key: PrefixKey, arrival: LayerArrival) -> Handle:
-        return self._held(self._hbm.readers.pin_work(work, key.length), key.length, key, PrefixSource.DRAM, arrival)
-
-    def _held(
-        self, pin: Pin, behaviours: int, key: PrefixKey, source: PrefixSource, arrival: LayerArrival | None
-    ) -> Handle:
-        self._hbm.readers.hold(pin, self._books.latest_us + self._longest_hold_us)
-        return Handle(
-            behaviours=behaviours,
-            tokens=self._layout.tokens(behaviours),
-            pages=pin.pages,
-            complete=behaviours == key.length,
-            source=source,
-            pin=pin,
-            approximate=source is PrefixSource.DRAM and not self._geometry.is_exact,
-            arrival=arrival,
-        )
-
-    def _unpin(self, pin: Pin) -> None:
-        with self._books.section():
-            if pin.forced:
-                self._counters.late_releases += 1
-            else:
-                self._hbm.readers.unpin(pin)
-
-    def _free(self, forced: Pin) -> None:
-        with self._books.section():
-            self._hbm.readers.unpin(forced)
-
-    def _reserve(self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None) -> Fill | NoRoom | Pending:
-        with self._books.section(now_us) as after:
-            refusal = self._books.refusal(key)
-            if refusal is not None:
-                return self._no_room(after, key, NoRoomReason(refusal.value))
-            found = self._hbm.index.find(key)
-            covered = found.behaviours if found else 0
-            if found is not None and covered == key.length:
-                return Pending(PendingKind.FILL, covered, PendingOutcome.PUBLISHED)
-            coming = self._hbm.index.find_work(key)
-            if coming is not None and coming.behaviours > covered:
-                self._books.tell(after, EventKind.RESERVE, key, "joined")
-                return self._books.pending[coming.work]
-            own_pins = int(own is not None and own.pin.open and found is not None and own.pin.entry is found.entry)
-            work = self._hbm.begin(key, PendingKind.FILL, purpose, now_us, found, own_pins)
-            if isinstance(work, NoRoomReason):
-                return self._no_room(after, key, work)
-            self._counters.appends += work.base is not None
-            self._books.pending[work] = Pending(PendingKind.FILL, key.length)
-            self._books.tell(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
-            return Fill(self, work)
-
-    def _no_room(self, after: After, key: PrefixKey, reason: NoRoomReason) -> NoRoom:
-        self._counters.no_room[reason] += 1
-        self._books.tell(after, EventKind.RESERVE, key, reason)
-        return NoRoom(reason)

@@ -30,7 +30,7 @@ from workers.cache.results import (
     SpillOutcome,
 )
 from workers.cache.tiers import Tier
-from workers.cache.transfer import CopyPriority, CopyRequest, Mover, SpillGate, reload_pays
+from workers.cache.transfer import CopyPriority, CopyRequest, Deadline, Mover, SpillGate, layer_groups, reload_pays
 from workers.kv import DramGeometry
 
 _FAR_FUTURE_US = 2**62
@@ -52,12 +52,12 @@ class Copies:
         self._num_layers = geometry.kv.num_layers if layer_wise else 0
 
     def start_reload(
-        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
     ) -> Pending | NoRoom | Declined:
         """See `PrefixCache.start_reload`."""
         books = self._books
         with books.section(now_us) as after:
-            begun = self._begin_reload(key, deadline_us, now_us, saved_us)
+            begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
             if isinstance(begun, Declined):
                 books.counters.declined[begun.reason] += 1
                 books.tell(after, EventKind.RELOAD, key, begun.reason)
@@ -107,7 +107,7 @@ class Copies:
     # Everything below runs under the lock, but for the two ends of copies, which take it.
 
     def _begin_reload(
-        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
     ) -> tuple[Work, Pin, CopyRequest] | Pending | NoRoom | Declined:
         hbm, dram = self._books.hbm, self._books.dram
         stored = dram.index.find(key) if self._books.refusal(key) is None else None
@@ -121,8 +121,12 @@ class Copies:
         if stored is None or target is None:
             return Declined(DeclineReason.NOT_IN_DRAM)
         if saved_us is not None:
-            size_bytes = hbm.pages_needed(target, found) * self._page_bytes
-            if not reload_pays(self._mover.forecast(size_bytes, CopyPriority.RELOAD), saved_us):
+            pages = hbm.pages_needed(target, found)
+            forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
+            # Only a whole prefix can be ranked on while it arrives.
+            overlaps = self._num_layers > 0 and target.length == key.length
+            groups = layer_groups(self._num_layers, pages) if overlaps else 1
+            if not reload_pays(forecast, saved_us, groups, rank_us):
                 return Declined(DeclineReason.NOT_WORTH_IT)
         work = hbm.begin(target, PendingKind.LOAD, Purpose.RANKING, now_us, found)
         if isinstance(work, NoRoomReason):
@@ -130,14 +134,15 @@ class Copies:
         dram.touch(stored.entry, now_us)
         pin = dram.readers.pin(stored.entry, stored.behaviours)
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
-        self._books.pending[work] = Pending(PendingKind.LOAD, target.length, arrival=work.arrival)
+        deadline = Deadline(deadline_us)
+        self._books.pending[work] = Pending(PendingKind.LOAD, target.length, arrival=work.arrival, deadline=deadline)
         again = CopyRequest(
             source=Tier.DRAM,
             target=Tier.HBM,
             source_pages=pin.pages[work.kept :],
             target_pages=work.new_pages,
             priority=CopyPriority.RELOAD,
-            deadline_us=deadline_us,
+            deadline=deadline,
             on_done=partial(self._reloaded, work, pin, None),
         )
         first = replace(again, on_done=partial(self._reloaded, work, pin, again), arrival=work.arrival)
@@ -198,7 +203,7 @@ class Copies:
             source_pages=pin.pages[work.kept :],
             target_pages=work.new_pages,
             priority=CopyPriority.SPILL,
-            deadline_us=_FAR_FUTURE_US,
+            deadline=Deadline(_FAR_FUTURE_US),
             on_done=partial(self._spilled, work, pin),
         )
         return work, pin, request

@@ -7,8 +7,6 @@ and bytes are bounded, and spills may take half of either, so that they never ke
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from dataclasses import dataclass
 
 from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
@@ -40,8 +38,7 @@ class CopyQueue:
     def __init__(self, page_bytes: int, limits: CopyLimits) -> None:
         self._page_bytes = page_bytes
         self._limits = limits
-        self._waiting: list[tuple[CopyPriority, int, int, CopyRequest]] = []
-        self._order = itertools.count()
+        self._waiting: list[CopyRequest] = []
         self._started_us: dict[CopyRequest, int] = {}
         self._jobs = dict.fromkeys(CopyPriority, 0)
         self._bytes = dict.fromkeys(CopyPriority, 0)
@@ -58,26 +55,30 @@ class CopyQueue:
     def push(self, request: CopyRequest) -> bool:
         """Queues a copy; False if it is over the bounds."""
         size_bytes = request.size_bytes(self._page_bytes)
-        share = 2 if request.priority is CopyPriority.SPILL else 1
-        jobs = self._jobs[request.priority] if share == 2 else len(self)
-        taken_bytes = self._bytes[request.priority] if share == 2 else sum(self._bytes.values())
-        if jobs and (
-            jobs >= self._limits.max_jobs // share or taken_bytes + size_bytes > self._limits.max_bytes // share
-        ):
+        jobs, taken_bytes = self._jobs[CopyPriority.SPILL], self._bytes[CopyPriority.SPILL]
+        max_jobs, max_bytes = self._limits.max_jobs // 2, self._limits.max_bytes // 2
+        if request.priority is CopyPriority.RELOAD:
+            # Also a spill that is larger than its half takes no more than that from reloads.
+            jobs = min(jobs, max_jobs) + self._jobs[CopyPriority.RELOAD]
+            taken_bytes = min(taken_bytes, max_bytes) + self._bytes[CopyPriority.RELOAD]
+            max_jobs, max_bytes = self._limits.max_jobs, self._limits.max_bytes
+        if jobs and (jobs >= max_jobs or taken_bytes + size_bytes > max_bytes):
             return False
         self._jobs[request.priority] += 1
         self._bytes[request.priority] += size_bytes
-        heapq.heappush(self._waiting, (request.priority, request.deadline_us, next(self._order), request))
+        self._waiting.append(request)
         return True
 
     def start(self, now_us: int) -> CopyRequest | None:
         """The copy to do next; None if there is none, or as many as may be are under way."""
         if not self._waiting or len(self._started_us) >= self._limits.max_in_flight:
             return None
-        is_spill = self._waiting[0][0] is CopyPriority.SPILL
+        # They are few, and one that waits may become more urgent.
+        request = min(self._waiting, key=_urgency)
+        is_spill = request.priority is CopyPriority.SPILL
         if is_spill and self._spills_in_flight:
             return None
-        request = heapq.heappop(self._waiting)[-1]
+        self._waiting.remove(request)
         self._spills_in_flight += is_spill
         self._started_us[request] = now_us
         return request
@@ -98,8 +99,7 @@ class CopyQueue:
 
     def drain(self) -> list[CopyRequest]:
         """Removes and returns all that wait."""
-        waiting = [item[-1] for item in sorted(self._waiting)]
-        self._waiting.clear()
+        waiting, self._waiting = sorted(self._waiting, key=_urgency), []
         for request in waiting:
             self._leave(request)
         return waiting
@@ -131,3 +131,7 @@ class CopyQueue:
     def _leave(self, request: CopyRequest) -> None:
         self._jobs[request.priority] -= 1
         self._bytes[request.priority] -= request.size_bytes(self._page_bytes)
+
+
+def _urgency(request: CopyRequest) -> tuple[CopyPriority, int]:
+    return request.priority, request.deadline.at_us

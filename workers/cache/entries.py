@@ -101,7 +101,7 @@ class Work:
     """Pages being filled or loaded: a new entry's, or the tail of one that grows.
 
     `kept` leading pages of the entry stay in the table; `base` pins what the tail builds on.
-    `start_tokens` rows are there already.
+    `start_tokens` rows are there already. `forced`: its fill was leaked, and taken from its holder.
     """
 
     number: int
@@ -119,6 +119,7 @@ class Work:
     copy_page: PageCopy | None = None
     arrival: LayerArrival | None = None
     open: bool = True
+    forced: bool = False
 
     @property
     def is_current(self) -> bool:

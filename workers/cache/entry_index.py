@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from workers.cache.entries import Entry, Match, WorkMatch
@@ -70,8 +71,9 @@ class EntryIndex:
     def of_user(self, user_id: str) -> list[Entry]:
         return list(self._by_user.get(user_id, ()))
 
-    def of_namespace(self, namespace: bytes) -> list[Entry]:
-        return list(self._by_namespace.get(namespace, {}).values())
+    def of_namespace(self, namespace: bytes, limit: int) -> list[Entry]:
+        """So many of them at most."""
+        return list(itertools.islice(self._by_namespace.get(namespace, {}).values(), limit))
 
     def namespaces(self) -> list[bytes]:
         return list(self._by_namespace)

@@ -10,10 +10,10 @@ from schemas.messages import PrefixSource
 from workers.cache.arrival import LayerArrival
 from workers.cache.entries import Pin, Work
 from workers.cache.pages import PageArray
-from workers.cache.results import PageCopy, Purpose
+from workers.cache.results import PageCopy
 
 if TYPE_CHECKING:
-    from workers.cache.cache import PrefixCache
+    from workers.cache.fills import Fills
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +49,8 @@ class Fill:
     unpublished.
     """
 
-    def __init__(self, cache: PrefixCache, work: Work) -> None:
-        self._cache = cache
+    def __init__(self, fills: Fills, work: Work) -> None:
+        self._fills = fills
         self._work = work
         self.behaviours = work.key.length
         self.tokens = work.tokens
@@ -61,22 +61,15 @@ class Fill:
         self.copy_page: PageCopy | None = work.copy_page
 
     @property
-    def purpose(self) -> Purpose:
-        return self._work.purpose
-
-    @property
     def work(self) -> Work:
         """For the cache alone."""
         return self._work
 
     @property
-    def closed(self) -> bool:
-        """Published or aborted."""
-        return not self._work.open
-
-    @property
     def is_current(self) -> bool:
-        """False once invalidated: then computing on is for nothing, and `publish` will give None."""
+        """False once invalidated, or taken away by force: then give the device no more work on its pages, which may
+        soon be another's; `publish` will give None.
+        """
         return self._work.is_current
 
     def progress(self, tokens: int) -> None:
@@ -86,15 +79,15 @@ class Fill:
         self.filled_tokens = tokens
 
     def publish(self, now_us: int) -> Handle | None:
-        """Shows the prefix and pins it for the caller; None if it was invalidated, and the pages are free.
+        """Shows the prefix and pins it for the caller; None if it is not current, and the pages are not its any more.
 
         Raises ValueError unless every row is filled.
         """
-        return self._cache.publish(self, now_us)
+        return self._fills.publish(self, now_us)
 
     def abort(self) -> None:
         """Gives the pages back; waiters learn that it failed. Nothing if it has ended."""
-        self._cache.abort(self)
+        self._fills.abort(self)
 
     def __enter__(self) -> Fill:
         return self

@@ -25,7 +25,7 @@ def check_tier(state: TierState) -> None:
         owners[work.new_pages] += 1
     _require(int(owners.max(initial=0)) <= 1, "a page has two owners")
     references = _check_references(state, owners)
-    _require(all(pin in state.pins for pin in state.held_until_us), "a handle's pin has ended")
+    _require(state.held_until_us.keys() <= state.pins | state.works, "what is held has ended")
     orphans = int(((owners == 0) & (references > 0)).sum())
     _require(orphans == state.account.orphaned, "orphaned pages are miscounted")
     _require(all(held[each] == state.account.held[each] for each in Holding), "held pages are miscounted")

@@ -5,6 +5,7 @@
 | `begin` | pages free or evictable | `Work`: pages in flight | entry FILLING or LOADING, or one that grows |
 | `publish` | work still current | the READY entry | work closed; longer table, older handles keep theirs |
 | `abort` | open work | | its pages free; a new entry EMPTY again |
+| `take_overdue` | | pins and work held too long | stale work; both keep their pages until `unpin`, `abort` |
 | `remove` | | the work that is stale now | entry out of the index; pages free as readers leave |
 | `restore` | free pages | | entries READY that an earlier process left |
 
@@ -22,12 +23,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from schemas.messages import PrefixSource
-from workers.cache.entries import Entry, EntryState, Holding, Match, Work
+from workers.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
 from workers.cache.entry_index import EntryIndex
 from workers.cache.identity import Mark, PrefixKey
 from workers.cache.invariants import check_tier
 from workers.cache.journal import NoJournal, StoredEntry, TierJournal
-from workers.cache.leases import Lease, LeaseBook
+from workers.cache.leases import LeaseBook
+from workers.cache.leasing import Leasing
 from workers.cache.pages import PageArray, PagePool
 from workers.cache.policies import EntryWeight, EvictionPolicy
 from workers.cache.readers import Readers
@@ -65,9 +67,10 @@ class TierMetadata:
         self._is_open = journal is None
         self._counters = counters
         self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
-        self._pool, self._policy, self._leases = self._state.pool, policy, self._state.leases
+        self._pool, self._policy = self._state.pool, policy
         self._index, self._account = self._state.index, self._state.account
         self.readers = Readers(self._state)
+        self.leasing = Leasing(self._state, counters)
         self._layout = layout
         self._last_number = 0
         self.saved_us: Callable[[int], float] = float
@@ -79,10 +82,6 @@ class TierMetadata:
     def index(self) -> EntryIndex:
         """For looking."""
         return self._index
-
-    @property
-    def lease_count(self) -> int:
-        return len(self._leases)
 
     def state(self, key: PrefixKey) -> EntryState:
         """The state of the entry that serves `key`, or will; EMPTY if there is none."""
@@ -204,13 +203,11 @@ class TierMetadata:
     def abort(self, work: Work) -> None:
         """Gives the work's pages back. A new entry is EMPTY again; one that grew is as before."""
         self._close(work)
+        self._give_up(work)
         # Whoever reads a prefix under way keeps its pages.
         self._account.orphaned += work.new_pages.size - self._pool.drop(work.new_pages)
         if work.base is not None:
             self.readers.unpin(work.base)
-        elif work.is_current:
-            self._detach(work.entry)
-            work.entry.step(EntryState.EMPTY)
 
     def remove(self, entry: Entry, reason: WasteReason) -> Work | None:
         """Takes the entry out of the index; the open work, stale from now on.
@@ -220,7 +217,7 @@ class TierMetadata:
         stale = entry.work
         if entry.is_visible:
             self._journal.removed(entry)
-        self._count_waste(entry, reason)
+        self.leasing.count_waste(entry, reason)
         self._detach(entry)
         if entry.is_visible:
             entry.step(EntryState.EVICTED)
@@ -229,49 +226,30 @@ class TierMetadata:
             entry.step(EntryState.EMPTY)
         return stale
 
-    # Leases.
-
-    def lease(self, entry: Entry, request_id: str, until_us: int) -> bool:
-        """Holds the entry for a request; False when there are too many leases."""
-        previous = self._leases.get(request_id)
-        if not self._leases.put(Lease(request_id, entry, until_us)):
-            return False
-        if previous is not None and previous.entry is not entry:
-            self._unlease(previous)
-        entry.leases.add(request_id)
-        self._account.reclassify(entry)
-        return True
-
     def give_up_truncation(self, leased: Match) -> Work | None:
         """The work, if any, that would have taken a part of what was just leased away: stale from now on."""
         work = leased.entry.work
         if work is None or self._layout.tokens(leased.behaviours) <= work.start_tokens:
             return None
-        work.generation = _NEVER
-        leased.entry.work = None
+        self._give_up(work)
         return work
 
-    def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
-        """Ends a request's lease; False if it has none.
+    # What users hold.
 
-        `wasted` counts its pre-infer if nothing used it, and no other request holds it.
-        """
-        lease = self._leases.take(request_id)
-        if lease is None:
-            return False
-        self._unlease(lease)
-        if wasted is not None and not lease.entry.leases:
-            self._count_waste(lease.entry, wasted)
-        return True
+    def hold(self, held: Pin | Work, until_us: int) -> None:
+        """A handle has this pin, or a fill this work, until then at most. Later ones may not end earlier."""
+        self._state.held_until_us[held] = until_us
 
-    def expire_leases(self, now_us: int) -> int:
-        """Ends every lease whose time has come; how many."""
-        ended = self._leases.expired(now_us)
-        for lease in ended:
-            self._unlease(lease)
-            if not lease.entry.leases:
-                self._count_waste(lease.entry, WasteReason.LEASE_EXPIRED)
-        return len(ended)
+    def take_overdue(self, now_us: int) -> list[Pin | Work]:
+        """Takes what was held too long from its holders. It keeps its pages, so that the device may go on with them."""
+        until_us = self._state.held_until_us
+        overdue = list(itertools.takewhile(lambda held: until_us[held] <= now_us, until_us))
+        for held in overdue:
+            del until_us[held]
+            held.forced = True
+            if isinstance(held, Work):
+                self._give_up(held)
+        return overdue
 
     # How it is done.
 
@@ -332,11 +310,21 @@ class TierMetadata:
         self._account.in_flight += work.new_pages.size
         return work
 
+    def _give_up(self, work: Work) -> None:
+        """Nothing will come of the work, and other work may begin in its place."""
+        if work.is_current and work.base is None:
+            self._detach(work.entry)
+            work.entry.step(EntryState.EMPTY)
+        elif work.is_current:
+            work.entry.work = None
+        work.generation = _NEVER
+
     def _close(self, work: Work) -> None:
         if not work.open:
             raise ValueError("work in flight was ended twice")
         work.open = False
         self._state.works.remove(work)
+        self._state.held_until_us.pop(work, None)
         self._account.in_flight -= work.new_pages.size
         if work.entry.work is work:
             work.entry.work = None
@@ -386,19 +374,8 @@ class TierMetadata:
         entry.attached = False
         entry.generation = self._next_number()
         entry.work = None
-        for request_id in entry.leases:
-            self._leases.take(request_id)
-        entry.leases.clear()
+        self.leasing.end_all(entry)
         self._account.reclassify(entry)
-
-    def _unlease(self, lease: Lease) -> None:
-        lease.entry.leases.discard(lease.request_id)
-        self._account.reclassify(lease.entry)
-
-    def _count_waste(self, entry: Entry, reason: WasteReason) -> None:
-        if entry.unused_pre_infer:
-            entry.unused_pre_infer = False
-            self._counters.wasted[reason] += 1
 
     def _next_number(self) -> int:
         self._last_number += 1

@@ -80,6 +80,11 @@ class CacheCollector(Collector):
             value=stats.forced_unpins,
         )
         yield CounterMetricFamily(
+            "relaygr_cache_forced_aborts",
+            "Computations that were never ended, and whose pages were taken from their holders",
+            value=stats.forced_aborts,
+        )
+        yield CounterMetricFamily(
             "relaygr_cache_late_releases", "Releases of handles that had been taken away", value=stats.late_releases
         )
 

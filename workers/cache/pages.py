@@ -42,7 +42,8 @@ class PagePool:
 
     def claim(self, pages: PageArray) -> None:
         """Takes just these, with one reference each. Raises ValueError unless they are distinct and all free."""
-        if np.unique(pages).size != pages.size or self._references[pages].any():
+        ordered = np.sort(pages)
+        if (ordered[1:] == ordered[:-1]).any() or self._references[pages].any():
             raise ValueError("a page that is not free was claimed")
         self._references[pages] = 1
         free = np.flatnonzero(self._references == 0)[::-1]

@@ -12,6 +12,7 @@ import structlog
 
 from workers.cache.arrival import LayerArrival
 from workers.cache.results import PendingKind, PendingOutcome
+from workers.cache.transfer import Deadline
 
 _log = structlog.get_logger()
 
@@ -25,11 +26,13 @@ class Pending:
         behaviours: int,
         outcome: PendingOutcome | None = None,
         arrival: LayerArrival | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
-        """`arrival`: of a reload that can be used before it has ended."""
+        """`arrival`: of a reload that can be used before it has ended. `deadline`: of its copy."""
         self.kind = kind
         self.behaviours = behaviours
         self.arrival = arrival
+        self._deadline = deadline
         self._lock = threading.Lock()
         self._outcome = outcome
         self._callbacks: list[Callable[[Pending], None]] = []
@@ -42,6 +45,11 @@ class Pending:
     @property
     def done(self) -> bool:
         return self._outcome is not None
+
+    def needed_by(self, deadline_us: int) -> None:
+        """A reload that has not begun goes before all that are needed later."""
+        if self._deadline is not None:
+            self._deadline.bring_forward(deadline_us)
 
     def add_done_callback(self, callback: Callable[[Pending], None]) -> None:
         """Calls `callback(self)` once when it ends, in the thread that ends it; at once if it has."""

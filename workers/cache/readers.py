@@ -1,12 +1,9 @@
-"""Who reads the pages of a tier: pins, and how long a handle may hold one. The cache's lock guards it.
+"""Who reads the pages of a tier: pins. The cache's lock guards it.
 
-A pin holds its pages whatever becomes of their entry, and of the work that fills them. A handle that was held
-far too long loses its pin by force: it stays a pin, so that the device may go on reading, until `unpin`.
+A pin holds its pages whatever becomes of their entry, and of the work that fills them.
 """
 
 from __future__ import annotations
-
-import itertools
 
 from workers.cache.entries import Entry, EntryState, Pin, Work
 from workers.cache.pages import PageArray
@@ -39,19 +36,6 @@ class Readers:
         # What becomes free here had no entry any more.
         state.account.orphaned -= state.pool.drop(pin.pages)
         state.account.reclassify(pin.entry)
-
-    def hold(self, pin: Pin, until_us: int) -> None:
-        """A handle has this pin, until then at most. Later ones may not end earlier."""
-        self._state.held_until_us[pin] = until_us
-
-    def force_overdue(self, now_us: int) -> list[Pin]:
-        """Takes the pins that were held too long from their holders."""
-        held = self._state.held_until_us
-        overdue = [pin for pin, _ in itertools.takewhile(lambda item: item[1] <= now_us, held.items())]
-        for pin in overdue:
-            pin.forced = True
-            del held[pin]
-        return overdue
 
     def begin_spill(self, entry: Entry) -> Pin:
         """Pins the whole entry for a copy to DRAM."""

@@ -26,15 +26,15 @@ def drop_namespace(books: Books, namespace: bytes) -> int:
     dropped = 0
     while True:
         with books.section() as after:
-            entries = [(tier, entry) for tier in books.tiers for entry in tier.index.of_namespace(namespace)[:BATCH]]
+            entries = [(tier, entry) for tier in books.tiers for entry in tier.index.of_namespace(namespace, BATCH)]
             if not entries:
                 return dropped
             books.remove(after, entries)
             dropped += len(entries)
 
 
-def drop_others(books: Books, namespace: bytes) -> int:
-    """Frees everything of all other models; how many entries."""
+def drop_others(books: Books, namespace: bytes | None) -> int:
+    """Frees everything of all other models, of all models for None; how many entries."""
     with books.section():
         others = {other for tier in books.tiers for other in tier.index.namespaces()} - {namespace}
     return sum(drop_namespace(books, other) for other in others)
@@ -55,15 +55,3 @@ def demote(books: Books, users: Iterable[str] | Callable[[str], bool]) -> int:
                     tier.demote(entry)
                     demoted += 1
     return demoted
-
-
-def clear(books: Books) -> None:
-    """Empties both tiers and every index."""
-    with books.section() as after:
-        entries = [
-            (tier, entry)
-            for tier in books.tiers
-            for user_id in tier.index.users()
-            for entry in tier.index.of_user(user_id)
-        ]
-        books.remove(after, entries)

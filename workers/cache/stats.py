@@ -40,6 +40,7 @@ class Counters:
     leases_granted: int = 0
     leases_leaked: int = 0
     forced_unpins: int = 0
+    forced_aborts: int = 0
     late_releases: int = 0
 
 
@@ -82,6 +83,7 @@ class CacheStats:
     leases_granted: int
     leases_leaked: int
     forced_unpins: int
+    forced_aborts: int
     late_releases: int
 
     @property
@@ -119,5 +121,6 @@ def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, geometry: Dram
         leases_granted=counters.leases_granted,
         leases_leaked=counters.leases_leaked,
         forced_unpins=counters.forced_unpins,
+        forced_aborts=counters.forced_aborts,
         late_releases=counters.late_releases,
     )

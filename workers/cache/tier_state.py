@@ -45,8 +45,8 @@ class TierState:
     index: EntryIndex = field(default_factory=EntryIndex)
     works: set[Work] = field(default_factory=set)
     pins: set[Pin] = field(default_factory=set)
-    held_until_us: dict[Pin, int] = field(default_factory=dict)
-    """Pins that handles hold, the first to end first, and when each has been held too long."""
+    held_until_us: dict[Pin | Work, int] = field(default_factory=dict)
+    """Pins that handles hold and work that fills hold, the first to end first, and when each was held too long."""
     account: PageAccount = field(default_factory=PageAccount)
 
     def pages_for(self, tokens: int) -> int:

@@ -14,6 +14,9 @@ from workers.cache.arrival import LayerArrival
 from workers.cache.pages import PageArray
 from workers.cache.tiers import Tier
 
+# A launch costs microseconds of the host: a long prefix is reloaded in groups of layers instead of one by one.
+_MOST_LAUNCHES = 2048
+
 
 class CopyPriority(enum.IntEnum):
     """Lower goes first."""
@@ -22,13 +25,23 @@ class CopyPriority(enum.IntEnum):
     SPILL = 1
 
 
+@dataclass(slots=True, eq=False)
+class Deadline:
+    """When a copy is needed, monotonic. Who joins it while it waits may need it earlier."""
+
+    at_us: int
+
+    def bring_forward(self, at_us: int) -> None:
+        self.at_us = min(self.at_us, at_us)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRequest:
     """Pages to copy, `source_pages[i]` of one tier to `target_pages[i]` of the other; all or nothing.
 
     `on_done(ok)` is called once, from any thread, never under a lock of the mover. The pages stay as
-    they are until then. `deadline_us` is monotonic. With an `arrival` (reloads only) the copy goes layer by
-    layer, and tells it of each.
+    they are until then. With an `arrival` (reloads only) the copy goes layer by layer, or by `layer_groups`,
+    and tells it of each.
     """
 
     source: Tier
@@ -36,7 +49,7 @@ class CopyRequest:
     source_pages: PageArray
     target_pages: PageArray
     priority: CopyPriority
-    deadline_us: int
+    deadline: Deadline
     on_done: Callable[[bool], None]
     arrival: LayerArrival | None = None
 
@@ -78,9 +91,19 @@ class NoMover:
         return
 
 
-def reload_pays(forecast: CopyForecast, saved_us: float) -> bool:
-    """Whether `wait + copy < T_full - T_hit`: else full inference is as fast. Equal is not worth a copy."""
-    return forecast.wait_us + forecast.copy_us < saved_us
+def layer_groups(num_layers: int, pages: int) -> int:
+    """In how many groups of layers so many pages are copied, where a copy goes layer by layer."""
+    return min(num_layers, max(1, _MOST_LAUNCHES // max(1, pages)))
+
+
+def reload_pays(forecast: CopyForecast, saved_us: float, groups: int = 1, rank_us: float = 0.0) -> bool:
+    """Whether `wait + copy < T_full - T_hit`: else full inference is as fast. Equal is not worth a copy.
+
+    Of a copy in `groups` of layers, beside a ranking that takes `rank_us` by itself, only that counts which the ranking
+    waits for: the first group, and what each other one takes longer than its share of the ranking.
+    """
+    exposed_us = forecast.copy_us / groups + (1 - 1 / groups) * max(0.0, forecast.copy_us - rank_us)
+    return forecast.wait_us + exposed_us < saved_us
 
 
 class SpillGate:
