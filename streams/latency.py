@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -112,10 +112,6 @@ class LatencyModel:
         """A copy of `size_bytes` from DRAM to HBM."""
         return self.coefficients.d0 + self.coefficients.d1 * size_bytes
 
-    def longest_full(self, scored_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
-        """The longest prefix up to `limit_tokens` whose full inference fits `budget_us`; None: no prefix does."""
-        return _largest(lambda tokens: self.full_us(tokens, scored_tokens), budget_us, limit_tokens)
-
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
         """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None: not even the fixed part."""
         c = self.coefficients
@@ -140,20 +136,6 @@ class LatencyModel:
             for field in fields(self.coefficients)
         }
         return LatencyModel(LatencyCoefficients(**values))
-
-
-def _largest(cost_us: Callable[[int], float], budget_us: float, limit: int) -> int | None:
-    """The largest whole number in [0, limit] whose cost is within the budget; costs never fall."""
-    if limit < 0 or cost_us(0) > budget_us:
-        return None
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost_us(middle) <= budget_us:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def fit(
@@ -246,7 +228,7 @@ class Corrector:
     """Follows a device on-line: one multiplicative factor per stage, a clipped EMA of measured / calibrated.
 
     A single observation is clipped to half or double the current factor, so that one stall moves little, and
-    the factor stays within [1/max_factor, max_factor]. Not thread-safe: the device's thread owns it.
+    the factor stays within [1/max_factor, max_factor]. The device's thread owns it; any thread may read `model`.
     """
 
     def __init__(self, calibrated: LatencyModel, weight: float = 0.05, max_factor: float = 8.0) -> None:
@@ -267,9 +249,11 @@ class Corrector:
     @property
     def model(self) -> LatencyModel:
         """The corrected model as of now."""
-        if self._model is None:
-            self._model = self.calibrated.scaled(self._factors)
-        return self._model
+        model = self._model
+        if model is None:
+            # Returned as it is here: an observation on the device's thread may drop it meanwhile.
+            model = self._model = self.calibrated.scaled(self._factors)
+        return model
 
     def factor(self, stage: Stage) -> float:
         """Measured / calibrated of one stage."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import psutil
 
 from streams.errors import RelayError
+from workers.model.interface import Engine
+from workers.settings import WorkerSettings
 
 HEADROOM = 0.9
 """Part of the available host memory that the plan may take."""
@@ -37,6 +39,19 @@ class MemoryPlan:
         return {field.name.removesuffix("_bytes"): getattr(self, field.name) for field in fields(self)}
 
 
+def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
+    """What one forward of the executor takes at most, beside weights and arena."""
+    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
+    # A model whose rows see later rows gets its prefix in one piece; of others a piece is a page at least.
+    piece = max(settings.max_chunk_tokens, settings.page_tokens) if engine.rules.chunks else longest
+    suffix = engine.limits.max_suffix_behaviours * engine.layout.tokens_per_behaviour
+    rows = max(engine.limits.max_candidates + suffix, settings.max_batch_rows)
+    piece = min(piece, longest)
+    if settings.mixes_chunks(engine.device.is_cpu):
+        return engine.scratch_bytes(piece, rows)
+    return max(engine.scratch_bytes(piece, 0), engine.scratch_bytes(0, rows))
+
+
 def process_bytes(loaded_on_host: int) -> int:
     """Resident memory of this process now, less the `loaded_on_host` bytes in it that are counted elsewhere."""
     return max(0, psutil.Process().memory_info().rss - loaded_on_host)
@@ -58,6 +73,11 @@ def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int
             + (" or `worker.hbm_bytes`" if device_is_host else "")
             + ", or free memory."
         )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the host, or of a device, which may have an error of its own by that name."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _gib(size_bytes: int) -> str:

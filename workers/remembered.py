@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class Remembered:
     """The last `capacity` ids that were added. Not thread-safe."""
@@ -10,7 +12,8 @@ class Remembered:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self._capacity = capacity
-        self._ids: dict[str, None] = {}
+        # A plain dict whose oldest are deleted is searched past all their places for the next one.
+        self._ids: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -20,7 +23,7 @@ class Remembered:
 
     def add(self, identity: str) -> None:
         """Remembers the id as the newest, and forgets the oldest beyond the capacity."""
-        self._ids.pop(identity, None)
         self._ids[identity] = None
+        self._ids.move_to_end(identity)
         if len(self._ids) > self._capacity:
-            del self._ids[next(iter(self._ids))]
+            self._ids.popitem(last=False)

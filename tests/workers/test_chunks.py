@@ -44,3 +44,21 @@ def test_a_model_that_allows_no_cut_gets_its_prefix_in_one_piece() -> None:
     chunking = Chunking(1.0, 16, 16, in_one_piece=True)
     assert chunking.end(0, 4_000, LATENCY) == 4_000
     assert chunking.duration_us(0, 4_000, LATENCY) == LATENCY.pre_us(4_000)
+
+
+@given(chunkings, st.integers(1, 5_000), st.floats(0, 1))
+def test_who_sees_prefixes_only_whole_predicts_what_their_pieces_take(
+    chunking: Chunking, longest: int, part: float
+) -> None:
+    whole = chunking.for_whole_prefixes(LATENCY, longest)
+    assert whole.pre_us(longest) == pytest.approx(chunking.duration_us(0, longest, LATENCY))
+    tokens = max(1, int(part * longest))
+    assert LATENCY.pre_us(tokens) <= whole.pre_us(tokens) + 1e-6
+    assert whole.coefficients.c0 == LATENCY.coefficients.c0
+
+
+def test_prefixes_in_one_piece_are_predicted_as_they_are() -> None:
+    whole = Chunking(1.0, 16, 16, in_one_piece=True)
+    assert whole.for_whole_prefixes(LATENCY, 4_000).pre_us(1_000) == pytest.approx(LATENCY.pre_us(1_000))
+    nothing = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=0, b2=0, c0=0, c1=0, c2=0, d0=0, d1=0))
+    assert whole.for_whole_prefixes(nothing, 4_000) == nothing

@@ -825,6 +825,45 @@ def test_whatever_breaks_a_prefix_ends_it_alone():
     assert [work.request.request_id for work in world.outbox.ranked_works] == ["r", "r3"]
 
 
+def test_a_job_that_waits_for_another_version_is_charged_once():
+    world = World()
+    charged = []
+    refuse = world.executor._shared.admission.refuse
+
+    def counted(work, *rest):
+        charged.append(work.job.request_id)
+        return refuse(work, *rest)
+
+    world.executor._shared.admission.refuse = counted
+    world.job(version=world.store.put("u", 100), request_id="r1")
+    world.job(version=world.store.put("u", 200, number=2), request_id="r2")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED, JobOutcome.COMPUTED]
+    assert charged == ["r1", "r2"]
+
+
+def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_triggers():
+    """They admit what full inference would make late: by its times on a device that was faster nothing was."""
+    world = World()
+    slow = replace(COEFFICIENTS, a0=COEFFICIENTS.a0 / 2, a1=COEFFICIENTS.a1 / 2)
+    world.corrector.recalibrate(LatencyModel(slow))
+    for number in range(200):
+        world.rank(f"u{number}", world.store.put(f"u{number}", 100), f"r{number}")
+        world.run()
+        world.mover.finish()
+    assert set(world.outbox.paths) == {Path.FULL}
+    took_us = 100 * TOKEN_US + HIT_US
+    assert world.executor.latency_of_prefixes.full_us(100, 10) == pytest.approx(took_us, rel=0.01)
+
+
+def test_triggers_are_told_what_a_prefix_takes_in_its_pieces():
+    world = World(chunk_ms=1.0)
+    world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b0=200.0)))
+    # Pieces of 80 tokens: five pages in a millisecond, the fixed part paid for each.
+    expected = LIMITS.max_prefix_behaviours * TOKEN_US + 7 * 200
+    assert world.executor.latency_of_prefixes.pre_us(LIMITS.max_prefix_behaviours) == pytest.approx(expected)
+
+
 class PrefixKeys:
     """Keys as the worker makes them."""
 

@@ -48,6 +48,15 @@ def test_a_job_that_breaks_after_it_waited_for_its_history_fails_alone():
     assert world.outbox.jobs == [JobOutcome.FAILED]
 
 
+def test_a_job_that_breaks_after_it_waited_for_another_version_fails_alone():
+    world = World()
+    world.job("u", world.store.put("u", 100), "r1")
+    world.job("u", world.store.put("u", 200, number=2), "r2")
+    break_once(world, "prefix_inputs")
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED, JobOutcome.FAILED]
+
+
 def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
     world = World()
     version = world.store.put("u", 100)
@@ -59,6 +68,42 @@ def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
     world.run()
     ((_, reason, detail),) = world.outbox.failures
     assert (reason, detail) == (FailureReason.DEVICE_ERROR, "no good")
+    assert world.executor.ranking_outstanding == 0
+
+
+@pytest.mark.parametrize("hbm_pages", [128, 4], ids=["in the cache", "on the scratch pages"])
+def test_a_request_that_breaks_once_its_prefix_is_there_fails_alone(hbm_pages):
+    world = World(hbm_pages)
+    world.rank("u", world.store.put("u", 100), "r1")
+    break_once(world, "rank_inputs")
+    world.rank("v", world.store.put("v", 100), "r2")
+    world.run()
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["r1"]
+    assert [work.request.request_id for work in world.outbox.ranked_works] == ["r2"]
+    assert world.executor.ranking_outstanding == 0
+
+
+def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_that_wait_with_it():
+    """Those before it had been sent another way already, and were answered twice."""
+    world = World()
+    version = world.store.put("u", 480)
+    for name in ("r1", "r2", "r3"):
+        world.rank("u", version, name, budget_us=7_000 if name != "r3" else 50_000)
+    world.clock.advance_us(3_000)
+    whole, calls = world.engine.prefix_inputs, []
+
+    def broken_at_the_second(*arguments, **fields):
+        calls.append(1)
+        if len(calls) == 2:
+            raise BrokenError("no good")
+        return whole(*arguments, **fields)
+
+    world.engine.prefix_inputs = broken_at_the_second
+    world.run()
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["r2"]
+    assert sorted((work.request.request_id, work.path) for work in world.outbox.ranked_works) == [
+        ("r1", Path.TRUNCATED), ("r3", Path.FULL),
+    ]  # fmt: skip
     assert world.executor.ranking_outstanding == 0
 
 

@@ -26,12 +26,12 @@ from workers.device import CpuDevice
 from workers.executor import Executor
 from workers.history.record import StoredHistory
 from workers.kv import KvDtype
+from workers.memory import forward_bytes
 from workers.metrics import WorkerMetrics
 from workers.model.checkpoint import Checkpoint, random_checkpoint
 from workers.model.engine import build_engine
 from workers.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from workers.model.reference import full_inference
-from workers.process.memory import forward_bytes
 from workers.settings import WorkerSettings
 from workers.work import JobOutcome, JobWork, RankingWork
 

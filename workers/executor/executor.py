@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streams.clock import Clock
-from streams.latency import Corrector
+from streams.latency import Corrector, LatencyModel
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import PageCopy, PrefixCache
@@ -85,11 +85,6 @@ class Executor:
         return bool(self._mailbox)
 
     @property
-    def has_device_work(self) -> bool:
-        """Whether something could run on the device now."""
-        return len(self._shared.scheduler) > 0
-
-    @property
     def last_progress_us(self) -> int:
         """When the loop last moved, monotonic."""
         return self._shared.last_progress_us
@@ -113,6 +108,13 @@ class Executor:
     def preinfer_backlog_us(self) -> int:
         """Predicted device time of the pre-infer work that is queued."""
         return self._prefixes.preinfer_backlog_us
+
+    @property
+    def latency_of_prefixes(self) -> LatencyModel:
+        """Predictions as of now, for who sees prefixes only whole: the trigger. From any thread."""
+        shared = self._shared
+        longest = shared.engine.layout.tokens(shared.engine.limits.max_prefix_behaviours)
+        return shared.chunking.for_whole_prefixes(shared.latency, longest)
 
     # -- the device thread -------------------------------------------------------------------------
 
@@ -178,5 +180,5 @@ class Executor:
         now_us = self._shared.now_us()
         self._shared.cache.expire_leases(now_us)
         self._shared.cache.expire_prefixes(now_us)
-        self._shared.cache.force_unpins(now_us, self._completions.after_work())
+        self._shared.cache.take_overdue(now_us, self._completions.after_work())
         self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

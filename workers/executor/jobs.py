@@ -68,10 +68,14 @@ class JobFlow:
         if resolved.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
-        self.pre_infer(work, self._shared.spans.span(job.user_id, resolved, job.retrieval_at_us // 1000, expected))
+        query_time_ms = job.retrieval_at_us // 1000
+        return self._pre_infer(work, self._shared.spans.span(job.user_id, resolved, query_time_ms, expected))
 
     def pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
         """Sees to it that the prefix is, or will be, in HBM; or ends the job."""
+        self._guarded(work, lambda work: self._pre_infer(work, span))
+
+    def _pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
         if not self._shared.is_current(span):
             return self.submit(work)
         now_us = self._shared.now_us()
@@ -92,11 +96,9 @@ class JobFlow:
         # A job for a prefix in DRAM is the signal to reload it.
         pending = self._shared.reload_more(span, handle, work.expected_ranking_us)
         if pending is not None:
-            if handle is not None:
-                self._shared.cache.release(handle)
+            self._shared.release(handle)
             return self._lease_after_reload(work, span, pending)
-        self._queue_job(work, span, now_us, handle)
-        return None
+        return self._queue_job(work, span, now_us, handle)
 
     def begin(self, work: JobWork) -> None:
         """The job is being served: computed, reloaded, or found ready."""
@@ -124,22 +126,20 @@ class JobFlow:
 
     def _queue_job(self, work: JobWork, span: PrefixSpan, now_us: int, base: Handle | None) -> None:
         """Queues the computation of what is missing, if footprint and load allow."""
-        done = base.tokens if base is not None else 0
-        refusal = self._refusal(work, span, now_us, done)
         coming = self._prefixes.coming_of(span.key.user_id)
-        if refusal is None and coming is None:
-            prefix = self._shared.prefix_work(span, base)
-            prefix.jobs.append(work)
-            self._prefixes.enqueue(prefix)
-            return self._shed()
-        if base is not None:
-            self._shared.cache.release(base)
+        if coming is not None:
+            # Another version of this user's prefix is on its way: what it leaves is the better start.
+            self._shared.release(base)
+            coming.then.append(partial(self.pre_infer, work, span))
+            return None
+        refusal = self._refusal(work, span, now_us, base.tokens if base is not None else 0)
         if refusal is not None:
+            self._shared.release(base)
             return self._end(work, refusal)
-        # Another version of this user's prefix is on its way: what it leaves is the better start.
-        assert coming is not None
-        coming.then.append(partial(self.pre_infer, work, span))
-        return None
+        prefix = self._shared.prefix_work(span, base)
+        prefix.jobs.append(work)
+        self._prefixes.enqueue(prefix)
+        return self._shed()
 
     def _refusal(self, work: JobWork, span: PrefixSpan, now_us: int, done_tokens: int) -> JobOutcome | None:
         if work.job.request_id in self._answered:

@@ -119,7 +119,12 @@ class PrefixFlow:
         self._shared.scheduler.push(prefix)
 
     def begin(self, prefix: PrefixWork, now_us: int) -> bool:
-        """Before each piece: False if nobody wants it any more, or if there is no place; that is then settled."""
+        """Before each piece: False if it is lost, if nobody wants it any more, or if there is no place; that is then
+        settled.
+        """
+        if prefix.fill is not None and not prefix.fill.is_current:
+            self._lost(prefix)
+            return False
         self._drop_hopeless(prefix, now_us)
         if not prefix.waiters and all(job.expires_us < now_us for job in prefix.jobs):
             self.abandon(prefix, JobOutcome.EXPIRED)
@@ -202,9 +207,8 @@ class PrefixFlow:
 
     def _begin_anew_on_scratch(self, prefix: PrefixWork) -> None:
         """Nothing cached can serve it there: it is full inference from now on, and its requests say so."""
-        if prefix.base is not None:
-            self._shared.cache.release(prefix.base)
-            prefix.base = None
+        self._shared.release(prefix.base)
+        prefix.base = None
         prefix.on_scratch = True
         prefix.done_tokens = 0
         for waiter in prefix.waiters:
@@ -232,16 +236,10 @@ class PrefixFlow:
             return self._requests.ready(waiter)
         assert prefix.fill is not None
         handle = prefix.fill.publish(now_us)
-        if prefix.base is not None:
-            self._shared.cache.release(prefix.base)
-            prefix.base = None
         if handle is None:
-            for job in prefix.jobs:
-                self._shared.outbox.job_done(job.received, JobOutcome.FAILED)
-            for waiter in prefix.waiters:
-                waiter.path = Path.FULL
-                self._requests.look_up(waiter)
-            return None
+            return self._lost(prefix)
+        self._shared.release(prefix.base)
+        prefix.base = None
         # Those that wait use it first: a job whose request has gone by then may else count it as wasted.
         for waiter in prefix.waiters:
             self._continue_on(waiter, prefix, now_us)
@@ -250,6 +248,15 @@ class PrefixFlow:
             self._shared.outbox.job_done(job.received, JobOutcome.COMPUTED)
         self._shared.cache.release(handle)
         return None
+
+    def _lost(self, prefix: PrefixWork) -> None:
+        """It was invalidated, or its pages were taken away: its jobs were in vain, its requests are looked up again."""
+        self._discard(prefix)
+        for job in prefix.jobs:
+            self._shared.outbox.job_done(job.received, JobOutcome.FAILED)
+        for waiter in prefix.waiters:
+            waiter.path = Path.FULL
+            self._requests.look_up(waiter)
 
     def _continue_on(self, waiter: RankingWork, prefix: PrefixWork, now_us: int) -> None:
         """What a request does once the prefix that it waited for is there: rank, or compute its own tail."""
@@ -308,8 +315,7 @@ class PrefixFlow:
         self._forget(prefix)
         if prefix.fill is not None:
             prefix.fill.abort()
-        if prefix.base is not None:
-            self._shared.cache.release(prefix.base)
+        self._shared.release(prefix.base)
         self.free_scratch(prefix)
 
     def _forget(self, prefix: PrefixWork) -> None:

@@ -16,11 +16,13 @@ import numpy as np
 import structlog
 
 from schemas.messages import Behaviours, FailureReason, Path, PrefixSource
+from streams.latency import Stage
 from workers.cache import Handle, Hit, Pending, Purpose, WasteReason
 from workers.executor.prefixes import PrefixFlow
 from workers.executor.shared import Shared
 from workers.executor.waiting import Waiting
 from workers.history.resolve import HistoryMismatchError
+from workers.memory import is_out_of_memory
 from workers.model.interface import EngineLimits, RankOutputs, TooLongError
 from workers.remembered import Remembered
 from workers.scheduler.plan import Route, RoutePlan, plan_ranking
@@ -106,10 +108,9 @@ class RankingFlow:
             if handle.complete:
                 return self.rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
-        pending = self._shared.reload_more(span, handle, work.deadline_us)
+        pending = self._shared.reload_more(span, handle, work.deadline_us, work.predicted_us)
         if pending is not None:
-            if handle is not None:
-                self._shared.cache.release(handle)
+            self._shared.release(handle)
             return self._waiting.for_prefix(work, pending)
         return self.plan(work, span, handle, now_us)
 
@@ -143,10 +144,9 @@ class RankingFlow:
             self.rank_with_tail(work, handle)
             return None
         if handle is None or plan.route is not Route.WHOLE:
-            if handle is not None:
-                self._shared.cache.release(handle)
+            self._shared.release(handle)
             return self.serve_in_full(work, span, plan)
-        self._compute(work, self._shared.prefix_work(span, handle))
+        return self._compute(work, span, handle)
 
     def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool:
         """Ranks on what is cached, with the rest of the prefix as part of the suffix; False where that may not be.
@@ -179,13 +179,18 @@ class RankingFlow:
         self._rank_on(work, span.tokens, span.suffix)
         if span.tokens == 0:
             return self.ready(work)
-        prefix = self._shared.prefix_work(span, None)
-        prefix.on_scratch = on_scratch
-        return self._compute(work, prefix)
+        return self._compute(work, span, None, on_scratch)
 
-    def _compute(self, work: RankingWork, prefix: PrefixWork) -> None:
-        prefix.waiters.append(work)
-        self._prefixes.enqueue(prefix)
+    def _compute(self, work: RankingWork, span: PrefixSpan, base: Handle | None, on_scratch: bool = False) -> None:
+        """Waits for what `base` lacks of the prefix, which is queued. The handle is the computation's from here on."""
+
+        def enqueue(work: RankingWork) -> None:
+            prefix = self._shared.prefix_work(span, base)
+            prefix.on_scratch = on_scratch
+            prefix.waiters.append(work)
+            self._prefixes.enqueue(prefix)
+
+        self.guarded(work, enqueue)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
         """Waits for the prefix that is being computed, or takes over what has not begun.
@@ -218,6 +223,10 @@ class RankingFlow:
         self.look_up(work)
 
     def ready(self, work: RankingWork) -> None:
+        """Its prefix is in its pages: what it brings itself is looked up, and it is queued for a ranking pass."""
+        self.guarded(work, self._ready)
+
+    def _ready(self, work: RankingWork) -> None:
         assert work.span is not None
         work.ready_us = self._shared.now_us()
         try:
@@ -245,9 +254,18 @@ class RankingFlow:
             self._shared.cache.invalidate_user(work.request.user_id)
             return self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         self._shared.outbox.ranked(work, outputs)
+        self._observe(work)
         if work.handle is not None and work.handle.approximate:
             self._shared.metrics.ranked_approximately()
         self._finish_ranking(work, ranked=True)
+
+    def _observe(self, work: RankingWork) -> None:
+        """What full inference took: triggers predict it whole. Of a batch's time, its pass is the predicted part."""
+        if work.path is Path.FULL and work.pre_infer_us:
+            size = work.ranked_prefix_tokens, work.scored_tokens
+            took_us = work.pre_infer_us + self._shared.latency.hit_us(*size)
+            corrector = self._shared.corrector
+            corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us)
 
     def reject(self, work: RankingWork) -> None:
         """Answers that nothing could serve it in its time."""
@@ -259,8 +277,7 @@ class RankingFlow:
         """Answers that the device failed, and how; or tries another way, if what failed was a reload."""
         if _lost_its_prefix(work):
             return self._look_up_again(work)
-        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        reason = FailureReason.OUT_OF_MEMORY if out_of_memory else FailureReason.DEVICE_ERROR
+        reason = FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
         self.fail(work, reason, str(error)[:500] or repr(error))
 
     def fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
@@ -288,9 +305,8 @@ class RankingFlow:
 
     def _let_go(self, work: RankingWork) -> None:
         self._prefixes.free_scratch(work)
-        if work.handle is not None:
-            self._shared.cache.release(work.handle)
-            work.handle = None
+        self._shared.release(work.handle)
+        work.handle = None
 
 
 def _lost_its_prefix(work: RankingWork) -> bool:

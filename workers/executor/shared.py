@@ -103,10 +103,14 @@ class Shared:
         try:
             inputs = self.engine.prefix_inputs(span.features, span.behaviours, query_time_ms=span.query_time_ms)
         except Exception:
-            if base is not None:
-                self.cache.release(base)
+            self.release(base)
             raise
         return PrefixWork(span, inputs, base.tokens if base is not None else 0, base=base)
+
+    def release(self, handle: Handle | None) -> None:
+        """Lets go of what a look-up found, if it found something."""
+        if handle is not None:
+            self.cache.release(handle)
 
     def is_current(self, span: PrefixSpan) -> bool:
         """Whether the span is cut for the model that serves now."""
@@ -134,8 +138,13 @@ class Shared:
             ahead_us /= 1 - self.admission_settings.preinfer_share
         return int(work.answer_by_us - now_us - ahead_us)
 
-    def reload_more(self, span: PrefixSpan, handle: Handle | None, deadline_us: int) -> Pending | None:
-        """Starts a reload if DRAM holds more of the prefix than HBM, and copying it beats computing it."""
+    def reload_more(
+        self, span: PrefixSpan, handle: Handle | None, deadline_us: int, rank_us: float = 0.0
+    ) -> Pending | None:
+        """Starts a reload if DRAM holds more of the prefix than HBM, and copying it beats computing it.
+
+        A ranking that takes `rank_us` may go on beside the copy.
+        """
         in_hbm = handle.behaviours if handle is not None else 0
         in_dram = self.cache.peek(span.key).dram_behaviours
         if in_dram <= in_hbm:
@@ -143,7 +152,7 @@ class Shared:
         layout = self.engine.layout
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
         saved_us = self.chunking.duration_us(cached, stored, self.latency)
-        pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us)
+        pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us, rank_us)
         return pending if isinstance(pending, Pending) else None
 
     def park(self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]) -> bool:

@@ -49,25 +49,31 @@ class Waiting:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         started_us = self._shared.now_us()
         full_us = self._shared.full_us(work.span.tokens, work.scored_tokens) + self._shared.chunk_us
-        state = {"waiting": True}
+        waits = True  # The first of the three below that has its turn ends it.
 
         def arrived() -> None:
-            if state.pop("waiting", False):
+            nonlocal waits
+            if waits:
+                waits = False
                 if pending.kind is PendingKind.LOAD:
                     work.reload_us += self._shared.now_us() - started_us
                 self._after(work)
 
         def begun() -> None:
-            handle = self._arriving(work) if "waiting" in state else None
+            nonlocal waits
+            handle = self._arriving(work) if waits else None
             if handle is not None:
-                state.clear()
+                waits = False
                 work.reload_us += self._shared.now_us() - started_us
-                self._requests.guarded(work, lambda work: self._requests.rank_on_handle(work, handle, Path.DRAM))
+                self._requests.rank_on_handle(work, handle, Path.DRAM)
 
         def overdue() -> None:
-            if state.pop("waiting", False):
+            nonlocal waits
+            if waits:
+                waits = False
                 self._requests.guarded(work, self._compute_instead)
 
+        pending.needed_by(work.deadline_us)
         if pending.arrival is not None:
             pending.arrival.add_begun_callback(lambda: self._shared.post(begun))
         pending.add_done_callback(lambda _: self._shared.post(arrived))

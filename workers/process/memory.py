@@ -15,7 +15,7 @@ from workers.cache.copy_queue import CopyLimits
 from workers.cache.policies import TierPolicies
 from workers.cache.trace import TraceRecorder
 from workers.kv import DramGeometry
-from workers.memory import MemoryPlan, process_bytes
+from workers.memory import MemoryPlan, forward_bytes, process_bytes
 from workers.model.engine import Engine
 from workers.process.cache_trace import recorder_of
 from workers.settings import WorkerSettings
@@ -75,19 +75,6 @@ def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: boo
         history_bytes=int(settings.history_max_bytes),
         process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
     )
-
-
-def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
-    """What one forward of the executor takes at most, beside weights and arena."""
-    longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-    # A model whose rows see later rows gets its prefix in one piece; of others a piece is a page at least.
-    piece = max(settings.max_chunk_tokens, settings.page_tokens) if engine.rules.chunks else longest
-    suffix = engine.limits.max_suffix_behaviours * engine.layout.tokens_per_behaviour
-    rows = max(engine.limits.max_candidates + suffix, settings.max_batch_rows)
-    piece = min(piece, longest)
-    if settings.mixes_chunks(engine.device.is_cpu):
-        return engine.scratch_bytes(piece, rows)
-    return max(engine.scratch_bytes(piece, 0), engine.scratch_bytes(0, rows))
 
 
 def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | None) -> TakenMemory:

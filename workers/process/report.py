@@ -29,7 +29,6 @@ class StatusReport:
         engine, settings = prepared.engine, config.worker
         self.state = WorkerState.STARTING
         self._cache = cache
-        self._corrector = prepared.corrector
         self._executor = executor
         self._loop = loop
         self._waits = waits
@@ -60,6 +59,6 @@ class StatusReport:
                 dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
                 ranking_queue_p99_us=self._waits.p99_us(),
                 preinfer_queue_us=self._executor.preinfer_backlog_us,
-                latency=self._corrector.model.coefficients,
+                latency=self._executor.latency_of_prefixes.coefficients,
             ),
         )

@@ -7,7 +7,7 @@ time of a prefix counts its pieces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streams.latency import LatencyModel
 
@@ -44,3 +44,15 @@ class Chunking:
             spent_us += latency.append_us(done_tokens, end - done_tokens)
             done_tokens = end
         return spent_us
+
+    def for_whole_prefixes(self, latency: LatencyModel, longest_tokens: int) -> LatencyModel:
+        """The model for who knows nothing of pieces: its T_pre is what they take together.
+
+        Exactly so for a prefix of `longest_tokens`, and about so for shorter ones.
+        """
+        c = latency.coefficients
+        in_one_us = latency.pre_us(longest_tokens) - c.b0
+        if in_one_us <= 0:
+            return latency
+        factor = (self.duration_us(0, longest_tokens, latency) - c.b0) / in_one_us
+        return LatencyModel(replace(c, b1=c.b1 * factor, b2=c.b2 * factor))

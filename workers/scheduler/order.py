@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -60,8 +61,8 @@ class LaxityQueue(Generic[W]):
     def __contains__(self, work: W) -> bool:
         return id(work) in self._current
 
-    def __iter__(self) -> itertools.chain[W]:
-        return itertools.chain(entry.work for entry in self._current.values())
+    def __iter__(self) -> Iterator[W]:
+        return (entry.work for entry in self._current.values())
 
     def push(self, work: W) -> None:
         """Adds the work, or moves it to the place of its present latest start."""
