@@ -24,7 +24,7 @@ from streams.latency import LatencyModel
 from workers.calibration import latency_for
 from workers.dram_check import require_precision
 from workers.measuring import bind_own_arena
-from workers.memory import HEADROOM
+from workers.memory import HEADROOM, forward_bytes, is_out_of_memory
 from workers.model.checkpoint import WEIGHTS_FILE, load_checkpoint
 from workers.model.config import read_config
 from workers.model.engine import build_engine
@@ -69,7 +69,7 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
     folder = settings.model
     try:
         _require_fit(folder, present, settings)
-        _require_memory(folder, present)
+        _require_memory_for_weights(folder, present)
         checkpoint = load_checkpoint(folder)
         if checkpoint.revision == present.revision:
             return None
@@ -82,15 +82,17 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
             settings.compute_dtype,
             settings.cuda_graphs,
         )
+        _require_memory_for_forwards(folder, engine, present, settings)
         _try(engine)
         _require_precision(engine, settings)
+        return NewModel(engine, _latency(engine, settings))
     except ReloadRefusedError:
         raise
-    except MemoryError as error:
-        raise ReloadRefusedError(ReloadOutcome.NO_MEMORY, f"{folder} does not fit into memory: {error}.") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            message = f"{folder} does not fit into memory: {error}."
+            raise ReloadRefusedError(ReloadOutcome.NO_MEMORY, message) from error
         raise ReloadRefusedError(ReloadOutcome.BROKEN, f"{folder} cannot be used: {error}") from error
-    return NewModel(engine, _latency(engine, settings))
 
 
 def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> None:
@@ -112,7 +114,7 @@ def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> Non
         )
 
 
-def _require_memory(folder: Path, present: Engine) -> None:
+def _require_memory_for_weights(folder: Path, present: Engine) -> None:
     """Both models are in memory for a while."""
     weights = folder / WEIGHTS_FILE
     # Stored in 16 bits they take twice as much as their file: the present model's size is the better guess then.
@@ -120,6 +122,16 @@ def _require_memory(folder: Path, present: Engine) -> None:
     available = int(psutil.virtual_memory().available * HEADROOM)
     if not present.device.is_cpu:
         available = min(available, present.device.memory().free_bytes)
+    _require_memory(folder, wanted, available)
+
+
+def _require_memory_for_forwards(folder: Path, engine: Engine, present: Engine, settings: WorkerSettings) -> None:
+    """What a forward takes was planned for the present model; another one of the same K,V may take more."""
+    wanted = forward_bytes(engine, settings) - forward_bytes(present, settings)
+    _require_memory(folder, wanted, int(engine.device.memory().free_bytes * HEADROOM))
+
+
+def _require_memory(folder: Path, wanted: int, available: int) -> None:
     if wanted > available:
         raise ReloadRefusedError(
             ReloadOutcome.NO_MEMORY,

@@ -21,9 +21,11 @@ from streams.latency import Corrector, LatencyModel, Stage
 from tests.workers.model_world import small_config
 from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, World, behaviours_of
 from workers.calibration import Calibration, describe, save_calibration
-from workers.device import CpuDevice
+from workers.device import CpuDevice, MemoryInfo
 from workers.kv import KvDtype
-from workers.model.checkpoint import WEIGHTS_FILE, random_checkpoint, save_checkpoint
+from workers.memory import HEADROOM
+from workers.metrics import WorkerMetrics
+from workers.model.checkpoint import WEIGHTS_FILE, load_checkpoint, random_checkpoint, save_checkpoint
 from workers.model.engine import build_engine, load_engine
 from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
 from workers.process.reloading import ModelReloading
@@ -116,6 +118,28 @@ def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch)
     present = serving(save(tmp_path / "old"))
     nothing = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
     monkeypatch.setattr(workers.model_reload, "psutil", nothing)
+    assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
+
+
+def test_without_memory_for_what_its_forwards_take_more_the_old_one_stays(tmp_path, monkeypatch):
+    """Weights alone were asked for: a wider MLP of the same K,V then ran out of memory under traffic."""
+    present = serving(save(tmp_path / "old"))
+    settings = settings_of(save(tmp_path / "new", seed=1))
+    takes = {present.revision: 10_000, load_checkpoint(tmp_path / "new").revision: 14_000}
+    monkeypatch.setattr(workers.model_reload, "forward_bytes", lambda engine, _: takes[engine.revision])
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) - 2, 10**9))
+    assert refusal(present, settings).outcome is ReloadOutcome.NO_MEMORY
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) + 2, 10**9))
+    assert load_beside(present, settings) is not None
+
+
+def test_a_device_that_has_no_memory_for_the_new_model_is_no_broken_checkpoint(tmp_path, monkeypatch):
+    present = serving(save(tmp_path / "old"))
+
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(workers.model_reload, "build_engine", full)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
@@ -297,6 +321,32 @@ def test_a_second_wish_while_one_loads_is_not_lost(tmp_path, monkeypatch):
         world.reloading._thread.join(30)
         world.reloading.tick(None, is_active=False)
     assert world.outcomes() == {"unchanged": 2}, "two of them were one"
+
+
+def test_a_wish_to_go_back_while_the_device_thread_has_yet_to_swap_is_not_taken_for_the_model_that_serves(tmp_path):
+    """It was compared with the model that was about to go: `unchanged`, and then the other one served."""
+    world = Reloading(save(tmp_path, seed=0))
+    first = world.prepared.engine.revision
+    calls = []
+    parts = SimpleNamespace(
+        arena=world.prepared.engine.device.empty_bytes(1, world.prepared.engine.geometry.page_bytes),
+        device=SimpleNamespace(call=calls.append),
+        executor=SimpleNamespace(serve_with=lambda engine: None),
+        metrics=WorkerMetrics(CollectorRegistry()),
+        cache=SimpleNamespace(keep_only=lambda namespace: 0),
+    )
+    save(tmp_path, seed=1)
+    world.reload(parts, is_active=True)
+    save(tmp_path, seed=0)
+    world.reloading.want()
+    world.reloading.tick(parts, is_active=True)
+    assert world.reloading._thread is None, "waits for the swap"
+    calls.pop()()
+    assert world.prepared.engine.revision != first
+    world.reload(parts, is_active=True)
+    calls.pop()()
+    assert world.prepared.engine.revision == first
+    assert world.outcomes() == {"swapped": 2}
 
 
 def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):

@@ -37,6 +37,7 @@ class ModelReloading:
         for outcome in ReloadOutcome:
             self._reloads.labels(outcome.value)
         self._wanted = False
+        self._swapping = False
         self._thread: threading.Thread | None = None
         self._loaded: NewModel | None = None
         self._file = self._loading_file = _identity(settings.model)
@@ -55,7 +56,8 @@ class ModelReloading:
             loaded, self._loaded = self._loaded, None
             if loaded is not None:
                 self._hand_over(loaded, parts, is_active)
-        if self._wanted and self._thread is None:
+        # A checkpoint is compared with the model that serves, which is not certain while the device thread may swap.
+        if self._wanted and self._thread is None and not self._swapping:
             self._wanted = False
             self._loading_file = _identity(self._settings.model)
             self._warn_if_overwritten()
@@ -79,10 +81,17 @@ class ModelReloading:
     # -- taking over -------------------------------------------------------------------------------
 
     def _hand_over(self, model: NewModel, parts: Parts | None, is_active: bool) -> None:
+        def swap() -> None:
+            try:
+                self._swap(model, parts)
+            finally:
+                self._swapping = False
+
+        self._swapping = True
         if parts is not None and is_active:
-            parts.device.call(lambda: self._swap(model, parts))
+            parts.device.call(swap)
         else:
-            self._swap(model, parts)
+            swap()
 
     def _swap(self, model: NewModel, parts: Parts | None) -> None:
         """On the device thread where that has work: it may not end by this. Before it has any, nothing disturbs it."""
