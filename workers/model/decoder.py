@@ -60,22 +60,18 @@ class DecoderLayer:
         bias = weights.get("projection.bias")
         self._projection = projection.to(compute_dtype)
         self._projection_bias = (projection.new_zeros(projection.shape[1]) if bias is None else bias).to(compute_dtype)
-        self._output = added_product(weights["output.weight"], compute_dtype)
-        self._output_bias = weights.get("output.bias")
+        self._output = added_product(weights["output.weight"], compute_dtype, weights.get("output.bias"))
         self._wide = weights["mlp.0.weight"].to(compute_dtype)
         self._wide_bias = weights["mlp.0.bias"].to(compute_dtype)
-        self._narrow = added_product(weights["mlp.1.weight"], compute_dtype)
-        self._narrow_bias = weights["mlp.1.bias"]
+        self._narrow = added_product(weights["mlp.1.weight"], compute_dtype, weights["mlp.1.bias"])
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [rows, D] -> y [rows, D], both float32."""
         z = torch.addmm(self._projection_bias, self._input_norm(x).to(self._dtype), self._projection)
         q, k, v = (self._by_head(block) for block in torch.split(z, self._split, dim=1))
         x = self._output(x, attend(q, k, v))
-        if self._output_bias is not None:
-            x = x.add_(self._output_bias)
         hidden = torch.addmm(self._wide_bias, self._mlp_norm(x).to(self._dtype), self._wide)
-        return self._narrow(x, F.silu(hidden, inplace=True)).add_(self._narrow_bias)
+        return self._narrow(x, F.silu(hidden, inplace=True))
 
     def _by_head(self, block: torch.Tensor) -> torch.Tensor:
         rows, columns = block.shape

@@ -54,8 +54,7 @@ class FusedOutput:
         self._shape = shape
         self._columns = weight.shape[0] // shape.form.blocks
         self._norm = norm
-        self._product = added_product(weight, shape.compute_dtype)
-        self._bias = bias
+        self._product = added_product(weight, shape.compute_dtype, bias)
         head_dim = self._columns // shape.num_heads
         pad_heads, pad_dim = triton.next_power_of_2(shape.num_heads), triton.next_power_of_2(head_dim)
         self._fixed = {
@@ -71,8 +70,7 @@ class FusedOutput:
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """x [rows, D] float32; u, a [rows, H dv], contiguous along their columns -> y [rows, D]."""
-        y = self._product(x, self.read(u, a))
-        return y if self._bias is None else y.add_(self._bias)
+        return self._product(x, self.read(u, a))
 
     def read(self, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """What the product reads: [rows, H dv or 3 H dv] of the compute type."""

@@ -95,12 +95,11 @@ class GatedOutput:
     """y = x + (U * norm(A)) Wo [+ bo]"""
 
     def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._norm, self._bias = norm, bias
-        self._product = added_product(weight, dtype)
+        self._norm = norm
+        self._product = added_product(weight, dtype, bias)
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        y = self._product(x, self._norm(a).mul_(u))
-        return y if self._bias is None else y.add_(self._bias)
+        return self._product(x, self._norm(a).mul_(u))
 
 
 class ConcatenatedOutput:
@@ -119,14 +118,15 @@ class ConcatenatedNormOutput:
     """y = x + [U, norm(A), U * norm(A)] Wo [+ bo], as three products."""
 
     def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._norm, self._bias = norm, bias
-        self._of_u, self._of_normal, self._of_gated = (added_product(part, dtype) for part in weight.chunk(3))
+        of_u, of_normal, of_gated = weight.chunk(3)
+        self._norm = norm
+        self._of_u, self._of_normal = added_product(of_u, dtype), added_product(of_normal, dtype)
+        self._of_gated = added_product(of_gated, dtype, bias)
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         normal = self._norm(a)
         y = self._of_normal.add_to(self._of_u(x, u), normal)
-        y = self._of_gated.add_to(y, normal.mul_(u))
-        return y if self._bias is None else y.add_(self._bias)
+        return self._of_gated.add_to(y, normal.mul_(u))
 
 
 _OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | None, torch.dtype], OutputFunction]] = {

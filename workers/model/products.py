@@ -12,10 +12,10 @@ import torch
 
 
 class AddedProduct(Protocol):
-    """rows @ weight, added to float32 rows."""
+    """rows @ weight [+ bias], added to float32 rows."""
 
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """y + rows @ weight, as a new tensor."""
+        """y + rows @ weight [+ bias], as a new tensor."""
 
     def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The same in place of y."""
@@ -47,6 +47,20 @@ class NarrowProduct:
         return y.add_(torch.mm(rows.to(self._dtype), self._weight))
 
 
-def added_product(weight: torch.Tensor, dtype: torch.dtype) -> AddedProduct:
+class BiasedProduct:
+    """Another product, and a bias in float32."""
+
+    def __init__(self, product: AddedProduct, bias: torch.Tensor) -> None:
+        self._product, self._bias = product, bias
+
+    def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._product(y, rows).add_(self._bias)
+
+    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._product.add_to(y, rows).add_(self._bias)
+
+
+def added_product(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> AddedProduct:
     """The product for a compute type."""
-    return FullProduct(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
+    product: AddedProduct = FullProduct(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
+    return product if bias is None else BiasedProduct(product, bias)
