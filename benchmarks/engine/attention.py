@@ -114,9 +114,7 @@ class Contest:
             Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix)
             for segment in self._segments
         ]
-        slots = self._kv.slots(stored)
-        assert slots is not None
-        self._kv.write(0, slots, k, v)
+        self._kv.write(0, self._kv.slots(stored), k, v)
 
 
 def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, Attention]:

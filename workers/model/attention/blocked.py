@@ -15,7 +15,7 @@ from workers.model.attention.interface import AttentionPass
 from workers.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from workers.model.attention.segments import Placed, Segment, place
 from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.tiles import ROW_BLOCK, by_head
+from workers.model.attention.tiles import ROW_BLOCK, by_head, by_row
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """sums [heads, rows, dv] += weights [heads, rows, keys] @ values [heads, keys, dv]"""
@@ -56,18 +56,13 @@ class _BlockedPass:
         self._add = add_in_place if spec.compute_dtype is torch.float32 else add_widened
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._slots is not None:
-            stored = self._slots.pages.shape[0]
-            self._kv.write(layer, self._slots, k[:stored], v[:stored])
-        rows = q.shape[0]
+        self._kv.write(layer, self._slots, k, v)
         q, k, v = by_head(q * self._spec.alpha), by_head(k), by_head(v)
-        sums = torch.zeros((self._spec.num_heads, rows, self._spec.hidden_dim), device=q.device)
+        sums = torch.zeros(v.shape, device=v.device)
         for placed, spans in self._placed:
             self._from_context(layer, spans, q[:, placed.rows], sums[:, placed.rows])
             self._from_own(placed, q, k, v, sums)
-        out = torch.empty((rows, self._spec.num_heads, self._spec.hidden_dim), device=q.device)
-        torch.mul(sums.transpose(0, 1), self._scale, out=out)
-        return out.flatten(1)
+        return by_row(sums, self._scale)
 
     def _from_context(self, layer: int, spans: Sequence[PageSpan], q: torch.Tensor, sums: torch.Tensor) -> None:
         for span in spans:

@@ -103,24 +103,22 @@ class PagedKv:
             for low in range(first * size, min((first + step) * size, tokens), KEY_BLOCK)
         )
 
-    def slots(self, segments: Sequence[Segment]) -> TokenSlots | None:
-        """Where the causal rows of the segments that store go, in their order; None if none stores."""
+    def slots(self, segments: Sequence[Segment]) -> TokenSlots:
+        """Where the causal rows of the segments that store go, in their order."""
         size = self.geometry.page_tokens
-        pages, places = [], []
+        parts = [np.empty((2, 0), np.int64)]
         for segment in segments:
             if segment.stores:
                 tokens = np.arange(segment.context_tokens, segment.causal_tokens, dtype=np.int64)
-                pages.append(np.asarray(segment.pages, dtype=np.int64)[tokens // size])
-                places.append(tokens % size)
-        if not pages:
-            return None
-        both = np.stack((np.concatenate(pages), np.concatenate(places)))
-        return TokenSlots(*torch.from_numpy(both).to(self.device).unbind())
+                parts.append(np.stack((segment.pages[tokens // size], tokens % size)))
+        return TokenSlots(*torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device).unbind())
 
     def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores k, v [tokens, heads, dim] of one layer, rounded to the stored type."""
-        self._k[:, layer][slots.pages, :, slots.places] = k.to(self._k.dtype)
-        self._v[:, layer][slots.pages, :, slots.places] = v.to(self._v.dtype)
+        """Stores one layer of the first rows of k, v [rows, heads, dim], one a slot, rounded to the stored type."""
+        stored = slots.pages.shape[0]
+        if stored:
+            self._k[:, layer][slots.pages, :, slots.places] = k[:stored].to(self._k.dtype)
+            self._v[:, layer][slots.pages, :, slots.places] = v[:stored].to(self._v.dtype)
 
     def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [heads, tokens, dim] of one layer, as `dtype`."""

@@ -138,9 +138,7 @@ class _RecSdkPass:
         self._free = self._indices([np.arange(one.free.start, one.free.stop) for one in placed])
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._slots is not None:
-            stored = self._slots.pages.shape[0]
-            self._kv.write(layer, self._slots, k[:stored], v[:stored])
+        self._kv.write(layer, self._slots, k, v)
         keys, values = self._with_context(self._kv.k(layer), k), self._with_context(self._kv.v(layer), v)
         out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
         for call in self._calls:

@@ -55,9 +55,7 @@ class _SoftmaxPass:
         self._slots = kv.slots(segments)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._slots is not None:
-            stored = self._slots.pages.shape[0]
-            self._kv.write(layer, self._slots, k[:stored], v[:stored])
+        self._kv.write(layer, self._slots, k, v)
         out = torch.empty((q.shape[0], self._spec.num_heads, self._spec.hidden_dim), dtype=q.dtype, device=q.device)
         q, k, v = by_head(q), by_head(k), by_head(v)
         for one in self._segments:

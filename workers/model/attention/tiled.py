@@ -17,7 +17,7 @@ from workers.model.attention.paged_kv import KEY_BLOCK, PagedKv
 from workers.model.attention.segments import Segment
 from workers.model.attention.sight import Visible
 from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.tiles import ROW_BLOCK, RowTile, TiledSegment, by_head, tiled_segments
+from workers.model.attention.tiles import ROW_BLOCK, RowTile, TiledSegment, by_head, by_row, tiled_segments
 
 
 class TiledAttention:
@@ -57,12 +57,9 @@ class _TiledPass:
         self._slots = kv.slots(segments)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._slots is not None:
-            stored = self._slots.pages.shape[0]
-            self._kv.write(layer, self._slots, k[:stored], v[:stored])
-        rows = q.shape[0]
+        self._kv.write(layer, self._slots, k, v)
         q, k, v = by_head(q * self._spec.alpha), by_head(k), by_head(v)
-        sums = torch.zeros((self._spec.num_heads, rows, self._spec.hidden_dim), device=q.device)
+        sums = torch.zeros(v.shape, device=v.device)
         for one in self._segments:
             tiles = list(one.row_tiles())
             for span in one.spans:
@@ -73,9 +70,7 @@ class _TiledPass:
                 for own in one.own_keys(tile):
                     part = one.rows_of(own)
                     self._add(layer, one, tile, own, q, k[:, part], v[:, part], sums)
-        out = torch.empty((rows, self._spec.num_heads, self._spec.hidden_dim), device=q.device)
-        torch.mul(sums.transpose(0, 1), self._scale, out=out)
-        return out.flatten(1)
+        return by_row(sums, self._scale)
 
     def _add(
         self,

@@ -77,3 +77,11 @@ def tiled_segments(
 def by_head(x: torch.Tensor) -> torch.Tensor:
     """[rows, heads, dim] -> contiguous [heads, rows, dim], which batched products read fastest."""
     return x.transpose(0, 1).contiguous()
+
+
+def by_row(sums: torch.Tensor, scale: float) -> torch.Tensor:
+    """[heads, rows, dim] -> scaled, [rows, heads * dim], in one pass over them."""
+    heads, rows, dim = sums.shape
+    out = sums.new_empty((rows, heads, dim))
+    torch.mul(sums.transpose(0, 1), scale, out=out)
+    return out.flatten(1)
