@@ -52,7 +52,10 @@ class ModelConfig(Part):
     hidden_dim: Annotated[int, Field(ge=1, le=65_536, description="dv, per head")]
     num_layers: Annotated[int, Field(ge=1, le=1024)]
 
-    normalizer: Annotated[float, Field(gt=0, description="N: one constant for every sequence, never a batch's length")]
+    normalizer: Annotated[
+        float | None,
+        Field(gt=0, description="N: one constant for every sequence, never a batch's length; soft-max has none"),
+    ] = None
     attn_alpha: Annotated[float | None, Field(gt=0, description="scale of q.k; none: attention_dim ** -0.5")] = None
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     activated: Activated = Activated.U
@@ -135,6 +138,10 @@ class ModelConfig(Part):
             raise ValueError("min_full_attn_len needs max_attn_len: without a window all rows see all")
         if self.contextual_mask and not self.contextual_features:
             raise ValueError("contextual_mask needs contextual_features")
+        if self.normalizer is None and self.family is Family.HSTU:
+            raise ValueError("normalizer is needed in the family hstu")
+        if self.normalizer is not None and self.family is Family.SOFTMAX:
+            raise ValueError("normalizer belongs to the family hstu")
         if (self.mlp_dim is not None) != (self.family is Family.SOFTMAX):
             raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
         of_hstu = (self.activated, self.output_form, self.group_norm) != (Activated.U, OutputForm.U_A_UNORM, False)

@@ -8,7 +8,6 @@ import torch
 
 from workers.model.attention.dtypes import torch_dtype
 from workers.model.config import ModelConfig
-from workers.model.options import Family
 from workers.model.precision import ComputeDtype
 
 
@@ -60,7 +59,7 @@ def spec_of(config: ModelConfig, compute_dtype: ComputeDtype) -> AttentionSpec:
         attention_dim=config.attention_dim,
         hidden_dim=config.hidden_dim,
         alpha=config.alpha,
-        normalizer=None if config.family is Family.SOFTMAX else config.normalizer,
+        normalizer=config.normalizer,
         contextual_tokens=config.layout().contextual_tokens if config.contextual_mask else 0,
         max_attn_len=config.max_attn_len,
         min_full_attn_len=config.min_full_attn_len,

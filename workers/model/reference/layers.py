@@ -44,6 +44,7 @@ class Attention:
 
     def silu(self, scores: torch.Tensor) -> torch.Tensor:
         """SiLU / N, without a row sum."""
+        assert self._config.normalizer is not None
         return silu(scores) / self._config.normalizer * self._mask
 
     def softmax(self, scores: torch.Tensor) -> torch.Tensor:
