@@ -74,7 +74,7 @@ class RelativeBias(Part):
     time_buckets: Annotated[
         int, Field(ge=0, le=65_536, description="the time table has one weight more; 0: no bias by time")
     ] = 0
-    log_base: Annotated[float, Field(gt=0, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
+    log_base: Annotated[float, Field(ge=1e-6, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
 
 
 class InputForm(enum.StrEnum):

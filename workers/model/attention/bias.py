@@ -19,7 +19,8 @@ from workers.model.attention.sight import Sight
 from workers.model.config import ModelConfig
 from workers.model.options import RelativeBias
 
-_LONGEST_SECONDS = 2**40
+_LONGEST_SECONDS = 2**54
+"""More than 64 bits of milliseconds hold."""
 
 
 class TileBias(Protocol):
@@ -75,18 +76,18 @@ def bucket_edges(config: RelativeBias) -> torch.Tensor:
     float32 does not promise. The edges themselves are those of that formula.
     """
 
-    def bucket(seconds: int) -> int:
-        grown = torch.log(torch.tensor(float(seconds), dtype=torch.float32)) / config.log_base
-        return min(int(grown), config.time_buckets)
+    def bucket(seconds: torch.Tensor) -> torch.Tensor:
+        grown = torch.log(seconds.float()) / config.log_base
+        return grown.clamp(max=config.time_buckets).to(torch.int64)
 
-    edges: list[int] = []
-    for wanted in range(1, bucket(_LONGEST_SECONDS) + 1):
-        low, high = edges[-1] if edges else 1, _LONGEST_SECONDS
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if bucket(middle) >= wanted else (middle + 1, high)
-        edges.append(low)
-    return torch.tensor(edges, dtype=torch.int64)
+    longest = torch.tensor(_LONGEST_SECONDS)
+    wanted = torch.arange(1, int(bucket(longest)) + 1)
+    low, high = torch.ones_like(wanted), longest.expand_as(wanted)
+    while not torch.equal(low, high):
+        middle = (low + high) // 2
+        reached = bucket(middle) >= wanted
+        low, high = torch.where(reached, low, middle + 1), torch.where(reached, middle, high)
+    return low
 
 
 def relative_biases(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> RelativeBiases | None:

@@ -1,0 +1,35 @@
+"""Buckets of the bias by time: the edges are those of the formula in float32, whatever the sizes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from workers.model.attention.bias import bucket_edges
+from workers.model.options import RelativeBias
+
+
+@pytest.mark.parametrize(
+    ("buckets", "log_base"), [(128, 0.301), (3, 0.301), (20, 1.0), (64, 100.0), (65_536, 1e-6), (65_536, 5e-4)]
+)
+def test_a_time_falls_into_the_bucket_of_the_formula(buckets: int, log_base: float) -> None:
+    edges = bucket_edges(RelativeBias(positions=1, time_buckets=buckets, log_base=log_base))
+    near = (edges[:, None] + torch.arange(-1, 2)).flatten().clamp(min=0)
+    random = torch.randint(0, 2**31, (10_000,), generator=torch.Generator().manual_seed(0))
+    seconds = torch.cat((torch.arange(3_000), near, random, torch.tensor([2**53])))
+    expected = (torch.log(seconds.clamp(min=1).float()) / log_base).clamp(max=buckets).to(torch.int64)
+    assert torch.equal(torch.bucketize(seconds, edges, right=True), expected)
+
+
+def test_edges_of_the_most_buckets_take_no_time() -> None:
+    start_s = time.perf_counter()
+    bucket_edges(RelativeBias(positions=1, time_buckets=65_536, log_base=1e-4))
+    assert time.perf_counter() - start_s < 2
+
+
+def test_a_base_that_float32_takes_for_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match="log_base"):
+        RelativeBias(positions=1, time_buckets=9, log_base=1e-46)
