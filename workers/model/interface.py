@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from schemas.messages import Behaviours
 from workers.device import Device
 from workers.kv import KvGeometry, PrefixLayout
-from workers.model.config import ModelConfig
 from workers.model.inputs.tokens import Tokens
 from workers.model.precision import ComputeDtype
 from workers.model.rules import PrefixRules
@@ -184,14 +183,3 @@ class Engine(Protocol):
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
         """`forward` of requests."""
-
-
-def limits_of(config: ModelConfig) -> EngineLimits:
-    """The limits that a configuration states."""
-    return EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates)
-
-
-def check_limit(count: int, limit: int, what: str) -> None:
-    """Raises TooLongError if count is above limit."""
-    if count > limit:
-        raise TooLongError(f"{count} {what}, the model takes {limit}")

@@ -13,23 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from schemas.messages import Behaviours
-from workers.device import Device
-from workers.kv import KvDtype
-from workers.model.checkpoint import Checkpoint
-from workers.model.inputs.tokens import Column, Tokens, no_tokens
-from workers.model.interface import (
-    Int32Array,
-    Int64Array,
-    PrefixChunk,
-    PrefixInputs,
-    RankInputs,
-    RankOutputs,
-    check_limit,
-    limits_of,
-)
-from workers.model.namespace import kv_namespace
-from workers.model.precision import ComputeDtype
-from workers.model.rules import rules_of
+from workers.model.base_engine import BaseEngine
+from workers.model.inputs.tokens import Column, no_tokens
+from workers.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
 
 
 def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
@@ -38,30 +24,10 @@ def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
     return ((mixed >> np.uint64(40)) / np.float32(2**24)).astype(np.float32)
 
 
-class NullEngine:
+class NullEngine(BaseEngine):
     """Takes any checkpoint's configuration; needs no weights."""
 
     backend = "none"
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: Device,
-        kv_dtype: KvDtype,
-        page_tokens: int,
-        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
-    ) -> None:
-        config = checkpoint.config
-        self.device = device
-        self.geometry = config.geometry(page_tokens, kv_dtype)
-        self.layout = config.layout()
-        self.limits = limits_of(config)
-        self.revision = checkpoint.revision
-        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
-        self.compute_dtype = compute_dtype
-        self.rules = rules_of(config)
-        self.num_tasks = len(config.tasks)
-        self.weights_bytes = 0
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
         return 0
@@ -79,7 +45,7 @@ class NullEngine:
         behaviours: Behaviours,
         query_time_ms: int = 0,  # noqa: ARG002
     ) -> PrefixInputs:
-        check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
+        self._check_prefix(behaviours)
         return PrefixInputs(no_tokens(self.layout.tokens(len(behaviours))), 0)
 
     def rank_inputs(
@@ -91,24 +57,13 @@ class NullEngine:
         query_time_ms: int = 0,  # noqa: ARG002
         prefix_timestamps_ms: Int64Array | None = None,  # noqa: ARG002
     ) -> RankInputs:
-        check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
-        check_limit(candidates.size, self.limits.max_candidates, "candidates")
+        self._check_request(suffix, candidates)
         rows = no_tokens(candidates.size)
         rows[:, Column.CONTENT] = candidates
         return RankInputs(prefix_tokens, pages, rows, 0, int(candidates.size), 0)
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
         for chunk in chunks:
-            self.pre_infer(chunk)
-        return self.rank(requests)
-
-    def pre_infer(self, chunk: PrefixChunk) -> None:
-        if self.geometry.pages_for(chunk.end) > len(chunk.pages):
-            raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
-
-    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        return [RankOutputs(null_scores(_items(inputs.rows), self.num_tasks)) for inputs in batch]
-
-
-def _items(rows: Tokens) -> Int64Array:
-    return rows[:, Column.CONTENT]
+            if self.geometry.pages_for(chunk.end) > len(chunk.pages):
+                raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
+        return [RankOutputs(null_scores(request.rows[:, Column.CONTENT], self.num_tasks)) for request in requests]

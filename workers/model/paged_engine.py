@@ -20,28 +20,18 @@ from workers.model.attention.dtypes import torch_dtype
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment
 from workers.model.attention.spec import spec_of
+from workers.model.base_engine import BaseEngine
 from workers.model.checkpoint import Checkpoint
 from workers.model.graphs import layer_runner
 from workers.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
 from workers.model.inputs.shapes import input_row_elements
 from workers.model.inputs.times import query_seconds
 from workers.model.inputs.tokens import Column
-from workers.model.interface import (
-    Int32Array,
-    Int64Array,
-    PrefixChunk,
-    PrefixInputs,
-    RankInputs,
-    RankOutputs,
-    check_limit,
-    limits_of,
-)
+from workers.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
 from workers.model.layers import build_layers
-from workers.model.namespace import kv_namespace
 from workers.model.precision import ComputeDtype
 from workers.model.readout import Readout
 from workers.model.readout.shapes import readout_row_elements
-from workers.model.rules import RuleError, rules_of
 from workers.model.segmenting import Segmenting
 from workers.model.stack import Stack
 
@@ -49,7 +39,7 @@ _FLOAT_BYTES = 4
 _TOKEN_BYTES = 8 * len(Column)
 
 
-class PagedEngine:
+class PagedEngine(BaseEngine):
     """Any family of layers on any device that torch knows."""
 
     def __init__(
@@ -66,17 +56,8 @@ class PagedEngine:
 
         `graphs`: forwards run from captured graphs, if that back end can be captured (`graphs.py`).
         """
+        super().__init__(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
         config = checkpoint.config
-        self.device = device
-        self.geometry = config.geometry(page_tokens, kv_dtype)
-        self.layout = config.layout()
-        self.limits = limits_of(config)
-        self.revision = checkpoint.revision
-        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
-        self.compute_dtype = compute_dtype
-        self.rules = rules_of(config)
-        self.num_tasks = len(config.tasks)
-        self.weights_bytes = checkpoint.weights_bytes
         self._config = config
         self._gates = FeatureGates(config.contextual_features)
         self._lookup = TokenLookup(config, checkpoint.vocabulary())
@@ -121,7 +102,7 @@ class PagedEngine:
         return self._gates.shown(features, behaviours, candidates)
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
-        check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
+        self._check_prefix(behaviours)
         found = self._lookup.prefix(features, behaviours, query_time_ms)
         return PrefixInputs(found.tokens, found.unknown_items, query_seconds(query_time_ms))
 
@@ -134,10 +115,7 @@ class PagedEngine:
         query_time_ms: int = 0,
         prefix_timestamps_ms: Int64Array | None = None,
     ) -> RankInputs:
-        check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
-        check_limit(candidates.size, self.limits.max_candidates, "candidates")
-        if len(suffix) and not self.rules.grows:
-            raise RuleError("this model's prefixes cannot be followed by a suffix: send all behaviours in the history")
+        self._check_request(suffix, candidates)
         found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
         return RankInputs(
             prefix_tokens=prefix_tokens,
@@ -148,12 +126,6 @@ class PagedEngine:
             unknown_items=found.unknown_items,
             prefix_times=self._segmenting.prefix_times(prefix_tokens, prefix_timestamps_ms),
         )
-
-    def pre_infer(self, chunk: PrefixChunk) -> None:
-        self.forward([chunk], [])
-
-    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        return self.forward([], batch)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
