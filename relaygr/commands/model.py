@@ -22,6 +22,7 @@ from workers.kv import KvDtype
 from workers.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from workers.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
 from workers.model.options import Activated, ContextualFeature, Family, OutputForm
+from workers.model.presets import Preset, preset_fields
 from workers.model.rules import rules_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
@@ -31,6 +32,8 @@ app.command("check-dram")(check_dram_command)
 _MIB = 2**20
 _BESIDE_CONFIG = frozenset({"out", "config", "items", "seed", "force"})
 """Parameters of `init` that go with a configuration file."""
+_OPTION_OF = {"family": "null", "num_actions": "actions", "num_positions": "positions"}
+"""Parameters of `init` that are named otherwise than the fields of a configuration that they say."""
 
 
 @app.command()
@@ -42,6 +45,10 @@ def init(
     ] = None,
     items: Annotated[
         Path | None, typer.Option(help="Item ids: one whole number a line, or a .npy of int64.", show_default=False)
+    ] = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="The form of a well-known ranker; other options say its sizes, and go first."),
     ] = None,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     heads: Annotated[int, typer.Option(min=1)] = 4,
@@ -68,13 +75,13 @@ def init(
     readout_hidden: Annotated[
         list[int] | None, typer.Option(min=1, help="Width of a hidden layer of the read-out; may be repeated.")
     ] = None,
-    max_prefix: Annotated[int, typer.Option(min=1, help="Longest prefix, behaviours.")] = 8192,
+    max_prefix: Annotated[int, typer.Option(min=8, help="Longest prefix, behaviours.")] = 8192,
     max_suffix: Annotated[int, typer.Option(min=0, help="Longest suffix, behaviours.")] = 128,
     max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
     config: Annotated[
         Path | None,
-        typer.Option(help="A config.json of any model, in place of the options of its sizes and forms."),
+        typer.Option(help="A config.json (docs/model.md) in place of the options of sizes and forms."),
     ] = None,
     null: Annotated[
         bool, typer.Option("--null", help="A model that computes nothing, to measure the pipeline.")
@@ -92,6 +99,7 @@ def init(
         _save_random(out, read_config_file(config), seed, item_ids)
         return
     places = max_prefix + max_suffix
+    form = {} if preset is None else preset_fields(preset, dim, places)
     made = _config(
         {
             "family": Family.NULL if null else Family.HSTU,
@@ -114,6 +122,7 @@ def init(
             "max_suffix_behaviours": max_suffix,
             "max_candidates": max_candidates,
         }
+        | {name: value for name, value in form.items() if not _is_given(context, _OPTION_OF.get(name, name))}
     )
     _save_random(out, made, seed, item_ids)
 
@@ -184,6 +193,12 @@ def _feature(text: str) -> dict[str, str]:
     return {"name": name, "cardinality": cardinality}
 
 
+def _layer(config: ModelConfig) -> str:
+    if config.family is Family.SOFTMAX:
+        return f"soft-max, MLP {config.mlp_dim}"
+    return f"SiLU on {config.activated}, output {config.output_form}"
+
+
 def _inputs(config: ModelConfig) -> str:
     if config.dlrm_inputs is not None:
         return f"{config.inputs}, {len(config.dlrm_inputs.action_weights)} kinds of action"
@@ -234,8 +249,8 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     row("family", str(config.family))
     row("layers", f"{config.num_layers} of {config.num_heads} heads, q.k {config.attention_dim}, v {config.hidden_dim}")
     row("width", str(config.embedding_dim))
-    row("N", f"{config.normalizer:g}")
-    row("layer form", f"SiLU on {config.activated}, output {config.output_form}")
+    row("N", "none" if config.normalizer is None else f"{config.normalizer:g}")
+    row("layer form", _layer(config))
     row("attention", _attention(config))
     row("prefixes", _rules(config))
     row("items", f"{config.vocabulary_size:,}")
