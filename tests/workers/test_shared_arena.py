@@ -10,19 +10,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
+from schemas.messages import PrefixSource
 from tests.workers.cache_world import GEOMETRY, PAGE_TOKENS, World, make_key
-from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld
-from workers.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome
+from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
+from tests.workers.test_shared_index import records
+from workers.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome, Tier
 from workers.cache.entries import Entry
 from workers.cache.journal import StoredEntry
 from workers.device import CpuDevice
-from workers.kv import DramGeometry, DramKvDtype
+from workers.kv import DramGeometry, DramKvDtype, PrefixLayout
 from workers.shared.arena import ArenaShape, SharedArena, make_room
+from workers.shared.index import HEADER_BYTES, ArenaIndex
+from workers.shared.journal import TornPageError
 from workers.shared.lock import ArenaLock
+from workers.shared.mapped_file import map_file
+from workers.shared.record import Record, pack
 
 ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 
@@ -71,6 +80,42 @@ def counted(name: str, **labels: str) -> Iterator[list[float]]:
 def path_of(folder: Path, prefix: str) -> Path:
     [path] = folder.glob(f"{prefix}-*")
     return path
+
+
+class UsedArena:
+    """What a worker with a long life left, and its successors, each of which finds another index.
+
+    Pages were given away many times: the index holds records of long ago that were only dropped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.keys: dict[tuple[str, bytes], PrefixKey] = {}
+        world = SharedWorld(folder)
+        for turn in range(12):
+            key = make_key(f"user-{turn % 7}", 30 + 37 * turn % 150, feature=turn // 7)
+            self.keys[key.user_id, key.chain.digest] = key
+            world.spilled(key)
+        assert len(world.cache.stats().evictions) == 2
+        world.die()
+        self.index = path_of(folder, "index").read_bytes()
+
+    @contextlib.contextmanager
+    def successor(self, index: bytes) -> Iterator[SharedWorld]:
+        """The second holder, as often as it is asked for."""
+        (self._folder / "epoch").write_text("1\n")
+        with path_of(self._folder, "index").open("r+b") as file:
+            file.write(index)
+        world = SharedWorld(self._folder)
+        try:
+            yield world
+        finally:
+            world.die()
+
+
+@pytest.fixture(scope="module")
+def much_used(tmp_path_factory: pytest.TempPathFactory) -> UsedArena:
+    return UsedArena(tmp_path_factory.mktemp("used"))
 
 
 # What comes back.
@@ -291,6 +336,97 @@ def test_two_prefixes_that_claim_one_page_are_both_forgotten(tmp_path: Path) -> 
     with counted("relaygr_arena_prefixes_total", outcome="overlapping") as grown:
         assert SharedWorld(tmp_path).restored == ()
     assert grown == [2]
+
+
+# Damage of the index: bytes over any place of it, and slots in the place of other slots. Offsets near the start of
+# a slot hit its head, where kind, length and links are.
+places = st.one_of(
+    st.integers(0, SHAPE.index_bytes - 1),
+    st.builds(
+        lambda page, offset: HEADER_BYTES + page * SHAPE.slot_bytes + offset,
+        st.integers(0, DRAM_PAGES - 1),
+        st.integers(0, 63),
+    ),
+)
+words = st.sampled_from([b"head", b"more", bytes(4), b"\xff" * 4, b"\x01\0\0\0"])
+written_over = st.tuples(places, st.binary(min_size=1, max_size=80) | words)
+misplaced = st.tuples(st.integers(0, DRAM_PAGES - 1), st.integers(0, DRAM_PAGES - 1))
+
+
+def damaged(index: bytes, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]) -> bytes:
+    """The index's bytes, with these over them, and slots copied over others."""
+    found = bytearray(index)
+    body = memoryview(found)[HEADER_BYTES:]
+    for source, target in slots:
+        copied = bytes(body[source * SHAPE.slot_bytes : (source + 1) * SHAPE.slot_bytes])
+        body[target * SHAPE.slot_bytes : (target + 1) * SHAPE.slot_bytes] = copied
+    for at, value in over:
+        found[at : at + len(value)] = value[: len(found) - at]
+    return bytes(found)
+
+
+@given(over=st.lists(written_over, max_size=6), slots=st.lists(misplaced, max_size=4))
+def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
+    much_used: UsedArena, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]
+) -> None:
+    with much_used.successor(damaged(much_used.index, over, slots)) as world:
+        world.cache.check_invariants()
+        for entry in world.restored:
+            try:
+                world.shared.journal.verify(entry.pages)
+            except TornPageError:
+                continue  # A record of long ago, whose pages were given away since: its reload fails.
+            key = much_used.keys[entry.key.user_id, entry.key.chain.digest]
+            assert holds(entry, key, world.arenas[Tier.DRAM])
+
+
+@given(st.lists(records(), max_size=4))
+def test_foreign_records_with_right_checksums_are_not_shown(much_used: UsedArena, foreign: list[Record]) -> None:
+    file = np.frombuffer(bytearray(much_used.index), np.uint8)
+    index = ArenaIndex(file, DRAM_PAGES, SHAPE.slot_bytes)
+    for number, record in enumerate(foreign):
+        index.put(pack(record), np.array([60 + number, 50 + number, 40 + number], np.int32), number, number)
+    with much_used.successor(file.tobytes()) as world:
+        assert all((entry.key.user_id, entry.key.chain.digest) in much_used.keys for entry in world.restored)
+
+
+POSSIBLE = StoredEntry(ANN.held(), np.arange(5, 12, dtype=np.int32), 102, PrefixSource.COMPUTED)
+IMPOSSIBLE = {
+    "in the slot of a page that is not its first": replace(POSSIBLE, pages=POSSIBLE.pages[::-1].copy()),
+    "with a page that the tier does not have": replace(POSSIBLE, pages=np.append(POSSIBLE.pages[:6], np.int32(64))),
+    "with a negative page": replace(POSSIBLE, pages=np.append(POSSIBLE.pages[:6], np.int32(-1))),
+    "with too few pages": replace(POSSIBLE, pages=POSSIBLE.pages[:6]),
+    "with too many pages": replace(POSSIBLE, pages=np.append(POSSIBLE.pages, np.int32(12))),
+    "with other tokens than its behaviours have": replace(POSSIBLE, tokens=101),
+    "of nobody": replace(POSSIBLE, key=replace(POSSIBLE.key, user_id="")),
+    "whose digests are not as many as its blocks": replace(
+        POSSIBLE, key=replace(POSSIBLE.key, chain=replace(POSSIBLE.key.chain, blocks=POSSIBLE.key.chain.blocks[:1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", [POSSIBLE, *IMPOSSIBLE.values()], ids=["a possible one", *IMPOSSIBLE])
+def test_a_prefix_that_can_not_be_is_torn(tmp_path: Path, entry: StoredEntry) -> None:
+    assert adopted_after(tmp_path, SHAPE, entry) == (["ann"] if entry is POSSIBLE else [])
+
+
+def test_a_prefix_of_nothing_is_torn(tmp_path: Path) -> None:
+    """It has no page, not even a first one."""
+    shape = replace(SHAPE, layout=PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1))
+    nothing = StoredEntry(make_key(length=0).held(), np.empty(0, np.int32), 0, PrefixSource.COMPUTED)
+    assert adopted_after(tmp_path, shape, nothing) == []
+
+
+def adopted_after(folder: Path, shape: ArenaShape, entry: StoredEntry) -> list[str]:
+    """Whose prefixes a successor shows where somebody put the entry, with a right checksum, into page 5's slot."""
+    SharedWorld(folder, shape=shape).die()
+    file = map_file(path_of(folder, "index"), shape.index_bytes).bytes
+    record = pack(Record(entry, np.zeros(entry.pages.size, np.uint32), 1))
+    assert ArenaIndex(file, DRAM_PAGES, shape.slot_bytes).put(record, np.array([5, 6], np.int32), 1, 1)
+    with counted("relaygr_arena_prefixes_total", outcome="torn") as torn:
+        found = users(SharedWorld(folder, shape=shape).restored)
+    assert torn == [1 - len(found)]
+    return found
 
 
 def test_records_of_a_later_holder_are_foreign(tmp_path: Path) -> None:

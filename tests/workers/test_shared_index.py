@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +159,14 @@ def test_a_header_that_is_torn_or_of_another_format_is_not_trusted() -> None:
     assert index.difference(IDENTITY) == Difference(Distrust.OTHER_FORMAT)
     file[:4096] = 0
     assert index.difference(IDENTITY) == Difference(Distrust.NEW)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"7", b"{", b"\xff\xfe", b"[" * 4000])
+def test_a_header_whose_checksum_is_right_and_whose_text_is_no_identity_is_torn(text: bytes) -> None:
+    index, file = make_index()
+    written = struct.pack("<II", len(text), zlib.crc32(text)) + text
+    file[16 : 16 + len(written)] = np.frombuffer(written, np.uint8)
+    assert index.difference(IDENTITY) == Difference(Distrust.TORN_HEADER)
 
 
 def test_formatting_empties_it() -> None:

@@ -205,11 +205,11 @@ class SharedArena:
         pages, shape = entry.pages, self._shape
         return (
             entry.key.is_known
+            and entry.key.length > 0
             and entry.tokens == shape.layout.tokens(entry.key.length)
             and pages.size == shape.geometry.kv.pages_for(entry.tokens)
             and int(pages[0]) == head
-            and int(pages.min()) >= 0
-            and int(pages.max()) < shape.num_pages
+            and int(pages.view("<u4").max()) < shape.num_pages
         )
 
 
@@ -222,8 +222,9 @@ def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:
 
 
 def _are_disjoint(records: list[Record]) -> bool:
-    pages = np.concatenate([record.entry.pages for record in records]) if records else np.empty(0, np.int32)
-    return np.unique(pages).size == pages.size
+    if not records:
+        return True
+    return int(np.bincount(np.concatenate([record.entry.pages for record in records])).max()) == 1
 
 
 def _delete_other_shapes(folder: Path, shape: ArenaShape) -> None:

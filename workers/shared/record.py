@@ -95,11 +95,8 @@ def unpack(packed: bytes) -> Record:
         pages_at = marks_at + _MARK.size * marks
         if pages_at + 8 * pages != len(packed):
             raise TornRecordError(f"{len(packed)} bytes, where {pages_at + 8 * pages} are described")
-        chain = DigestChain(
-            packed[seed_at:blocks_at],
-            tuple(packed[at : at + DIGEST_BYTES] for at in range(blocks_at, marks_at, DIGEST_BYTES)),
-            length,
-        )
+        digests = struct.unpack_from(f"{DIGEST_BYTES}s" * blocks, packed, blocks_at)
+        chain = DigestChain(packed[seed_at:blocks_at], digests, length)
         key = PrefixKey(
             user_id=packed[user_at:namespace_at].decode(),
             namespace=packed[namespace_at:seed_at],
