@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -37,7 +36,6 @@ from workers.measuring import EngineMeter
 from workers.model.interface import Engine
 from workers.model.precision import ComputeDtype
 
-log = structlog.get_logger()
 _MUST_AGREE = (
     "model_revision",
     "device",
@@ -57,6 +55,8 @@ _CHUNK_TOKENS = (512, 128, 2048)
 _SHORTEST = 64
 _CANDIDATES = (16, 128, 512)
 _RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_FEWEST_LENGTHS = 3
+_MAX_ROUNDS = 9
 
 Progress = Callable[[float, str], None]
 """Called with the share of the work that is done, and what is measured now."""
@@ -76,7 +76,8 @@ class MachineDescription:
     page_tokens: int
     compute_dtype: ComputeDtype
     backend: str
-    """What computes attention: where kernels of the device are missing, plain torch takes several times as long."""
+    """What computes attention, and whether from captured graphs: where kernels of the device are missing, plain torch
+    takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,6 @@ def calibrate(
             break
     on_progress(1.0, "fitted")
     return run.result(reload)
-
-
-_FEWEST_LENGTHS = 3
-_MAX_ROUNDS = 9
 
 
 class _Run:
@@ -239,15 +236,11 @@ def load_calibration(path: Path) -> Calibration:
         raise RelayError(f"{path} is not a calibration: {error}") from error
 
 
-def latency_for(engine: Engine, path: Path | None, budget_s: float = QUICK_BUDGET_S) -> LatencyModel:
-    """The latency model of this engine: from a calibration file, or measured now.
+def latency_for(engine: Engine, path: Path) -> LatencyModel:
+    """The latency model of this engine, from a calibration file.
 
     Raises RelayError for a file that is not there, broken, or of another model, device, back end or K,V form.
     """
-    if path is None:
-        calibration = calibrate(engine, budget_s)
-        log.info("device calibrated", device=engine.device.name, **asdict(calibration.coefficients))
-        return calibration.model
     calibration = load_calibration(path)
     here = describe(engine)
     for name in _MUST_AGREE:

@@ -28,6 +28,9 @@ def calibrate(
     compute_dtype: Annotated[
         ComputeDtype, typer.Option(help="Element type of the model's products.")
     ] = ComputeDtype.FLOAT32,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Forwards from captured graphs, as worker.cuda_graphs.")
+    ] = False,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads, as the worker will have.")] = 1,
     budget_s: Annotated[float, typer.Option(min=0.1, help="How long to measure, seconds.")] = 30.0,
@@ -35,7 +38,7 @@ def calibrate(
 ) -> None:
     """Measure a device and fit its latency model."""
     console = Console(highlight=False)
-    engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype)
+    engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype, cuda_graphs)
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,12 @@ from tests.workers.model_world import make_world, small_config
 from workers.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
 from workers.device import CpuDevice
 from workers.kv import KvDtype
+from workers.measuring import EngineMeter
 from workers.model.checkpoint import random_checkpoint, save_checkpoint
 from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
 from workers.model.null_engine import NullEngine
 from workers.model.options import Family
+from workers.model.precision import ComputeDtype
 
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
 
@@ -78,6 +81,42 @@ def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> Non
     assert whole < longest.duration_us - hit < whole * 1.3
 
 
+class SlowAtFirst(TimedEngine):
+    """As with captured graphs: the first pass of a size runs as it is, the second is captured, others are replayed."""
+
+    passes_to_warm = 2
+
+    def __init__(self) -> None:
+        super().__init__(max_prefix=1024)
+        self._seen: Counter[tuple[int, ...]] = Counter()
+
+    def _slow(self, *size: int) -> None:
+        self._seen[size] += 1
+        self.now_ns += 50_000_000 if self._seen[size] <= 2 else 0
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        super().pre_infer(chunk)
+        self._slow(chunk.start, chunk.end)
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        self._slow(batch[0].prefix_tokens, -batch[0].num_candidates)
+        return super().rank(batch)
+
+
+def test_a_device_is_measured_as_it_will_run_not_as_it_captures() -> None:
+    engine = SlowAtFirst()
+    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock).coefficients
+    for name in ("b0", "b1", "c0", "c1"):
+        assert getattr(measured, name) == pytest.approx(getattr(KNOWN, name), rel=0.05), name
+
+
+def test_a_page_larger_than_the_largest_copy_is_measured_in_enough_sizes() -> None:
+    """Two sizes say nothing of a line: the worker ended at its start."""
+    engine = TimedEngine(max_prefix=256)
+    below_a_page = (engine.geometry.page_bytes // 4, engine.geometry.page_bytes // 2)
+    assert len({point.size_bytes for point in EngineMeter(engine).reloads(below_a_page)}) == 3
+
+
 def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
     engine = TimedEngine(max_prefix=65_536)
     calibrate(engine, budget_s=0.05, timer_ns=engine.read_clock)
@@ -96,7 +135,7 @@ def test_progress_rises_to_the_whole() -> None:
 @pytest.mark.parametrize("dtype", KvDtype)
 def test_a_real_engine_is_calibrated_in_a_moment(dtype: KvDtype) -> None:
     world = make_world(small_config(), dtype=dtype)
-    model = latency_for(world.engine, None, budget_s=0.1)
+    model = calibrate(world.engine, budget_s=0.1).model
     assert model.full_us(200, 32) > 0
     assert model.hit_us(200, 32) > 0
     assert model.reload_us(2**20) > 0
@@ -112,7 +151,15 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model_revision", "ff"), ("device", "cuda:0"), ("threads", 99), ("page_tokens", 8), ("backend", "triton")],
+    [
+        ("model_revision", "ff"),
+        ("device", "cuda:0"),
+        ("threads", 99),
+        ("page_tokens", 8),
+        ("kv_dtype", KvDtype.BFLOAT16),
+        ("compute_dtype", ComputeDtype.BFLOAT16),
+        ("backend", "triton from graphs"),
+    ],
 )
 def test_a_calibration_of_something_else_is_refused(
     field: str, value: object, timed: Calibration, tmp_path: Path

@@ -188,6 +188,7 @@ def test_a_device_that_cannot_capture_says_so_once_and_runs_on() -> None:
         for _ in range(4):
             assert torch.equal(layers.rows(made), layers.rows(made, direct=True))
     assert [entry["event"] for entry in logs] == ["forwards are not captured"]
+    assert (layers.graphs.name, layers.graphs.passes_to_warm) == ("triton", 0), "and is measured as it runs"
 
 
 def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
@@ -213,6 +214,7 @@ def test_an_engine_scores_the_same_with_graphs() -> None:
         scores = [ranked(engine, history, items, pages) for engine in engines]
         assert np.abs(scores[0] - scores[1]).max() <= 2e-5 * np.abs(scores[0]).max()
     assert engines[1].scratch_bytes(64, 64) > engines[0].scratch_bytes(64, 64)
+    assert [engine.backend for engine in engines] == ["triton", "triton from graphs"], "a calibration tells them apart"
 
 
 def ranked(engine: PagedEngine, history: Behaviours, items: np.ndarray, pages: np.ndarray) -> np.ndarray:

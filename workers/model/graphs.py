@@ -41,6 +41,14 @@ log = structlog.get_logger(__name__)
 class LayerRunner(Protocol):
     """Takes embedded rows through attention and layers."""
 
+    @property
+    def name(self) -> str:
+        """The attention's back end, and whether forwards run from graphs."""
+
+    @property
+    def passes_to_warm(self) -> int:
+        """Forwards of a size after which the next of that size takes the time that they all take from then on."""
+
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
         """Rows x [rows of all segments, D] after the last layer; valid until the next call. `before`: as `Stack`.
 
@@ -54,9 +62,15 @@ class LayerRunner(Protocol):
 class DirectRunner:
     """Each forward as it is."""
 
+    passes_to_warm = 0
+
     def __init__(self, stack: Stack, attention: Attention) -> None:
         self._stack = stack
         self._attention = attention
+
+    @property
+    def name(self) -> str:
+        return self._attention.name
 
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
         return self._stack(x, self._attention.begin(kv, segments), before)
@@ -133,6 +147,14 @@ class GraphRunner:
         self._seen: OrderedDict[_Key, None] = OrderedDict()
         self._kv: PagedKv | None = None
         self._works = True
+
+    @property
+    def name(self) -> str:
+        return f"{self._attention.name} from graphs" if self._works else self._direct.name
+
+    @property
+    def passes_to_warm(self) -> int:
+        return 2 if self._works else 0
 
     @property
     def graphs(self) -> int:

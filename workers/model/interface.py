@@ -131,7 +131,11 @@ class Engine(Protocol):
 
     @property
     def backend(self) -> str:
-        """What computes attention, as logs and reports name it."""
+        """What computes attention, and whether forwards run from captured graphs, as logs and reports name it."""
+
+    @property
+    def passes_to_warm(self) -> int:
+        """Forwards of a size after which the next of that size takes the time that they all take from then on."""
 
     @property
     def weights_bytes(self) -> int: ...

@@ -28,6 +28,7 @@ class NullEngine(BaseEngine):
     """Takes any checkpoint's configuration; needs no weights."""
 
     backend = "none"
+    passes_to_warm = 0
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
         return 0

@@ -76,7 +76,11 @@ class PagedEngine(BaseEngine):
 
     @property
     def backend(self) -> str:
-        return self._attention.name
+        return self._layers.name
+
+    @property
+    def passes_to_warm(self) -> int:
+        return self._layers.passes_to_warm
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
         c = self._config
