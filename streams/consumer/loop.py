@@ -250,6 +250,7 @@ class ConsumerLoop:
         message = self._ask(self._client.poll, self._settings.poll_timeout_ms / 1000)
         if self._was_absent() and self._is_replaced():
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
+        if self._state not in _ALIVE:
             return
         if message is not None:
             self._receive(message)
