@@ -43,6 +43,7 @@ def main(
     candidates: Annotated[str, typer.Option(help="Of a request.")] = "128,512",
     appends: Annotated[str, typer.Option(help="New tokens on the longest prefix.")] = "16,64,256",
     batches: Annotated[str, typer.Option(help="Requests of one forward, on the longest prefix.")] = "4",
+    graphs: Annotated[bool, typer.Option(help="Each once more from captured graphs.")] = False,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = HERE / "results.csv",
     plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = HERE,
@@ -53,7 +54,11 @@ def main(
     opened = open_device(device)
     console.print(f"device: {opened.name} ({opened.description}), {threads} threads", soft_wrap=True)
     sizes = Sizes(_numbers(prefixes), _numbers(candidates), _numbers(appends), _numbers(batches))
-    variants = [Variant(*_named(_DTYPES, name)) for name in dtypes.split(",")]
+    variants = [
+        Variant(*_named(_DTYPES, name), from_graphs)
+        for name in dtypes.split(",")
+        for from_graphs in ((False, True) if graphs else (False,))
+    ]
     for shape in shapes.split(","):
         _named(SHAPES, shape)
         bench = SideBySide(shape, variants, sizes, opened)

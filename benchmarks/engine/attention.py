@@ -1,17 +1,17 @@
 """`python -m benchmarks.engine.attention`: attention alone, our back ends and peers' side by side on one device.
 
 Two kinds of work: a whole prefix computed at once, and candidates ranked on prefixes that are kept, for batches of
-users. Every contender runs every case in each round; the table has medians, the share of a large matrix product's rate,
-and how far each result is from the plain torch back end's, as a share of the largest value.
+users. Every contender runs every case, one after the other; the table has medians, shares of a large matrix product's
+rate and of the roofline, and how far each result is from the plain torch back end's, as a share of the largest value.
+The roofline is the time that the arithmetic takes at that rate, or the bytes at the rate of a large copy, whichever is
+longer: a few candidates read more than they compute.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.peers import Jagged, find_peers
+from benchmarks.engine.peers import Jagged, Work, find_peers
 from workers.device import Device, open_device, set_threads
 from workers.kv import KvDtype, KvGeometry
 from workers.measuring import matrix_peak_gflops
@@ -36,9 +36,8 @@ BASE = "plain torch"
 _PEAK_SIZE = 8192
 """On a CPU a product of this size takes a minute; there a smaller one reaches the peak, too."""
 _CPU_PEAK_SIZE = 2048
+_COPY_BYTES = 512 << 20
 _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
-
-Work = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,20 @@ class Case:
         return self.prefix + self.candidates
 
     @property
-    def pairs(self) -> float:
-        """Pairs of a row and a key that it sees."""
-        if self.candidates:
-            return self.users * self.candidates * (self.prefix + 1.0)
-        return self.users * self.prefix * (self.prefix + 1) / 2
+    def rows(self) -> int:
+        """Of all users, those that are computed."""
+        return self.users * (self.candidates or self.prefix)
+
+    def flops(self, spec: AttentionSpec) -> float:
+        """Of scores and weighted sums, for each pair of a row and a key that it sees."""
+        seen = self.prefix + 1.0 if self.candidates else (self.prefix + 1) / 2
+        return 2.0 * (spec.key_width + spec.row_width) * self.rows * seen
+
+    def bytes_moved(self, spec: AttentionSpec) -> float:
+        """Each prefix's K,V read once, or stored; Q, K, V of the rows read, and A written in float32."""
+        elements = self.users * self.prefix * (spec.key_width + spec.row_width)
+        elements += self.rows * (2 * spec.key_width + spec.row_width)
+        return elements * float(spec.compute_dtype.itemsize) + self.rows * spec.row_width * 4.0
 
 
 class Contest:
@@ -124,6 +132,26 @@ def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> 
     return found if made_for_it is None else found | {made_for_it.name: made_for_it}
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the device reaches here and now, in 1e9 a second."""
+
+    gflops: float
+    gbytes: float
+
+    def roofline_us(self, case: Case, spec: AttentionSpec) -> float:
+        """The time that nothing can undercut."""
+        return max(case.flops(spec) / self.gflops, case.bytes_moved(spec) / self.gbytes) / 1e3
+
+
+def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
+    """By a large matrix product, and by a large copy within the device's memory."""
+    gflops = matrix_peak_gflops(dtype, device, _CPU_PEAK_SIZE if device.is_cpu else _PEAK_SIZE)
+    source, target = device.empty_bytes(_COPY_BYTES).zero_(), device.empty_bytes(_COPY_BYTES)
+    copy_us = median_us(lambda: target.copy_(source), 10, device)
+    return Peaks(gflops, 2 * _COPY_BYTES / copy_us / 1e3)
+
+
 def median_us(work: Work, rounds: int, device: Device) -> float:
     """Of `rounds` runs after one that is not counted."""
     times = []
@@ -154,9 +182,13 @@ def main(
     opened = open_device(device)
     compute, kv_dtype = _TYPES[dtype]
     geometry = KvGeometry(1, heads, dim, dim, PAGE_TOKENS, kv_dtype)
-    peak = matrix_peak_gflops(compute, opened, _CPU_PEAK_SIZE if opened.is_cpu else _PEAK_SIZE)
-    table = Table(title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peak:,.0f} GFLOP/s")
-    for column in ("users", "prefix", "candidates", "back end", "us", "of the peak", "times the base", "error"):
+    peaks = measured_peaks(compute, opened)
+    table = Table(
+        title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peaks.gflops:,.0f} GFLOP/s, "
+        f"a copy {peaks.gbytes:,.0f} GB/s"
+    )
+    measures = ("us", "of the peak", "of the roofline", "times the base", "error")
+    for column in ("users", "prefix", "candidates", "back end", *measures):
         table.add_column(column, justify="left" if column == "back end" else "right")
     numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
     user_counts, lengths, counts = numbers
@@ -166,13 +198,12 @@ def main(
         contest = Contest(case, spec, kv_dtype, opened)
         expected, base_us = None, 0.0
         works = {name: contest.ours(attention) for name, attention in back_ends.items()}
-        works |= {name: partial(attend, contest.jagged) for name, attend in find_peers().items()}
+        works |= {name: prepare(contest.jagged) for name, prepare in find_peers().items()}
         for name, work in works.items():
             out = work().float().flatten()
             expected = out if expected is None else expected
             took_us = median_us(work, rounds, opened)
             base_us = base_us or took_us
-            gflops = 2.0 * heads * 2 * dim * case.pairs / took_us / 1e3
             error = float((out - expected).abs().max() / expected.abs().max())
             table.add_row(
                 str(case.users),
@@ -180,7 +211,8 @@ def main(
                 str(case.candidates or "-"),
                 name,
                 f"{took_us:,.0f}",
-                f"{gflops / peak:.0%}",
+                f"{case.flops(spec) / took_us / 1e3 / peaks.gflops:.0%}",
+                f"{peaks.roofline_us(case, spec) / took_us:.0%}",
                 f"{base_us / took_us:.1f}",
                 f"{error:.0e}",
             )

@@ -1,9 +1,9 @@
 """Other people's attention kernels on our shapes, where their packages can be imported. None is needed.
 
-Meta's `generative_recommenders` (github.com/meta-recsys/generative-recommenders) has `hstu_mha` over whole jagged
-sequences and `delta_hstu_mha` for new rows on kept K,V; both take contiguous K,V, so what a paged cache would have to
-gather first is not counted against them. Its normaliser is its `max_seq_len`, which therefore must be ours; rows behind
-so many it does not compute. It writes A in the type of V, we in float32.
+Meta's `generative_recommenders` (github.com/meta-recsys/generative-recommenders) has `triton_hstu_mha` over whole
+jagged sequences and `triton_cached_hstu_mha` for new rows on kept K,V; both take contiguous K,V, so what a paged cache
+would have to gather first is not counted against them, nor is what describes the sequences. Its normaliser is its N,
+which therefore must be ours; rows behind so many it does not compute. It writes A in the type of V, we in float32.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+META = "generative_recommenders.ops.triton.triton_hstu_attention"
+"""Not its `ops.hstu_attention`, which chooses among kernels, some of which are not public."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +40,25 @@ class Jagged:
     """At least `length`."""
 
 
-Attend = Callable[[Jagged], torch.Tensor]
-"""A [users * rows, heads, dv]"""
+Work = Callable[[], torch.Tensor]
+"""Gives A [users * rows, heads, dv]."""
 
 
-def find_peers() -> dict[str, Attend]:
-    """Those that can be imported here, by name."""
-    found: dict[str, Attend] = {}
+def find_peers() -> dict[str, Callable[[Jagged], Work]]:
+    """Those that can be imported here, by name; each prepares a case."""
     try:
-        operators: Any = importlib.import_module("generative_recommenders.ops.hstu_attention")
-        kernels: Any = importlib.import_module("generative_recommenders.common").HammerKernel
+        kernels: Any = importlib.import_module(META)
     except ImportError:
-        return found
-    found["Meta, Triton"] = lambda case: _meta(operators, kernels.TRITON, case)
-    return found
+        return {}
+    return {"Meta, Triton": lambda case: _meta(kernels, case)}
 
 
-def _meta(operators: Any, kernel: Any, case: Jagged) -> torch.Tensor:
+def _meta(kernels: Any, case: Jagged) -> Work:
     device = case.q.device
     offsets = torch.arange(0, (case.users + 1) * case.length, case.length, dtype=torch.int64, device=device)
     targets = torch.full((case.users,), case.targets, dtype=torch.int64, device=device) if case.targets else None
-    common = {"alpha": case.alpha, "seq_offsets": offsets, "num_targets": targets, "kernel": kernel}
+    common = {"N": case.normalizer, "alpha": case.alpha, "k": case.k, "v": case.v}
+    common |= {"seq_offsets": offsets, "num_targets": targets}
     if case.rows == case.length:
-        out = operators.hstu_mha(max_seq_len=case.normalizer, q=case.q, k=case.k, v=case.v, **common)
-    else:
-        out = operators.delta_hstu_mha(max_seq_len=case.normalizer, delta_q=case.q, k=case.k, v=case.v, **common)
-    return torch.as_tensor(out)
+        return partial(kernels.triton_hstu_mha, q=case.q, **common)
+    return partial(kernels.triton_cached_hstu_mha, delta_q=case.q, **common)

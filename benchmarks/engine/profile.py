@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from workers.device import Device
 
 _PARTS = (
     ("projections", ("aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
-    ("attention: products", ("aten::bmm", "aten::baddbmm_", "aten::baddbmm", "scaled_dot_product", "hstu")),
+    ("attention: products", ("attend_kernel", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu")),
     ("SiLU", ("aten::silu", "aten::sigmoid")),
-    ("norms and gates", ("layer_norm", "aten::mul", "aten::addcmul", "aten::add")),
+    ("norms and gates", ("norm_kernel", "layer_norm", "aten::mul", "aten::addcmul", "aten::add")),
     (
         "K,V to and from pages",
-        ("aten::index_select", "aten::index_put", "aten::_index_put", "aten::copy_", "aten::cat"),
+        ("store_kernel", "aten::index_select", "aten::index_put", "aten::_index_put", "aten::copy_", "aten::cat"),
     ),
     ("mask of the diagonal", ("aten::tril",)),
 )
 _OTHER = "other"
+_OWN_KERNELS = {"attend_kernel", "store_kernel", "norm_kernel", "gated_norm_kernel"}
+"""They are launched by no operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,19 @@ def shares(device: Device, work: Callable[[], object]) -> list[Share]:
     with profile(activities=activities) as profiler:
         work()
         device.synchronize()
+    return gathered(profiler.key_averages(), device)
+
+
+def gathered(events: Iterable[FunctionEventAvg], device: Device) -> list[Share]:
+    """The parts that events of the profiler belong to."""
     spent_us: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        own_us = event.self_cpu_time_total if device.is_cpu else event.self_device_time_total
-        spent_us[_part(event.key)] += own_us
+    for event in events:
+        name = event.key or ""
+        if device.is_cpu:
+            spent_us[_part(name)] += event.self_cpu_time_total
+        # A kernel is an event of its own beside its operator's, which has its time already.
+        elif event.device_type.name == "CPU" or name in _OWN_KERNELS:
+            spent_us[_part(name)] += event.self_device_time_total
     total_us = sum(spent_us.values()) or 1.0
     return [Share(part, own_us / total_us) for part, own_us in spent_us.most_common() if own_us]
 

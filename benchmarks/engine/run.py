@@ -34,10 +34,12 @@ class Variant:
 
     compute_dtype: ComputeDtype
     kv_dtype: KvDtype
+    graphs: bool = False
+    """From captured graphs, where the back end can be captured."""
 
     @property
     def name(self) -> str:
-        return f"{self.compute_dtype}, K,V {self.kv_dtype}"
+        return f"{self.compute_dtype}, K,V {self.kv_dtype}" + (", graphs" if self.graphs else "")
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -68,7 +70,9 @@ class SideBySide:
         self._meters: dict[Variant, EngineMeter] = {}
         self._backends: dict[str, str] = {}
         for variant in variants:
-            engine = build_engine(checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype)
+            engine = build_engine(
+                checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs
+            )
             bind_own_arena(engine, max(1, *sizes.batches), longest)
             self._meters[variant] = EngineMeter(engine)
             self._backends[variant.name] = engine.backend
@@ -114,7 +118,7 @@ class SideBySide:
                 "hit": partial(meter.rank, longest, candidates),
             }
             for name, work in works.items():
-                found[f"{name}, {variant.compute_dtype}"] = shares(self._device, work)
+                found[f"{name}, {variant.name}"] = shares(self._device, work)
         return found
 
     def figures(self) -> list[Figure]:

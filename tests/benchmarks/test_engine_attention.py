@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from types import ModuleType
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from benchmarks.engine.attention import BASE, Case, Contest, our_back_ends
-from benchmarks.engine.peers import find_peers
+from benchmarks.engine.peers import META, find_peers
 from workers.device import CpuDevice
 from workers.kv import KvDtype, KvGeometry
 from workers.model.attention.spec import AttentionSpec
@@ -20,53 +19,46 @@ SPEC = AttentionSpec(2, 8, 6, 0.3, 80.0)
 GEOMETRY = KvGeometry(1, 2, 8, 6, 64, KvDtype.FLOAT32)
 
 
-class HammerKernel(Enum):
-    TRITON = "TRITON"
-
-
-def hstu_mha(
-    max_seq_len: int,
+def triton_hstu_mha(
+    N: int,  # noqa: N803 - as published
     alpha: float,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     seq_offsets: torch.Tensor,
     num_targets: torch.Tensor | None = None,
-    kernel: HammerKernel | None = None,
 ) -> torch.Tensor:
     """By its published signature: rows of q are the last of each sequence."""
-    assert kernel is HammerKernel.TRITON
     users = seq_offsets.numel() - 1
     rows, length = q.shape[0] // users, k.shape[0] // users
-    assert length <= max_seq_len, "its grid ends there, and rows behind it are left as they are"
+    assert length <= N, "its grid ends there, and rows behind it are left as they are"
     targets = 0 if num_targets is None else int(num_targets[0])
     place = torch.arange(length).clamp(max=length - targets)
     mask = (place[:, None] > place[None, :]) | torch.eye(length, dtype=torch.bool)
     parts = [part.unflatten(0, (users, -1)).transpose(1, 2) for part in (q, k, v)]
-    weights = F.silu(parts[0] @ parts[1].transpose(2, 3) * alpha) / max_seq_len * mask[length - rows :]
+    weights = F.silu(parts[0] @ parts[1].transpose(2, 3) * alpha) / N * mask[length - rows :]
     return (weights @ parts[2]).transpose(1, 2).flatten(0, 1)
 
 
-def delta_hstu_mha(delta_q: torch.Tensor, **others: object) -> torch.Tensor:
-    return hstu_mha(q=delta_q, **others)  # type: ignore[arg-type]
+def triton_cached_hstu_mha(delta_q: torch.Tensor, **others: object) -> torch.Tensor:
+    return triton_hstu_mha(q=delta_q, **others)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("generative_recommenders", "generative_recommenders.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    operators, common = ModuleType("operators"), ModuleType("common")
-    operators.hstu_mha, operators.delta_hstu_mha = hstu_mha, delta_hstu_mha  # type: ignore[attr-defined]
-    common.HammerKernel = HammerKernel  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "generative_recommenders.ops.hstu_attention", operators)
-    monkeypatch.setitem(sys.modules, "generative_recommenders.common", common)
+    parts = META.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    kernels = sys.modules[META]
+    kernels.triton_hstu_mha = triton_hstu_mha  # type: ignore[attr-defined]
+    kernels.triton_cached_hstu_mha = triton_cached_hstu_mha  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", [Case(3, 70, 0), Case(2, 65, 9), Case(1, 1, 1)])
 def test_all_contenders_compute_the_same(case: Case, meta: None) -> None:
     contest = Contest(case, SPEC, KvDtype.FLOAT32, CpuDevice())
     ours = contest.ours(our_back_ends(SPEC, GEOMETRY, CpuDevice())[BASE])().flatten()
-    theirs = find_peers()["Meta, Triton"](contest.jagged).flatten()
+    theirs = find_peers()["Meta, Triton"](contest.jagged)().flatten()
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 2e-6
 
 

@@ -1,0 +1,91 @@
+"""The engine's benchmark: every point of every variant is measured, and a device's time is counted once."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from benchmarks.engine import run, shapes
+from benchmarks.engine.figures import Figure, Stage, write_csv
+from benchmarks.engine.profile import Share, gathered
+from benchmarks.engine.run import SideBySide, Sizes, Variant
+from benchmarks.engine.shapes import Shape
+from workers.device import CpuDevice, Device
+from workers.kv import KvDtype
+from workers.model.precision import ComputeDtype
+
+SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
+
+
+def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "SHAPES", {"tiny": Shape(16, 1, 2, 8, 8)})
+    monkeypatch.setattr(run, "matrix_peak_gflops", lambda dtype, device: 100.0)
+    variants = [
+        Variant(ComputeDtype.FLOAT32, KvDtype.FLOAT32),
+        Variant(ComputeDtype.FLOAT32, KvDtype.FLOAT32, graphs=True),
+    ]
+    bench, steps = SideBySide("tiny", variants, SIZES, CpuDevice()), list[str]()
+    bench.run(2, steps.append)
+    figures = bench.figures()
+    assert len(steps) == 3 * 2
+    for variant in variants:
+        own = [figure for figure in figures if figure.variant == variant.name]
+        counts = {stage: sum(figure.stage == stage for figure in own) for stage in Stage}
+        assert counts == {Stage.PRE_INFER: 2, Stage.HIT: 4 + 2, Stage.FULL: 4, Stage.APPEND: 1}
+    assert all(figure.rounds == 2 and figure.median_us >= figure.least_us > 0 for figure in figures)
+    for _ in range(2):
+        write_csv(tmp_path / "new" / "results.csv", figures)
+    with (tmp_path / "new" / "results.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * len(figures)
+    assert set(rows[0]) == {field.name for field in fields(Figure)}
+
+
+def test_flops_of_a_prefix_do_not_depend_on_its_chunks() -> None:
+    config = Shape(16, 3, 2, 8, 4).config(1000, 4)
+    whole = shapes.append_flops(config, 0, 1000)
+    assert shapes.append_flops(config, 0, 300) + shapes.append_flops(config, 300, 700) == pytest.approx(whole)
+
+
+class Accelerator(CpuDevice):
+    """A device that is none of the host's."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+
+def event(key: str, kind: str, cpu_us: float, device_us: float) -> SimpleNamespace:
+    return SimpleNamespace(
+        key=key,
+        device_type=SimpleNamespace(name=kind),
+        self_cpu_time_total=cpu_us,
+        self_device_time_total=device_us,
+    )
+
+
+def test_a_kernel_counts_once_with_its_operator_and_by_itself_where_it_has_none() -> None:
+    events = [
+        event("aten::addmm", "CPU", 9.0, 30.0),
+        event("sm90_xmma_gemm_bf16", "CUDA", 0.0, 30.0),
+        event("aten::layer_norm", "CPU", 5.0, 10.0),
+        event("vectorized_layer_norm_kernel", "CUDA", 0.0, 10.0),
+        event("attend_kernel", "CUDA", 0.0, 40.0),
+        event("gated_norm_kernel", "CUDA", 0.0, 20.0),
+    ]
+
+    def shares(device: Device) -> list[Share]:
+        return gathered(cast("list[torch.autograd.profiler_util.FunctionEventAvg]", events), device)
+
+    assert shares(Accelerator()) == [
+        Share("attention: products", 0.4),
+        Share("projections", 0.3),
+        Share("norms and gates", 0.3),
+    ]
+    assert shares(CpuDevice()) == [Share("projections", 9 / 14), Share("norms and gates", 5 / 14)]
