@@ -156,7 +156,7 @@ def test_captured_work_on_the_cpu_runs_again_on_what_its_memory_holds_now() -> N
     def work() -> None:
         torch.mul(source, 2.0, out=target)
 
-    replay = CpuDevice().capture(work)
+    replay = CpuDevice().recorder().capture(work)
     assert target.tolist() == [2.0, 2.0, 2.0]
     source.fill_(5.0)
     replay.run()
@@ -190,19 +190,25 @@ class FakeGraph:
 
 
 def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled at the first run is not recorded; graphs share memory that the first of them holds."""
+    """What is compiled at the first run is not recorded; a recorder's graphs share memory that the first of them holds.
+
+    Two engines' graphs share none: one may be tried in another thread while the other serves.
+    """
     monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: MagicMock())
     streams = MagicMock()
     monkeypatch.setattr(torch, "Stream", streams)
     device = AcceleratorDevice(torch.device("cpu"))
-    for _ in range(2):
-        device.capture(lambda: FakeGraph.events.append("work")).run()
+    recorder = device.recorder()
+    for each in (recorder, recorder, device.recorder()):
+        each.capture(lambda: FakeGraph.events.append("work")).run()
     assert FakeGraph.events == [
         *("work", "record 1", "recorded 1 in (0, 1)"),
         *("record 2", "work", "recorded 2 in (0, 1)", "replay 2"),
         *("work", "record 3", "work", "recorded 3 in (0, 1)", "replay 3"),
+        *("work", "record 4", "recorded 4 in (0, 4)"),
+        *("record 5", "work", "recorded 5 in (0, 4)", "replay 5"),
     ]
     assert streams.call_count == 1, "libraries keep memory for each stream that they have seen"
 

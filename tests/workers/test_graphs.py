@@ -16,7 +16,7 @@ from schemas.messages import Behaviours
 from tests.workers.attention_world import RaggedForward, Run
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
-from workers.device import CpuDevice, Device, Replay
+from workers.device import CpuDevice, Device, Recorder, Replay
 from workers.kv import KvDtype
 from workers.model.attention.spec import AttentionSpec
 from workers.model.attention.triton_attention import TritonAttention
@@ -54,7 +54,7 @@ def test_what_buckets_cost() -> None:
 class Layers:
     """The layers of a small model, with and without graphs."""
 
-    def __init__(self, device: Device = DEVICE, limit: int = 32) -> None:
+    def __init__(self, device: Device = DEVICE, limit: int = 32, pause: int = 0) -> None:
         tensors = {
             name: tensor.to(DEVICE.torch_device) for name, tensor in random_checkpoint(CONFIG, 0).tensors.items()
         }
@@ -62,7 +62,7 @@ class Layers:
         # Not of another kind than the layers: alpha and N of the model do not matter here.
         self.attention = TritonAttention(forward([Run(1, 0, 1)]).spec, DEVICE, BLOCKS)
         self.direct = DirectRunner(self.stack, self.attention)
-        self.graphs = GraphRunner(self.stack, self.attention, device, limit)
+        self.graphs = GraphRunner(self.stack, self.attention, device, limit, pause)
 
     def rows(
         self, made: RaggedForward, *, direct: bool = False, before: Sequence[Callable[[int], None]] = ()
@@ -141,6 +141,34 @@ def test_the_least_recently_used_graph_goes_first() -> None:
         assert close(layers.rows(size), layers.rows(size, direct=True))
 
 
+class Counting(CpuDevice, Recorder):
+    """A device, and its recorder, which counts."""
+
+    captured = 0
+
+    def recorder(self) -> Recorder:
+        return self
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        self.captured += 1
+        return super().capture(work)
+
+
+def test_buckets_that_take_turns_do_not_push_each_other_out_at_every_forward() -> None:
+    """Capturing takes as long as many forwards."""
+    counting = Counting()
+    layers = Layers(counting, limit=2, pause=5)
+    made = forward([Run(9, 0, 70)])
+    sizes = [same_arena(made, [Run(9, 0, rows)]) for rows in (16, 40, 70)]
+    captured = []
+    for _ in range(6):
+        for size in sizes:
+            assert close(layers.rows(size), layers.rows(size, direct=True))
+            captured.append(counting.captured)
+    assert captured[:6] == [0, 0, 0, 1, 2, 2], "there was room for two"
+    assert captured[-1] == 3, "of 13 more forwards, one in six may capture, if its graph is missing"
+
+
 def test_another_arena_begins_anew() -> None:
     layers = Layers()
     for seed in (0, 1):
@@ -174,11 +202,16 @@ def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
     assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 16, stores=False)
 
 
+class NoRecorder(Recorder):
+    def capture(self, work: Callable[[], None]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
 class NoCapture(CpuDevice):
     """A device on which nothing can be recorded."""
 
-    def capture(self, work: Callable[[], None]) -> Replay:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def recorder(self) -> Recorder:
+        return NoRecorder()
 
 
 def test_a_device_that_cannot_capture_says_so_once_and_runs_on() -> None:

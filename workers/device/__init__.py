@@ -10,7 +10,7 @@ torch_npu is imported only when the setting asks for `npu`; `workers/__init__.py
 
 from workers.device.accelerator import AcceleratorDevice
 from workers.device.cpu import CpuDevice
-from workers.device.interface import Device, Event, MemoryInfo, Replay, Stream
+from workers.device.interface import Device, Event, MemoryInfo, Recorder, Replay, Stream
 from workers.device.opening import open_device, set_threads
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Device",
     "Event",
     "MemoryInfo",
+    "Recorder",
     "Replay",
     "Stream",
     "open_device",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from workers.device.interface import Device, Event, MemoryInfo, Replay, Stream, too_large
+from workers.device.interface import Device, Event, MemoryInfo, Recorder, Replay, Stream, too_large
 
 
 class _GraphReplay(Replay):
@@ -55,7 +55,6 @@ class AcceleratorDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
-        self._first_graph: torch.accelerator.Graph | None = None
         self._capture_stream: torch.Stream | None = None
         self._capturing = threading.Lock()
         # cuBLAS may else add parts of a long product in bfloat16. Other devices do not look at it.
@@ -84,7 +83,12 @@ class AcceleratorDevice(Device):
         if self.torch_device.type != "cuda" or memory.numel() == 0:
             return False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        is_pinned = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        if not is_pinned:
+            # CUDA keeps the refusal, and the next kernel of this thread would be blamed for it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.torch_device)
+        return is_pinned
 
     def stream(self, *, low_priority: bool = False) -> Stream:
         # torch: a lower number is more urgent, and 0 the least urgent of all.
@@ -108,13 +112,29 @@ class AcceleratorDevice(Device):
         properties = torch.get_device_module(self.torch_device).get_device_properties(self.torch_device)
         return int(getattr(properties, "multi_processor_count", 1))
 
-    def capture(self, work: Callable[[], None]) -> Replay:
-        # A model may be loaded, and captured, while another is.
+    def recorder(self) -> Recorder:
+        return _GraphRecorder(self)
+
+    @contextlib.contextmanager
+    def capture_stream(self) -> Iterator[torch.Stream]:
+        """The stream that graphs are captured on, by one thread at a time: a model may be loaded while another serves.
+
+        One for all: cuBLAS keeps a work space for each stream that it has seen, tens of MiB on Hopper.
+        """
         with self._capturing:
-            # One stream for all: cuBLAS keeps a work space for each that it has seen, tens of MiB on Hopper.
             if self._capture_stream is None:
                 self._capture_stream = torch.Stream(self.torch_device)
-            stream, caller = self._capture_stream, torch.accelerator.current_stream(self.torch_device)
+            yield self._capture_stream
+
+
+class _GraphRecorder(Recorder):
+    def __init__(self, device: AcceleratorDevice) -> None:
+        self._device = device
+        self._first: torch.accelerator.Graph | None = None
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        with self._device.capture_stream() as stream:
+            caller = torch.accelerator.current_stream(self._device.torch_device)
             stream.wait_stream(caller)
             with stream:
                 work()
@@ -127,13 +147,13 @@ class AcceleratorDevice(Device):
     def _empty_graph(self) -> torch.accelerator.Graph:
         """A graph to capture into, on the current stream.
 
-        Replays follow one another on one thread, so they share their scratch memory. A small first graph, which is
-        kept, holds it: torch refuses memory whose graphs are all gone. Other threads' copies go on meanwhile: only
-        what this thread does is recorded, and held to the rules of recording.
+        A small first graph, which is kept, holds the scratch memory of all: torch refuses memory whose graphs are all
+        gone. Other threads' copies go on meanwhile: only what this thread does is recorded, and held to the rules of
+        recording.
         """
-        if self._first_graph is None:
+        if self._first is None:
             first = torch.accelerator.Graph(capture_error_mode="thread_local")
             with first:
-                torch.zeros(1, device=self.torch_device)
-            self._first_graph = first
-        return torch.accelerator.Graph(pool=self._first_graph.pool(), capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device.torch_device)
+            self._first = first
+        return torch.accelerator.Graph(pool=self._first.pool(), capture_error_mode="thread_local")

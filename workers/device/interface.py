@@ -61,6 +61,28 @@ class Replay(ABC):
         """Gives the work to the calling thread's current stream: the same kernels on the same memory."""
 
 
+class Recorder:
+    """Records work. All that one recorder recorded shares scratch memory: one thread at a time replays it."""
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        """Runs `work` once, so that nothing is compiled later, records what it gives to the device, and returns that.
+
+        `work` may read and write only memory that outlives the replay, and must give the device the same kernels
+        whatever is in it. A device that cannot record runs `work` again each time. Raises RuntimeError if `work` does
+        what cannot be recorded, such as waiting for the device.
+        """
+        work()
+        return _CallReplay(work)
+
+
+class _CallReplay(Replay):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def run(self) -> None:
+        self._work()
+
+
 class Device(ABC):
     """One device, as the rest of the code sees it."""
 
@@ -142,23 +164,9 @@ class Device(ABC):
         """Processors of the device that work side by side; 1 where it does not say."""
         return 1
 
-    def capture(self, work: Callable[[], None]) -> Replay:
-        """Runs `work` once, so that nothing is compiled later, records what it gives to the device, and returns that.
-
-        `work` may read and write only memory that outlives the replay, and must give the device the same kernels
-        whatever is in it. A device that cannot record runs `work` again each time. Raises RuntimeError if `work` does
-        what cannot be recorded, such as waiting for the device.
-        """
-        work()
-        return _CallReplay(work)
-
-
-class _CallReplay(Replay):
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def run(self) -> None:
-        self._work()
+    def recorder(self) -> Recorder:
+        """A new recorder."""
+        return Recorder()
 
 
 def too_large(shape: tuple[int, ...], where: str) -> RelayError:

@@ -7,8 +7,9 @@ of the segments, which are overwritten before it is replayed. Padding rows belon
 the matrix products compute them for nothing.
 
 A graph is captured when its bucket is seen a second time, on the device's thread, between forwards; the LIMIT last used
-are kept. A forward that must wait for its pages layer by layer runs without. Where the device cannot capture, one
-warning says so, and all forwards run as they are.
+are kept. Capturing takes as long as many forwards do, so once there are LIMIT, one is replaced no more often than every
+PAUSE forwards, however many buckets take turns. A forward that must wait for its pages layer by layer runs without.
+Where the device cannot capture, one warning says so, and all forwards run as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import structlog
 import torch
 
-from workers.device import Device, Replay
+from workers.device import Device, Recorder, Replay
 from workers.model.attention.interface import Attention, AttentionPass
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment
@@ -31,8 +32,12 @@ from workers.model.stack import Stack
 
 LIMIT = 32
 """Graphs kept; each holds its input rows and what describes its segments, and all share their scratch memory."""
+PAUSE = 64
+"""Forwards between two graphs that replace others."""
 _REMEMBERED = 256
 """Buckets seen once that are remembered."""
+_LEAST_PAGES = 4096
+"""Room for page numbers: 16 KiB go to the device in no time, and fewer buckets mean more graphs that fit."""
 
 Before = Sequence[Callable[[int], None]]
 log = structlog.get_logger(__name__)
@@ -117,7 +122,7 @@ class _Key:
 class _Graph:
     """The layers over memory of their own."""
 
-    def __init__(self, stack: Stack, rows: torch.Tensor, attention: ReplaceablePass, device: Device) -> None:
+    def __init__(self, stack: Stack, rows: torch.Tensor, attention: ReplaceablePass, recorder: Recorder) -> None:
         self._rows = rows
         self._attention = attention
         self._out = rows
@@ -125,7 +130,7 @@ class _Graph:
         def work() -> None:
             self._out = stack(self._rows, self._attention)
 
-        self._replay: Replay = device.capture(work)
+        self._replay: Replay = recorder.capture(work)
 
     def __call__(self, x: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
         self._attention.replace(plan)
@@ -137,12 +142,18 @@ class _Graph:
 class GraphRunner:
     """Forwards from graphs, where their bucket was seen before."""
 
-    def __init__(self, stack: Stack, attention: GraphableAttention, device: Device, limit: int = LIMIT) -> None:
+    def __init__(
+        self, stack: Stack, attention: GraphableAttention, device: Device, limit: int = LIMIT, pause: int = PAUSE
+    ) -> None:
         self._stack = stack
         self._attention = attention
         self._direct = DirectRunner(stack, attention)
         self._device = device
+        # Of its own: another model's graphs, which are tried in another thread, would write over the same memory.
+        self._recorder = device.recorder()
         self._limit = limit
+        self._pause = pause
+        self._since_capture = pause
         self._graphs: OrderedDict[_Key, _Graph] = OrderedDict()
         self._seen: OrderedDict[_Key, None] = OrderedDict()
         self._kv: PagedKv | None = None
@@ -168,13 +179,14 @@ class GraphRunner:
             # Graphs hold the addresses of the arena that they were captured on.
             self._graphs.clear()
             self._kv = kv
+        self._since_capture += 1
         arrays = self._attention.arrays(kv, segments)
         own = arrays.capacity
-        capacity = Capacity(bucket(own.rows), bucket(own.segments), bucket(own.pages))
+        capacity = Capacity(bucket(own.rows), bucket(own.segments), bucket(max(own.pages, _LEAST_PAGES)))
         key = _Key(capacity, self._attention.shape(arrays))
         plan = self._attention.packed(kv, arrays, key.shape, capacity)
         graph = self._find(key)
-        if graph is None and self._is_known(key):
+        if graph is None and self._is_known(key) and self._may_capture():
             graph = self._capture(key, kv, plan, x)
         return self._direct(kv, segments, x, before) if graph is None else graph(x, plan)
 
@@ -196,15 +208,19 @@ class GraphRunner:
             self._seen.popitem(last=False)
         return known
 
+    def _may_capture(self) -> bool:
+        return len(self._graphs) < self._limit or self._since_capture > self._pause
+
     def _capture(self, key: _Key, kv: PagedKv, plan: PackedPlan, x: torch.Tensor) -> _Graph | None:
         rows = x.new_zeros((key.capacity.rows, x.shape[1]))
         rows[: x.shape[0]] = x
         try:
-            graph = _Graph(self._stack, rows, self._attention.started(kv, plan), self._device)
+            graph = _Graph(self._stack, rows, self._attention.started(kv, plan), self._recorder)
         except RuntimeError as error:
             log.warning("forwards are not captured", device=self._device.name, error=str(error))
             self._works = False
             return None
+        self._since_capture = 0
         self._graphs[key] = graph
         if len(self._graphs) > self._limit:
             self._graphs.popitem(last=False)
