@@ -47,6 +47,7 @@ class RaggedForward:
         page_tokens: int = 8,
         compute: torch.dtype = torch.float32,
         stored: KvDtype = KvDtype.FLOAT32,
+        group: int = 1,
         device: Device,
         seed: int = 0,
     ) -> None:
@@ -71,7 +72,7 @@ class RaggedForward:
         values = torch.from_numpy(random.standard_normal(elements, dtype=np.float32)).to(torch_dtype(stored))
         arena = values.view(torch.uint8).view(free_pages.size, geometry.page_bytes)
         self.kv = PagedKv(arena.to(device.torch_device), geometry)
-        self.spec = AttentionSpec(heads, dqk, dv, dqk**-0.5, 37.0, compute_dtype=compute)
+        self.spec = AttentionSpec(heads, dqk, dv, dqk**-0.5, 37.0, target_group_size=group, compute_dtype=compute)
         rows = sum(segment.rows for segment in self.segments)
         width = heads * (2 * dqk + dv)
         # As a projection gives it: with U before, so that rows do not follow one another without a gap.
@@ -91,7 +92,8 @@ class RaggedForward:
             keys = torch.cat((self.context(self.kv.k(LAYER), segment), own_k[rows]))
             values = torch.cat((self.context(self.kv.v(LAYER), segment), own_v[rows]))
             row, column = torch.arange(segment.rows)[:, None], torch.arange(segment.rows)[None, :]
-            own = (row == column) | ((column < row) & (column < segment.causal_rows))
+            groups = [(order - segment.causal_rows) // self.spec.target_group_size for order in (row, column)]
+            own = (column <= row) & ((column < segment.causal_rows) | (groups[0] == groups[1]))
             mask = torch.cat((torch.ones(segment.rows, segment.context_tokens, dtype=torch.bool), own), 1)
             scores = torch.einsum("ihd,jhd->hij", self.q[rows].double().cpu(), keys) * self.spec.alpha
             assert self.spec.normalizer is not None

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from workers.model.attention.triton_kernels import attend_kernel, store_kernel
-from workers.model.triton_norm_kernel import gated_norm_kernel
+from workers.model.triton_norm_kernel import gated_norm_kernel, norm_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -24,6 +24,7 @@ _TYPES = {
     "table_ptr": "*i32",
     "slots_ptr": "*i32",
     "a_ptr": "*fp32",
+    "x_ptr": "*fp32",
     "weight_ptr": "*fp32",
     "bias_ptr": "*fp32",
     "eps": "fp32",
@@ -80,10 +81,19 @@ def described(made: Any) -> dict[str, int]:
 
 
 def attend(
-    own: str, stored: str, dim: int, page_tokens: int, block_rows: int, keys: int, warps: int, stages: int
+    own: str,
+    stored: str,
+    dim: int,
+    page_tokens: int,
+    block_rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+    group: int = 1,
 ) -> dict[str, int]:
     constants = {
         "HEADS": 4,
+        "GROUP": group,
         "D_QK": dim,
         "D_V": dim,
         "PAD_QK": max(16, triton.next_power_of_2(dim)),
@@ -103,9 +113,18 @@ def store(own: str, stored: str) -> dict[str, int]:
     return described(compiled(store_kernel, sizes, own, stored, 4, 3))
 
 
-def norm(own: str) -> dict[str, int]:
-    sizes = {"HEADS": 4, "D": 128, "PAD_HEADS": 4, "PAD_D": 128, "GROUP": False, "AFFINE": True, "KEEPS": 1}
-    return described(compiled(gated_norm_kernel, sizes, own, own, 1, 3))
+def output(own: str, keeps: int, affine: bool) -> dict[str, int]:
+    sizes = {"HEADS": 4, "D": 128, "PAD_HEADS": 4, "PAD_D": 128, "GROUP": False, "KEEPS": keeps}
+    return described(compiled(gated_norm_kernel, sizes | affinity(affine), own, own, 1, 3))
+
+
+def norm(own: str, affine: bool) -> dict[str, int]:
+    return described(compiled(norm_kernel, {"D": 512, "PAD_D": 512} | affinity(affine), own, own, 1, 3))
+
+
+def affinity(affine: bool) -> dict[str, object]:
+    """Without weight and bias the kernels are given None."""
+    return {"AFFINE": affine} | ({} if affine else {"weight_ptr": None, "bias_ptr": None})
 
 
 def main() -> None:
@@ -120,7 +139,11 @@ def main() -> None:
         "float32, dimension 256": attend("fp32", "fp32", 256, 64, 16, 16, 4, 2),
         "store bfloat16": store("bf16", "bf16"),
         "store float32 as bfloat16": store("fp32", "bf16"),
-        "norm": norm("bf16"),
+        "bfloat16, groups of 3": attend("bf16", "bf16", 128, 64, 64, 64, 4, 3, group=3),
+        "input norm": norm("bf16", True),
+        "input norm without weights": norm("bf16", False),
+        "output": output("bf16", 1, True),
+        "output without weights": output("bf16", 0, False),
     }
     json.dump(report, sys.stdout)
 

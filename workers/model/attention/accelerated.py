@@ -21,13 +21,11 @@ log = structlog.get_logger(__name__)
 
 def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> Attention | None:
     """The back end made for this device, or None: there is none for it, or for such a mask, or it does not run."""
-    if not spec.is_plain:
-        return None
     try:
         match device.torch_device.type:
-            case "cuda":
+            case "cuda" if spec.is_plain_but_for_groups:
                 return _triton(spec, geometry, device)
-            case "npu":
+            case "npu" if spec.is_plain:
                 return _rec_sdk(spec)
             case _:
                 return None

@@ -32,13 +32,14 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """SiLU; causal rows see all before them, candidates themselves, and no bias: what fast kernels compute."""
+        """SiLU; causal rows see all before them, candidates themselves, and no bias: what fast back ends compute."""
+        return self.is_plain_but_for_groups and self.target_group_size == 1
+
+    @property
+    def is_plain_but_for_groups(self) -> bool:
+        """The same, but that candidates may see earlier ones of their group."""
         return (
-            self.normalizer is not None
-            and self.contextual_tokens == 0
-            and self.max_attn_len == 0
-            and self.target_group_size == 1
-            and not self.has_bias
+            self.normalizer is not None and self.contextual_tokens == 0 and self.max_attn_len == 0 and not self.has_bias
         )
 
     @property

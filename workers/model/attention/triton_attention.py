@@ -4,8 +4,8 @@ A forward of any mixture of chunks and requests is two launches a layer: K,V of 
 attention of all rows (a third adds partial sums where few rows meet many keys). What a forward needs beside the rows,
 one int32 array, goes to the device once (`triton_plan.py`).
 
-It computes the plain HSTU mask; `choose.py` takes it on CUDA, and says so. Importing this module imports Triton, so
-nothing imports it but `accelerated.py`, when it is about to be used.
+It computes the plain HSTU mask, with candidates alone or in groups; `choose.py` takes it on CUDA, and says so.
+Importing this module imports Triton, so nothing imports it but `accelerated.py`, when it is about to be used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from workers.device import Device
 from workers.kv import KvGeometry
+from workers.model.attention.dtypes import rounding
 from workers.model.attention.paged_kv import PagedKv
 from workers.model.attention.segments import Segment, place
 from workers.model.attention.spec import AttentionSpec
@@ -24,9 +25,11 @@ from workers.model.attention.triton_launch import (
     BLOCK_ROWS,
     Blocks,
     DevicePlan,
+    Formula,
     LayerPages,
     attend,
     choose_block_rows,
+    padded_rows,
     store,
     tuned,
 )
@@ -57,9 +60,10 @@ class TritonAttention:
 
     def __init__(self, spec: AttentionSpec, device: Device, blocks: Blocks | None = None) -> None:
         """Raises ValueError for a mask that the kernels do not compute."""
-        if not spec.is_plain:
-            raise ValueError("the Triton kernels compute the plain mask only")
+        if not spec.is_plain_but_for_groups or spec.normalizer is None:
+            raise ValueError("the Triton kernels compute the plain mask only, with or without groups")
         self._spec = spec
+        self._formula = Formula(spec.alpha, spec.normalizer, spec.target_group_size)
         self._device = device
         # By the rows of a tile, as they become known.
         self._blocks = {} if blocks is None else dict.fromkeys(BLOCK_ROWS, blocks)
@@ -96,26 +100,25 @@ class TritonAttention:
     def started(self, kv: PagedKv, plan: PackedPlan) -> TritonPass:
         """A pass over that plan, on the device."""
         packed = self._device.sent(torch.from_numpy(plan.packed))
-        return TritonPass(self._spec, self._device, kv, DevicePlan(plan, packed), self._blocks)
+        return TritonPass(self._formula, self._device, kv, DevicePlan(plan, packed), self._blocks)
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - keys stay where they are
         spec = self._spec
         # Partial sums are split only while programs are fewer than the device has room for, of 128 rows at most.
         room = _PROGRAMS_PER_UNIT * self._device.compute_units
-        split = min(MAX_SPLITS * rows * spec.num_heads, room * 128) * spec.hidden_dim
-        return (2 * rows * spec.row_width + split) * 4
+        split = min(MAX_SPLITS * padded_rows(rows) * spec.num_heads, room * 128) * spec.hidden_dim
+        return (2 * padded_rows(rows) * spec.row_width + split) * 4
 
 
 class TritonPass:
     """One forward. Its plan's array may be overwritten by that of another forward of the same shape and capacity."""
 
     def __init__(
-        self, spec: AttentionSpec, device: Device, kv: PagedKv, plan: DevicePlan, blocks: dict[int, Blocks]
+        self, formula: Formula, device: Device, kv: PagedKv, plan: DevicePlan, blocks: dict[int, Blocks]
     ) -> None:
         """`blocks`: by the rows of a tile; what is not there is tuned, and noted there."""
-        assert spec.normalizer is not None
+        self._formula = formula
         self._device = device
-        self._alpha, self._normalizer = spec.alpha, spec.normalizer
         self._kv = kv
         self._plan = plan
         self._blocks = blocks
@@ -126,9 +129,8 @@ class TritonPass:
             store(k, v, pages, self._plan)
         block_rows = self._plan.plan.shape.block_rows
         if block_rows not in self._blocks:
-            self._blocks[block_rows] = tuned(q, k, v, pages, self._plan, self._alpha, self._normalizer)
-        blocks = self._blocks[block_rows]
-        return attend(q, k, v, pages, self._plan, self._alpha, self._normalizer, blocks).flatten(1)
+            self._blocks[block_rows] = tuned(q, k, v, pages, self._plan, self._formula)
+        return attend(q, k, v, pages, self._plan, self._formula, self._blocks[block_rows]).flatten(1)
 
     def replace(self, plan: PackedPlan) -> None:
         """Describes another forward, in the same memory of the device."""
@@ -147,16 +149,15 @@ def warm_up(attention: TritonAttention, spec: AttentionSpec, geometry: KvGeometr
     )
     pages = np.arange(one_layer.pages_for(tokens), dtype=np.int32)
     kv = PagedKv(device.empty_bytes(pages.size, one_layer.page_bytes).zero_(), one_layer)
+    rounded = rounding(one_layer.dtype)
 
     def run(segments: Sequence[Segment]) -> None:
         rows = sum(segment.rows for segment in segments)
-        width = spec.num_heads * (2 * spec.attention_dim + spec.hidden_dim)
-        z = torch.randn((rows, width), dtype=spec.compute_dtype, device=device.torch_device)
-        q, k, v = (
-            part.view(rows, spec.num_heads, -1)
-            for part in torch.split(z, [spec.key_width, spec.key_width, spec.row_width], 1)
-        )
-        attention.begin(kv, segments).attend(0, q, k, v)
+        # As a layer gives them: Triton compiles another kernel for other strides, and for memory that begins elsewhere.
+        widths = [spec.row_width, spec.row_width, spec.key_width, spec.key_width]
+        z = torch.randn((rows, sum(widths)), dtype=spec.compute_dtype, device=device.torch_device)
+        _, v, q, k = (part.view(rows, spec.num_heads, -1) for part in torch.split(z, widths, 1))
+        attention.begin(kv, segments).attend(0, q, rounded(k), rounded(v))
 
     half = tokens // 2
     suffix, candidates = tokens // 64, tokens // 16

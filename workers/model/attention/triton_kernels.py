@@ -7,9 +7,10 @@ No soft-max, hence no row maximum and no row sum: any share of the keys gives a 
 keys may be split over several programs (`triton_plan.py` says when). SiLU(0) = 0: a key that is masked when it is
 loaded adds nothing, and only the causal half of a segment's own rows needs a mask on the weights.
 
-A program walks over blocks of keys in two runs: the context, through the page table, then the segment's own causal
-rows up to the diagonal. Blocks above it are never visited. A free row adds itself at the end. Own rows are rounded to
-the stored type when they are loaded, so that a row counts the same before and after it is stored.
+A program walks over blocks of keys in two runs: the context, through the page table, then the segment's own rows:
+causal ones up to the diagonal, and with groups the free rows from where the tile's first group begins. Blocks that
+nobody sees are never visited. Without groups a free row adds itself at the end. Own rows are rounded to the stored type
+when they are loaded, so that a row counts the same before and after it is stored.
 
 Sums are float32; products take the type of q (float32 with `PRECISION` "ieee"). Offsets into the arena are int64.
 """
@@ -59,6 +60,7 @@ def attend_kernel(
     out_row_stride,
     out_head_stride,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # free rows of a group, of which each sees those before it
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
     PAD_QK: tl.constexpr,  # powers of two, 16 at least
@@ -98,11 +100,16 @@ def attend_kernel(
     q = tl.load(q_ptr + row_at * q_row_stride + at_qk[None, :], mask=here[:, None] & in_qk[None, :], other=0.0)
     acc = tl.zeros((BLOCK_M, PAD_V), dtype=tl.float32)
 
-    # This program's share of the tile's blocks: the context's first, then its own causal rows'.
+    # This program's share of the tile's blocks: the context's first, then the segment's own rows'.
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     context_blocks = tl.cdiv(context, BLOCK_N)
-    blocks = context_blocks + tl.cdiv(tl.minimum(first + BLOCK_M, causal), BLOCK_N)
+    causal_blocks = tl.cdiv(tl.minimum(first + BLOCK_M, causal), BLOCK_N)
+    blocks = context_blocks + causal_blocks
+    if GROUP > 1:
+        # Where the group of the tile's first free row begins.
+        near = causal + tl.maximum(first - causal, 0) // GROUP * GROUP
+        blocks += tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_M, rows) - near, 0), BLOCK_N)
     begin = blocks * split // splits
     end = blocks * (split + 1) // splits
 
@@ -126,8 +133,13 @@ def attend_kernel(
 
     for block in range(tl.maximum(begin - context_blocks, 0), end - context_blocks):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        limit = causal
+        if GROUP > 1:
+            is_near = block >= causal_blocks
+            key += tl.where(is_near, near - causal_blocks * BLOCK_N, 0)
+            limit = tl.where(is_near, rows, causal)
         key_at = key.to(tl.int64)
-        valid = key < causal
+        valid = key < limit
         k = tl.load(
             k_ptr + key_at[None, :] * k_row_stride + at_qk[:, None], mask=valid[None, :] & in_qk[:, None], other=0.0
         )
@@ -138,10 +150,14 @@ def attend_kernel(
         v = v.to(stored).to(q.dtype)
         weights = silu(tl.dot(q, k, input_precision=PRECISION) * alpha, FAST_SILU)
         # Free rows come after all causal ones, so this lets them see each of these.
-        weights = tl.where(key[None, :] <= row[:, None], weights, 0.0)
+        sees = key[None, :] <= row[:, None]
+        if GROUP > 1:
+            together = (key - causal)[None, :] // GROUP == (row - causal)[:, None] // GROUP
+            sees &= (key < causal)[None, :] | together
+        weights = tl.where(sees, weights, 0.0)
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
 
-    if (split == splits - 1) & (first + BLOCK_M > causal):
+    if GROUP == 1 and (split == splits - 1) & (first + BLOCK_M > causal):
         free = here & (row >= causal)
         k = tl.load(k_ptr + row_at * k_row_stride + at_qk[None, :], mask=free[:, None] & in_qk[None, :], other=0.0)
         v = tl.load(v_ptr + row_at * v_row_stride + at_v[None, :], mask=free[:, None] & in_v[None, :], other=0.0)

@@ -2,9 +2,9 @@
 
 The rows of a tile follow from the element type and the longest segment (`choose_block_rows`); the block of keys and
 the pipeline's stages are tuned once per kind of kernel by Triton's autotuner (`tuned`), which keeps its choice on disk.
-A kind is what the model fixes (heads, dimensions, page size, element types) and the rows of a tile: two per model,
-however requests vary. `attend` launches with `Blocks` that are known: the tuner is not made for two threads at once,
-and a model may be loaded while another serves.
+A kind is what the model fixes (heads, groups, dimensions, page size, element types) and the rows of a tile: two a
+model, however requests vary. `attend` launches with `Blocks` that are known: the tuner is not made for two threads at
+once, and a model may be loaded while another serves.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ class Blocks:
     keys: int
     warps: int = 4
     stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What attention computes, apart from sizes."""
+
+    alpha: float
+    normalizer: float
+    group_size: int = 1
+    """Candidates of a group, of which each sees those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,14 @@ def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) ->
     return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
 
 
+def padded_rows(rows: int) -> int:
+    """Rows that a sum has room for: a multiple of 16, and so its stride, whatever the forward.
+
+    For another stride Triton would compile a second kernel, while a request waits.
+    """
+    return -(-rows // 16) * 16
+
+
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """What a launch of the attention kernel takes, apart from its blocks."""
@@ -95,8 +113,7 @@ def attend(
     v: torch.Tensor,
     pages: LayerPages,
     device_plan: DevicePlan,
-    alpha: float,
-    normalizer: float,
+    formula: Formula,
     blocks: Blocks,
 ) -> torch.Tensor:
     """Attention of one layer for all rows of a forward.
@@ -104,7 +121,7 @@ def attend(
     q, k [rows, heads, dqk], v [rows, heads, dv]: any strides but the last, which is 1. Returns float32
     [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
     """
-    launch = _launch(q, k, v, pages, device_plan, alpha, normalizer)
+    launch = _launch(q, k, v, pages, device_plan, formula)
     attend_kernel[launch.grid](
         *launch.arguments, **launch.fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages
     )
@@ -117,11 +134,10 @@ def tuned(
     v: torch.Tensor,
     pages: LayerPages,
     device_plan: DevicePlan,
-    alpha: float,
-    normalizer: float,
+    formula: Formula,
 ) -> Blocks:
     """The fastest blocks for this kind of kernel, tried on these rows unless the kind is known. Any thread."""
-    launch = _launch(q, k, v, pages, device_plan, alpha, normalizer)
+    launch = _launch(q, k, v, pages, device_plan, formula)
     with _tuning:
         tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
         best = tuned_attend.best_config
@@ -134,8 +150,7 @@ def _launch(
     v: torch.Tensor,
     pages: LayerPages,
     device_plan: DevicePlan,
-    alpha: float,
-    normalizer: float,
+    formula: Formula,
 ) -> _Launch:
     rows, heads, d_qk = q.shape
     d_v = v.shape[2]
@@ -144,7 +159,7 @@ def _launch(
     if rows != plan.rows:
         raise ValueError(f"{rows} rows were given, the plan has {plan.rows}")
     splits = plan.shape.splits
-    sums = torch.empty((splits, rows, heads, d_v), dtype=torch.float32, device=q.device)
+    sums = torch.empty((splits, padded_rows(rows), heads, d_v), dtype=torch.float32, device=q.device)[:, :rows]
     arguments = (
         q,
         k,
@@ -155,8 +170,8 @@ def _launch(
         device_plan.packed,
         device_plan.segments,
         device_plan.table,
-        alpha,
-        1.0 / normalizer,
+        formula.alpha,
+        1.0 / formula.normalizer,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -166,13 +181,14 @@ def _launch(
     )
     fixed = {
         "HEADS": heads,
+        "GROUP": formula.group_size,
         "D_QK": d_qk,
         "D_V": d_v,
         "PAD_QK": max(_LEAST_DOT, triton.next_power_of_2(d_qk)),
         "PAD_V": max(_LEAST_DOT, triton.next_power_of_2(d_v)),
         "PAGE_TOKENS": pages.page_tokens,
         "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-        "FAST_SILU": q.dtype is not torch.float32 and q.is_cuda,
+        "FAST_SILU": q.dtype is not torch.float32,
         "BLOCK_M": plan.shape.block_rows,
     }
     return _Launch((plan.tiles * heads, splits), arguments, fixed, sums)
@@ -239,7 +255,7 @@ tuned_attend = triton.autotune(
         for warps in (4, 8)
         for stages in (2, 3, 4)
     ],
-    key=["HEADS", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
+    key=["HEADS", "GROUP", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
     prune_configs_by={"early_config_prune": fitting_configs},
     cache_results=True,
 )(attend_kernel)
