@@ -1,16 +1,23 @@
-"""The fused output of a layer against the plain one: interpreted, or on a GPU where there is one."""
+"""The fused norm and output of a layer against the plain ones: interpreted, or on a GPU where there is one."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from structlog.testing import capture_logs
 
 from tests.workers.triton_world import DEVICE, INTERPRETED
+from workers.model import fused_norm
+from workers.model import fused_output as fused_output_module
+from workers.model.fused import if_it_runs
+from workers.model.fused_norm import FusedNorm, input_norm
 from workers.model.fused_output import FusedOutput, OutputShape, fused_output
 from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
+from workers.model.norms import LayerNorm
 from workers.model.options import Activated, OutputForm
 
 WIDTH = 12
@@ -35,12 +42,13 @@ def test_the_fused_output_is_the_plain_one(
     norm = (random(norm_shape, seed=1), random(norm_shape, seed=2)) if affine else None
     weight, bias = random(columns * form.blocks, WIDTH, seed=3), random(WIDTH, seed=4)
     x, a = random(5, WIDTH, seed=5), random(5, columns, seed=6) * 0.1
-    u = random(5, 3 * columns, seed=7).to(dtype)[:, :columns]
-    fused = FusedOutput(OutputShape(form, heads, 1e-6, group, dtype), norm, weight, bias)
-    expected = plain(form, group, norm, weight.cpu(), bias.cpu(), heads, dim)(x.cpu(), u.cpu().float(), a.cpu())
-    error = (fused(x, u, a).cpu() - expected).abs().max() / expected.abs().max()
+    z = random(5, 3 * columns, seed=7).to(dtype)[:, :columns]
+    made = FusedOutput(OutputShape(form, heads, 1e-6, group, dtype), norm, weight, bias)
+    activated = F.silu(z.cpu().float())
+    expected = plain(form, group, norm, weight.cpu(), bias.cpu(), heads, dim)(x.cpu(), activated, a.cpu())
+    error = (made(x, z, a).cpu() - expected).abs().max() / expected.abs().max()
     assert float(error) <= TOLERANCES[dtype]
-    assert fused(x[:0], u[:0], a[:0]).shape == (0, WIDTH)
+    assert made(x[:0], z[:0], a[:0]).shape == (0, WIDTH)
 
 
 def plain(
@@ -65,6 +73,74 @@ def plain(
     )
     layer = HstuLayer(LayerOptions(heads, 1, dim, 1e-6, Activated.U, form, group), weights)
     return layer._output
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("width", [1, 12, 700])
+def test_the_fused_norm_is_the_plain_one_narrowed(width: int, affine: bool) -> None:
+    weight, bias = (random(width, seed=1), random(width, seed=2)) if affine else (None, None)
+    x = random(5, 2 * width, seed=3)[:, :width] * 7.0 + 100.0
+    made = FusedNorm(weight, bias, width, 1e-6, torch.bfloat16)
+    expected = LayerNorm(weight, bias, width, 1e-6)(x)
+    assert made(x).dtype is torch.bfloat16
+    assert float((made(x) - expected).abs().max()) <= 2**-8 * float(expected.abs().max()) + 1e-4
+    assert made(x[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("activated", Activated)
+@pytest.mark.parametrize("form", OutputForm)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_layer_with_fused_parts_is_the_plain_layer(
+    monkeypatch: pytest.MonkeyPatch, activated: Activated, form: OutputForm, dtype: torch.dtype
+) -> None:
+    """SiLU falls on each column once, whichever part it is left to."""
+    options = LayerOptions(2, 3, 4, 1e-6, activated, form, False, dtype)
+    shapes = [(WIDTH,), (WIDTH,), (WIDTH, 28), (28,), (8,), (8,), (8 * form.blocks, WIDTH), (WIDTH,)]
+    weights = LayerWeights(*(random(*shape, seed=seed) for seed, shape in enumerate(shapes)))
+    x = random(6, WIDTH, seed=9)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (v * (q * k).sum(-1, keepdim=True)).flatten(1)
+
+    layers = []
+    for chosen in (never, always):
+        monkeypatch.setattr(fused_norm, "if_it_runs", chosen)
+        monkeypatch.setattr(fused_output_module, "if_it_runs", chosen)
+        layers.append(HstuLayer(options, weights))
+    plain_layer, fused_layer = layers
+    assert isinstance(fused_layer._output, FusedOutput)
+    assert isinstance(fused_layer._input_norm, FusedNorm) is (dtype is not torch.float32)
+    expected = plain_layer(x, attend)
+    assert float((fused_layer(x, attend) - expected).abs().max() / expected.abs().max()) <= TOLERANCES[dtype]
+
+
+def never(what: str, device: torch.device, make: Callable[[], object]) -> None:
+    """No device with kernels of its own."""
+
+
+def always(what: str, device: torch.device, make: Callable[[], object]) -> object:
+    """Whatever the device: the interpreter runs anywhere."""
+    return make()
+
+
+def test_a_kernel_that_does_not_run_is_not_used_and_it_is_said() -> None:
+    def fails() -> None:
+        raise RuntimeError("ptxas fatal: no such architecture")
+
+    with capture_logs() as logs:
+        assert if_it_runs("input norm", torch.device("cpu"), fails) is None
+        assert logs == []
+        assert if_it_runs("input norm", torch.device("cuda", 0), fails) is None
+    assert [(entry["log_level"], entry["kernel"], entry["device"]) for entry in logs] == [
+        ("warning", "input norm", "cuda:0")
+    ]
+
+
+def test_the_plain_norm_is_narrowed_too() -> None:
+    x, projection = torch.randn(3, WIDTH), torch.zeros(WIDTH, 4)
+    expected = LayerNorm(None, None, WIDTH, 1e-6)(x)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(input_norm(None, None, projection, 1e-6, dtype)(x), expected.to(dtype))
 
 
 def test_other_devices_have_the_plain_output() -> None:

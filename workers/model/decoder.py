@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from workers.model.config import ModelConfig
-from workers.model.norms import LayerNorm
+from workers.model.fused_norm import input_norm
+from workers.model.norms import RowFunction
 from workers.model.products import added_product
 from workers.model.stack import Attend
 
@@ -49,28 +50,29 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> None:
         """weights: by the names of `decoder_shapes`, float32."""
-        d, eps = config.embedding_dim, config.norm_eps
-        self._dtype = compute_dtype
         self._heads = config.num_heads
         keys, values = config.num_heads * config.attention_dim, config.num_heads * config.hidden_dim
         self._split = [keys, keys, values]
-        self._input_norm = LayerNorm(weights.get("input_norm.weight"), weights.get("input_norm.bias"), d, eps)
-        self._mlp_norm = LayerNorm(weights.get("mlp_norm.weight"), weights.get("mlp_norm.bias"), d, eps)
-        projection = weights["projection.weight"]
-        bias = weights.get("projection.bias")
+        projection, bias, wide = weights["projection.weight"], weights.get("projection.bias"), weights["mlp.0.weight"]
+
+        def norm_before(matrix: torch.Tensor, name: str) -> RowFunction:
+            own = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
+            return input_norm(*own, matrix, config.norm_eps, compute_dtype)
+
+        self._input_norm, self._mlp_norm = norm_before(projection, "input_norm"), norm_before(wide, "mlp_norm")
         self._projection = projection.to(compute_dtype)
         self._projection_bias = (projection.new_zeros(projection.shape[1]) if bias is None else bias).to(compute_dtype)
         self._output = added_product(weights["output.weight"], compute_dtype, weights.get("output.bias"))
-        self._wide = weights["mlp.0.weight"].to(compute_dtype)
+        self._wide = wide.to(compute_dtype)
         self._wide_bias = weights["mlp.0.bias"].to(compute_dtype)
         self._narrow = added_product(weights["mlp.1.weight"], compute_dtype, weights["mlp.1.bias"])
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [rows, D] -> y [rows, D], both float32."""
-        z = torch.addmm(self._projection_bias, self._input_norm(x).to(self._dtype), self._projection)
+        z = torch.addmm(self._projection_bias, self._input_norm(x), self._projection)
         q, k, v = (self._by_head(block) for block in torch.split(z, self._split, dim=1))
         x = self._output(x, attend(q, k, v))
-        hidden = torch.addmm(self._wide_bias, self._mlp_norm(x).to(self._dtype), self._wide)
+        hidden = torch.addmm(self._wide_bias, self._mlp_norm(x), self._wide)
         return self._narrow(x, F.silu(hidden, inplace=True))
 
     def _by_head(self, block: torch.Tensor) -> torch.Tensor:

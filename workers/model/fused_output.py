@@ -1,24 +1,21 @@
-"""An HSTU layer's output on CUDA: norm, gate and concatenation in one pass over the rows, then one matrix product.
+"""An HSTU layer's output on CUDA: SiLU of U, norm, gate and concatenation in one pass, then one matrix product.
 
-Plain torch (`hstu.py`) reads and writes the rows for the norm and for the gate, narrows them, and adds three products
-to the residual stream one after the other. Here one Triton kernel reads A and U once and writes what the product takes,
-in its type: [U, A, U * norm(A)] or the other forms. How many bytes that saves is counted in docs/cuda.md.
+Plain torch (`hstu.py`) reads and writes the rows for SiLU, for the norm and for the gate, narrows them, and adds three
+products to the residual stream one after the other. Here one Triton kernel reads A and U once and writes what the
+product takes, in its type: [U, A, U * norm(A)] or the other forms. How many bytes that saves is counted in docs/cuda.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import structlog
 import torch
 
+from workers.model.fused import if_it_runs, warps_of
 from workers.model.options import OutputForm
 from workers.model.products import added_product
 
 _KEEPS = {OutputForm.UNORM: 0, OutputForm.U_A_UNORM: 1, OutputForm.U_NA_UNORM: 2}
-_WARP_COLUMNS = 512
-"""Columns of a row that one warp takes: 16 for each thread."""
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +62,21 @@ class FusedOutput:
             "GROUP": shape.group_norm,
             "AFFINE": norm is not None,
             "KEEPS": _KEEPS[shape.form],
-            "num_warps": min(8, max(1, pad_heads * pad_dim // _WARP_COLUMNS)),
+            "num_warps": warps_of(pad_heads * pad_dim),
         }
 
-    def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """x [rows, D] float32; u, a [rows, H dv], contiguous along their columns -> y [rows, D]."""
-        return self._product(x, self.read(u, a))
+    def __call__(self, x: torch.Tensor, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """x [rows, D] float32; z, of which U is the SiLU, and a [rows, H dv], contiguous in columns -> y [rows, D]."""
+        return self._product(x, self.read(z, a))
 
-    def read(self, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def read(self, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """What the product reads: [rows, H dv or 3 H dv] of the compute type."""
         shape = self._shape
-        out = torch.empty((u.shape[0], self._columns * shape.form.blocks), dtype=shape.compute_dtype, device=u.device)
+        out = torch.empty((z.shape[0], self._columns * shape.form.blocks), dtype=shape.compute_dtype, device=z.device)
         weight, bias = self._norm if self._norm is not None else (None, None)
-        if u.shape[0]:
-            self._kernel[(u.shape[0],)](
-                a, u, weight, bias, out, shape.norm_eps, a.stride(0), u.stride(0), out.stride(0), **self._fixed
+        if z.shape[0]:
+            self._kernel[(z.shape[0],)](
+                a, z, weight, bias, out, shape.norm_eps, a.stride(0), z.stride(0), out.stride(0), **self._fixed
             )
         return out
 
@@ -91,14 +88,11 @@ def fused_output(
     bias: torch.Tensor | None,
 ) -> FusedOutput | None:
     """For weights on a CUDA device; None on others, and, with a warning, where Triton is missing or does not work."""
-    if weight.device.type != "cuda":
-        return None
-    try:
+
+    def tried() -> FusedOutput:
         output = FusedOutput(shape, norm, weight, bias)
         row = torch.zeros((1, weight.shape[0] // shape.form.blocks), device=weight.device)
         output.read(row.to(shape.compute_dtype), row)
-    # A compiler fails in ways of its own, and plain torch is always there.
-    except Exception as error:
-        log.warning("no fused output, plain torch instead", device=str(weight.device), error=repr(error))
-        return None
-    return output
+        return output
+
+    return if_it_runs("output", weight.device, tried)

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from workers.model.config import ModelConfig
-from workers.model.fused_output import OutputShape, fused_output
-from workers.model.norms import HeadNorm, LayerNorm
+from workers.model.fused_norm import input_norm
+from workers.model.fused_output import FusedOutput, OutputShape, fused_output
+from workers.model.norms import HeadNorm, LayerNorm, RowFunction
 from workers.model.options import Activated, OutputForm
 from workers.model.products import added_product
 from workers.model.stack import Attend
 
-RowFunction = Callable[[torch.Tensor], torch.Tensor]
 OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -57,10 +57,20 @@ class LayerWeights:
     output_weight: torch.Tensor
     output_bias: torch.Tensor | None
 
+    @property
+    def output_norm(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weight and bias of the output norm; None where it has neither."""
+        if self.output_norm_weight is None or self.output_norm_bias is None:
+            return None
+        return self.output_norm_weight, self.output_norm_bias
+
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """One layer's view of some rows: u [rows, H dv]; v [rows, H, dv]; q, k [rows, H, dqk]."""
+    """One layer's view of some rows: u [rows, H dv]; v [rows, H, dv]; q, k [rows, H, dqk].
+
+    u may be without its SiLU yet: `Projection` and the output agree on that.
+    """
 
     u: torch.Tensor
     v: torch.Tensor
@@ -69,21 +79,26 @@ class Projected:
 
 
 class Projection:
-    """Rows to U, V, Q, K: one matrix product, and SiLU in place on the first `activated_columns`."""
+    """Rows to U, V, Q, K: one matrix product, and SiLU in place on the columns that have it."""
 
-    def __init__(self, options: LayerOptions, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._dtype = options.compute_dtype
-        self._weight = weight.to(self._dtype)
-        self._bias = bias.to(self._dtype) if bias is not None else self._weight.new_zeros(weight.shape[1])
+    def __init__(
+        self, options: LayerOptions, weight: torch.Tensor, bias: torch.Tensor | None, activates_u: bool
+    ) -> None:
+        """Without `activates_u`, SiLU on U is left to who takes it."""
+        dtype = options.compute_dtype
+        self._weight = weight.to(dtype)
+        self._bias = bias.to(dtype) if bias is not None else self._weight.new_zeros(weight.shape[1])
         self._heads = options.num_heads
         u = options.num_heads * options.hidden_dim
         qk = options.num_heads * options.attention_dim
         self._split = [u, u, qk, qk]
-        self._activated_columns = u if options.activated is Activated.U else weight.shape[1]
+        end = u if options.activated is Activated.U else weight.shape[1]
+        self._activated = slice(0 if activates_u else u, end)
 
     def __call__(self, x: torch.Tensor) -> Projected:
-        z = torch.addmm(self._bias, x.to(self._dtype), self._weight)
-        F.silu(z[:, : self._activated_columns], inplace=True)
+        """x [rows, D] of the compute type."""
+        z = torch.addmm(self._bias, x, self._weight)
+        F.silu(z[:, self._activated], inplace=True)
         u, v, q, k = torch.split(z, self._split, dim=1)
         return Projected(u, self._by_head(v), self._by_head(q), self._by_head(k))
 
@@ -156,9 +171,12 @@ class HstuLayer:
         _check("output weight", w.output_weight, (out_rows, width))
         _check("output bias", w.output_bias, (width,))
 
-        self._input_norm = LayerNorm(w.input_norm_weight, w.input_norm_bias, width, options.norm_eps)
-        self._project = Projection(options, w.projection_weight, w.projection_bias)
-        self._output = _output(options, w, values)
+        self._input_norm = input_norm(
+            w.input_norm_weight, w.input_norm_bias, w.projection_weight, options.norm_eps, options.compute_dtype
+        )
+        fused = _fused_output(options, w)
+        self._project = Projection(options, w.projection_weight, w.projection_bias, activates_u=fused is None)
+        self._output: OutputFunction = _plain_output(options, w, values) if fused is None else fused
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [rows, D] -> y [rows, D], both float32."""
@@ -167,22 +185,21 @@ class HstuLayer:
         return self._output(x, p.u, attend(p.q, p.k, p.v).float())
 
 
-def _output(options: LayerOptions, w: LayerWeights, values: int) -> OutputFunction:
-    """What comes after attention: fused where the device has it, else plain torch."""
-    affine = None
-    if w.output_norm_weight is not None and w.output_norm_bias is not None:
-        affine = w.output_norm_weight, w.output_norm_bias
+def _fused_output(options: LayerOptions, w: LayerWeights) -> FusedOutput | None:
+    """What comes after attention, where the device has it in one kernel."""
     shape = OutputShape(
         options.output_form, options.num_heads, options.norm_eps, options.group_norm, options.compute_dtype
     )
-    fused = fused_output(shape, affine, w.output_weight, w.output_bias)
-    if fused is not None:
-        return fused
+    return fused_output(shape, w.output_norm, w.output_weight, w.output_bias)
+
+
+def _plain_output(options: LayerOptions, w: LayerWeights, values: int) -> OutputFunction:
+    """What comes after attention, in plain torch."""
     norm: RowFunction
     if options.group_norm:
-        if affine is None:
+        if w.output_norm is None:
             raise ValueError("group norm needs a weight and a bias a head")
-        norm = HeadNorm(*affine, options.num_heads, options.norm_eps)
+        norm = HeadNorm(*w.output_norm, options.num_heads, options.norm_eps)
     else:
         norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
     return _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias, options.compute_dtype)

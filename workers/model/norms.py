@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+
+RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LayerNorm:
