@@ -100,7 +100,7 @@ class PagedEngine(BaseEngine):
         return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
 
     def bind(self, arena: torch.Tensor) -> None:
-        self._kv = PagedKv(arena, self.geometry)
+        self._kv = PagedKv(arena, self.geometry, self.device.sent)
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
         return self._gates.shown(features, behaviours, candidates)

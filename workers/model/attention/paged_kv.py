@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.kv import KvGeometry
 from workers.model.attention.dtypes import torch_dtype
 from workers.model.attention.segments import Segment
 
+Send = Callable[[torch.Tensor], torch.Tensor]
 KEY_BLOCK = 512
 """Keys of one tile: K, V and the tile of a head together stay in a core's L2 cache."""
 
@@ -39,8 +41,11 @@ class TokenSlots:
 class PagedKv:
     """An arena of uint8 [num_pages, page_bytes] seen as K [pages, layers, heads, page_tokens, attention_dim] and V."""
 
-    def __init__(self, arena: torch.Tensor, geometry: KvGeometry) -> None:
-        """Raises ValueError if the arena is not of that form."""
+    def __init__(self, arena: torch.Tensor, geometry: KvGeometry, send: Send | None = None) -> None:
+        """`send`: how page numbers get from the host to the arena's device; None: by a copy that is waited for.
+
+        Raises ValueError if the arena is not of that form.
+        """
         if arena.dtype is not torch.uint8 or arena.dim() != 2 or arena.shape[1] != geometry.page_bytes:
             raise ValueError(
                 f"arena is {arena.dtype} {list(arena.shape)}, not uint8 [num_pages, {geometry.page_bytes}]"
@@ -49,6 +54,7 @@ class PagedKv:
         stored = arena.view(torch_dtype(g.dtype)).view(arena.shape[0], g.num_layers, -1)
         k_elements = g.num_heads * g.page_tokens * g.attention_dim
         self.geometry = geometry
+        self._send: Send = send if send is not None else lambda numbers: numbers.to(arena.device)
         self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
         self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
 
@@ -69,6 +75,10 @@ class PagedKv:
         """V of one layer: a view [pages, heads, page_tokens, hidden_dim] of the arena."""
         return self._v[:, layer]
 
+    def sent(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Numbers of the host, on the arena's device."""
+        return self._send(torch.from_numpy(numbers))
+
     def check(self, segments: Sequence[Segment]) -> None:
         """Raises ValueError for a segment that has too few pages, or pages that the arena does not have."""
         for segment in segments:
@@ -85,8 +95,7 @@ class PagedKv:
     def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
         """The context of each segment, in blocks of at most KEY_BLOCK tokens. Page numbers cross over all at once."""
         used = [segment.pages[: self.geometry.pages_for(segment.context_tokens)] for segment in segments]
-        sent = torch.from_numpy(np.concatenate(used, dtype=np.int64)).to(self.device)
-        indices = torch.split(sent, [pages.size for pages in used])
+        indices = torch.split(self.sent(np.concatenate(used, dtype=np.int64)), [pages.size for pages in used])
         return [self._spans(own, segment.context_tokens) for own, segment in zip(indices, segments, strict=True)]
 
     def _spans(self, indices: torch.Tensor, tokens: int) -> tuple[PageSpan, ...]:
@@ -111,7 +120,7 @@ class PagedKv:
             if segment.stores:
                 tokens = np.arange(segment.context_tokens, segment.causal_tokens, dtype=np.int64)
                 parts.append(np.stack((segment.pages[tokens // size], tokens % size)))
-        return TokenSlots(*torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device).unbind())
+        return TokenSlots(*self.sent(np.concatenate(parts, axis=1)).unbind())
 
     def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores one layer of the first rows of k, v [rows, heads, dim], one a slot, rounded to the stored type."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ MAX_TOKENS = 20480
 _OPERATORS: Any = torch.ops
 _LOWER_TRIANGLE = 0
 _NO_MASK = 2
+_ALIGN = 4
+"""int64 elements of 32 bytes, the unit in which the chip copies."""
+_Int64Array = NDArray[np.int64]
 
 
 def load_operators() -> bool:
@@ -99,18 +103,29 @@ class RecSdkAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of the operator: whose rows, which keys, cut into segments where."""
+class _Plan:
+    """One call of the operator: whose rows, which keys, cut into segments where. int64, on the host."""
 
-    rows: torch.Tensor
-    """int64, of the forward's rows."""
-    keys: torch.Tensor
-    """int64, of [all contexts, the forward's rows]."""
-    row_offsets: torch.Tensor
-    key_offsets: torch.Tensor
+    rows: _Int64Array
+    """Of the forward's rows."""
+    keys: _Int64Array
+    """Of [all contexts, the forward's rows]."""
+    row_offsets: _Int64Array
+    key_offsets: _Int64Array
     max_rows: int
     max_keys: int
     mask_type: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A plan, and its numbers on the device."""
+
+    plan: _Plan
+    rows: torch.Tensor
+    keys: torch.Tensor
+    row_offsets: torch.Tensor
+    key_offsets: torch.Tensor
 
 
 class _RecSdkPass:
@@ -124,18 +139,20 @@ class _RecSdkPass:
         placed = list(place(segments))
         size = kv.geometry.page_tokens
         tokens = [np.arange(segment.context_tokens, dtype=np.int64) for segment in segments]
-        pages = [segment.pages.astype(np.int64)[own // size] for segment, own in zip(segments, tokens, strict=True)]
-        self._context_pages = self._indices(pages)
-        self._context_places = self._indices([own % size for own in tokens])
-        self._calls = [
-            call
-            for call in (
-                self._call(placed, [one.causal for one in placed], _LOWER_TRIANGLE),
-                self._call(placed, [one.free for one in placed], _NO_MASK),
-            )
-            if call is not None
-        ]
-        self._free = self._indices([np.arange(one.free.start, one.free.stop) for one in placed])
+        pages = [segment.pages[own // size] for segment, own in zip(segments, tokens, strict=True)]
+        found = (
+            _plan(placed, [one.causal for one in placed], _LOWER_TRIANGLE),
+            _plan(placed, [one.free for one in placed], _NO_MASK),
+        )
+        plans = [plan for plan in found if plan is not None]
+        free = [np.arange(one.free.start, one.free.stop) for one in placed]
+        arrays: list[_Int64Array] = [np.concatenate(pages, dtype=np.int64)]
+        arrays += [np.concatenate(tokens) % size, np.concatenate(free)]
+        for plan in plans:
+            arrays += [plan.rows, plan.keys, plan.row_offsets, plan.key_offsets]
+        sent = iter(_sent_together(kv, arrays))
+        self._context_pages, self._context_places, self._free = islice(sent, 3)
+        self._calls = [_Call(plan, *islice(sent, 4)) for plan in plans]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._kv.write(layer, self._slots, k, v)
@@ -148,9 +165,9 @@ class _RecSdkPass:
                 values[call.keys],
                 mask=None,
                 attn_bias=None,
-                mask_type=call.mask_type,
-                max_seq_len=call.max_rows,
-                max_seq_len_k=call.max_keys,
+                mask_type=call.plan.mask_type,
+                max_seq_len=call.plan.max_rows,
+                max_seq_len_k=call.plan.max_keys,
                 silu_scale=self._scale,
                 seq_offset=call.row_offsets,
                 seq_offset_k=call.key_offsets,
@@ -164,29 +181,38 @@ class _RecSdkPass:
         """[all contexts' tokens, then the forward's rows; heads; dim]"""
         return torch.cat((pages[self._context_pages, :, self._context_places].to(own.dtype), own))
 
-    def _call(self, placed: Sequence[Placed], rows: Sequence[slice], mask_type: int) -> _Call | None:
-        """Those rows of each segment against its context and causal rows. None without any row that sees a key."""
-        contexts = np.cumsum([0] + [one.segment.context_tokens for one in placed])
-        chosen_rows, chosen_keys = [], []
-        for one, own, context in zip(placed, rows, contexts, strict=False):
-            if own.stop > own.start and one.segment.causal_tokens:
-                chosen_rows.append(np.arange(own.start, own.stop))
-                causal = np.arange(one.causal.start, one.causal.stop) + contexts[-1]
-                chosen_keys.append(np.concatenate((np.arange(context, context + one.segment.context_tokens), causal)))
-        if not chosen_rows:
-            return None
-        return _Call(
-            self._indices(chosen_rows),
-            self._indices(chosen_keys),
-            self._offsets(chosen_rows),
-            self._offsets(chosen_keys),
-            max(part.size for part in chosen_rows),
-            max(part.size for part in chosen_keys),
-            mask_type,
-        )
 
-    def _indices(self, parts: Sequence[NDArray[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._kv.device)
+def _plan(placed: Sequence[Placed], rows: Sequence[slice], mask_type: int) -> _Plan | None:
+    """Those rows of each segment against its context and causal rows. None without any row that sees a key."""
+    contexts = np.cumsum([0] + [one.segment.context_tokens for one in placed])
+    chosen_rows, chosen_keys = [], []
+    for one, own, context in zip(placed, rows, contexts, strict=False):
+        if own.stop > own.start and one.segment.causal_tokens:
+            chosen_rows.append(np.arange(own.start, own.stop))
+            causal = np.arange(one.causal.start, one.causal.stop) + contexts[-1]
+            chosen_keys.append(np.concatenate((np.arange(context, context + one.segment.context_tokens), causal)))
+    if not chosen_rows:
+        return None
+    return _Plan(
+        np.concatenate(chosen_rows),
+        np.concatenate(chosen_keys),
+        _offsets(chosen_rows),
+        _offsets(chosen_keys),
+        max(part.size for part in chosen_rows),
+        max(part.size for part in chosen_keys),
+        mask_type,
+    )
 
-    def _offsets(self, parts: Sequence[NDArray[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(np.cumsum([0] + [part.size for part in parts])).to(self._kv.device)
+
+def _offsets(parts: Sequence[_Int64Array]) -> _Int64Array:
+    return np.cumsum([0] + [part.size for part in parts])
+
+
+def _sent_together(kv: PagedKv, arrays: Sequence[_Int64Array]) -> list[torch.Tensor]:
+    """Each array on the device, all by one copy; each begins where an operator may want it to."""
+    starts = np.cumsum([0] + [-(-array.size // _ALIGN) * _ALIGN for array in arrays])
+    packed = np.zeros(int(starts[-1]), dtype=np.int64)
+    for start, array in zip(starts[:-1], arrays, strict=True):
+        packed[start : start + array.size] = array
+    sent = kv.sent(packed)
+    return [sent[start : start + array.size] for start, array in zip(starts[:-1].tolist(), arrays, strict=True)]
