@@ -78,7 +78,7 @@ class ArenaIndex:
         self._header = file[:HEADER_BYTES]
         self._slots = file[HEADER_BYTES:].reshape(num_pages, one_slot_bytes)
         self._slot_bytes = one_slot_bytes
-        self._bytes = memoryview(file)[HEADER_BYTES:]
+        self._bytes = file.data[HEADER_BYTES:]
         """The slots again: a record is read faster from these, and what is known of all slots from arrays."""
         self._words = self._slots.view("<u4")
         self._used_us = self._slots.view("<u8")[:, 2]
