@@ -1,14 +1,9 @@
-"""The child's end of the line to its supervisor: signs of life go out, and its end means that nobody watches.
-
-A stopped child could not see that end, and would hold the worker's lock for ever: the kernel wakes it then.
-"""
+"""The child's end of the line to its supervisor: signs of life go out, and its end means that nobody watches."""
 
 from __future__ import annotations
 
-import signal
 import socket
 
-from streams.parent_death import signal_when_parent_dies
 from workers.supervisor.beats import Beat
 
 
@@ -21,7 +16,6 @@ class Leash:
         self._socket.setblocking(False)
         # What the child starts must not keep the line open.
         self._socket.set_inheritable(False)
-        signal_when_parent_dies(signal.SIGCONT)
 
     def tell(self, beat: Beat) -> None:
         """A supervisor that reads nothing for minutes misses some."""
