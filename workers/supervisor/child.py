@@ -25,8 +25,8 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                # A group of its own: the terminal's Ctrl-C is for us, and children stop in order. And a stopped child is
-                # woken when we die, to see it: the kernel does so where a death leaves a group without a parent.
+                # A group of its own: the terminal's Ctrl-C is for us, and children stop in order. And when we die, the
+                # kernel wakes what is stopped in a group that is left without a parent: it sees that, and stops.
                 self._process = subprocess.Popen(
                     make_command(theirs.fileno(), is_first),
                     stdin=subprocess.DEVNULL,
