@@ -71,7 +71,7 @@ class RaggedForward:
         elements = free_pages.size * geometry.page_bytes // geometry.dtype.size_bytes
         values = torch.from_numpy(random.standard_normal(elements, dtype=np.float32)).to(torch_dtype(stored))
         arena = values.view(torch.uint8).view(free_pages.size, geometry.page_bytes)
-        self.kv = PagedKv(arena.to(device.torch_device), geometry)
+        self.kv = PagedKv(arena.to(device.torch_device), geometry, device.sent)
         self.spec = AttentionSpec(heads, dqk, dv, dqk**-0.5, 37.0, target_group_size=group, compute_dtype=compute)
         rows = sum(segment.rows for segment in self.segments)
         width = heads * (2 * dqk + dv)

@@ -42,17 +42,20 @@ def nothing(*_: object) -> None:
     """Instead of a warm-up."""
 
 
-def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("group", "reason"), [(1, "the plain mask on cuda"), (3, "the plain mask with groups on cuda")]
+)
+def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch, group: int, reason: str) -> None:
     monkeypatch.setattr(triton_attention, "warm_up", nothing)
     with capture_logs() as logs:
-        chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
+        chosen = choose_attention(replace(SPEC, target_group_size=group), None, GEOMETRY, Called("cuda"))
     assert isinstance(chosen, TritonAttention)
     assert logs == [
         {
             "event": "attention back end",
             "name": "triton",
             "device": "cuda:0",
-            "reason": "the plain mask on cuda",
+            "reason": reason,
             "log_level": "info",
         }
     ]
@@ -83,6 +86,7 @@ def test_other_masks_and_other_devices_have_no_kernels_of_their_own() -> None:
         assert accelerated_attention(windowed, GEOMETRY, Called("cuda")) is None
         assert accelerated_attention(SPEC, GEOMETRY, CpuDevice()) is None
         assert accelerated_attention(SPEC, GEOMETRY, Called("xpu")) is None
+        assert accelerated_attention(replace(SPEC, target_group_size=3), GEOMETRY, Called("npu")) is None
     assert logs == []
     with pytest.raises(ValueError, match="plain mask only"):
         TritonAttention(windowed, DEVICE)

@@ -57,6 +57,26 @@ def test_two_calls_a_layer_whatever_the_segments() -> None:
     assert fake_rec_sdk.calls == [0, 2]
 
 
+class Sending(CpuDevice):
+    """Counts what is sent to it."""
+
+    sent_arrays = 0
+
+    def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        self.sent_arrays += 1
+        return super().sent(host, into)
+
+
+def test_what_describes_the_segments_is_sent_in_two_arrays() -> None:
+    """By the device's own way of sending, which nobody waits for."""
+    device = Sending()
+    forward = forward_of(MIXED, device=device)
+    started = RecSdkAttention(forward.spec).begin(forward.kv, forward.segments)
+    assert device.sent_arrays == 2
+    started.attend(LAYER, forward.q, forward.k, forward.v)
+    assert device.sent_arrays == 2
+
+
 def test_a_forward_too_long_for_the_operator_is_computed_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rec_sdk, "MAX_TOKENS", 22)
     fake_rec_sdk.calls.clear()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from workers.device import CpuDevice, open_device
+from workers.device import AcceleratorDevice, CpuDevice, open_device
 from workers.shared.mapped_file import map_file
 
 SIZE = 1 << 20
@@ -15,6 +16,28 @@ SIZE = 1 << 20
 
 def test_on_the_cpu_there_is_nothing_to_pin(tmp_path: Path) -> None:
     assert CpuDevice().pin_host(torch.from_numpy(map_file(tmp_path / "dram", SIZE).bytes))
+
+
+def test_a_refusal_to_pin_is_not_blamed_on_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the error of a call, and who launches a kernel next is told of it."""
+    kept: list[str] = []
+    zeros = torch.zeros
+
+    def register(*_: int) -> int:
+        kept.append("cudaErrorMemoryAllocation")
+        return 2
+
+    def launch(*shape: int, device: torch.device) -> torch.Tensor:
+        if kept:
+            raise RuntimeError(kept.pop())
+        return zeros(*shape)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch, "zeros", launch)
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    assert not device.pin_host(torch.from_numpy(map_file(tmp_path / "dram", SIZE).bytes))
+    assert torch.zeros(3, device=device.torch_device).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -2,7 +2,7 @@
 
 Plain torch (`hstu.py`) reads and writes the rows for SiLU, for the norm and for the gate, narrows them, and adds three
 products to the residual stream one after the other. Here one Triton kernel reads A and U once and writes what the
-product takes, in its type: [U, A, U * norm(A)] or the other forms. How many bytes that saves is counted in docs/cuda.md.
+product takes, in its type: [U, A, U * norm(A)] or the other forms. docs/cuda.md counts the bytes that this saves.
 """
 
 from __future__ import annotations

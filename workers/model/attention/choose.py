@@ -19,6 +19,8 @@ from workers.model.attention.tiled import TiledAttention
 
 AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], Attention]
 
+_PLAIN = "the plain mask"
+_PLAIN_WITH_GROUPS = "the plain mask with groups"
 log = structlog.get_logger(__name__)
 
 
@@ -38,7 +40,7 @@ def choose_attention(
     choice = (
         attention_for(spec, biases)
         if made_for_it is None
-        else Choice(made_for_it, f"the plain mask on {device.torch_device.type}")
+        else Choice(made_for_it, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}")
     )
     log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
     return choice.attention
@@ -50,7 +52,7 @@ def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Choice:
         return Choice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
         return Choice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
-    return Choice(BlockedAttention(spec), "the plain mask")
+    return Choice(BlockedAttention(spec), _PLAIN)
 
 
 def _options(spec: AttentionSpec) -> list[str]:
