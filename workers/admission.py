@@ -1,7 +1,8 @@
 """The worker's own look at a pre-infer job: the trigger's policy again, with what only the worker knows.
 
-What HBM holds already is not charged (only the tail is). The trigger has judged risk and lead time; here
-it is footprint and load that count, since several triggers and a stale status can add up to too much.
+What HBM holds already is not charged, only the tail is; what comes back from DRAM is charged its copy, and is never
+refused. The trigger has judged risk and lead time; here it is footprint and load that count, since several triggers and
+a stale status can add up to too much.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ class JobAdmission:
         """
         now_us = self._clock.monotonic_us()
         tail_tokens = span.tokens - cached_tokens
-        lead_us = work.expected_ranking_us - now_us
         estimate = Estimate(
             prefix_tokens=span.tokens,
             scored_tokens=scored_tokens,
@@ -56,12 +56,22 @@ class JobAdmission:
             hit_us=latency.hit_us(span.tokens, scored_tokens),
             prepare_us=prepare_us,
             new_bytes=tail_tokens * self._geometry.bytes_per_token,
-            lead_us=lead_us,
-            alive_us=max(0, lead_us) + self._lease_margin_us,
+            lead_us=work.expected_ranking_us - now_us,
+            alive_us=self._alive_us(work, now_us),
         )
         refusal = self._buckets.admit(estimate, now_us)
         return None if refusal is None else _OUTCOMES[refusal]
 
+    def charge_reload(self, work: JobWork, tokens: int, latency: LatencyModel) -> None:
+        """A copy of so many tokens from DRAM has begun for the job."""
+        now_us = self._clock.monotonic_us()
+        size_bytes = tokens * self._geometry.bytes_per_token
+        self._buckets.charge(float(size_bytes) * self._alive_us(work, now_us), latency.reload_us(size_bytes), now_us)
+
     def count_ranking(self, device_us: float) -> None:
         """Device time that a ranking request took: what is left is for pre-infer."""
         self._buckets.count_ranking(device_us, self._clock.monotonic_us())
+
+    def _alive_us(self, work: JobWork, now_us: int) -> int:
+        """How long its pages stay taken: to its request, and the lease's margin."""
+        return max(0, work.expected_ranking_us - now_us) + self._lease_margin_us

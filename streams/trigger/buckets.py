@@ -167,9 +167,13 @@ class OwnerBuckets:
         fill = max(self._footprint.fill(now_us), self._load.fill(now_us))
         if density < self._value.asks(fill):
             return Refusal.LOW_VALUE
-        self._footprint.charge(estimate.footprint_byte_us, now_us)
-        self._load.charge(estimate.prepare_us, now_us)
+        self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us)
         return None
+
+    def charge(self, footprint_byte_us: float, device_us: float, now_us: int) -> None:
+        """Counts what is done, whether there is room for it or not."""
+        self._footprint.charge(footprint_byte_us, now_us)
+        self._load.charge(device_us, now_us)
 
     def _configure_load(self, now_us: int) -> None:
         free = max(self._limits.preinfer_share, self._limits.load_limit - self.ranking_load(now_us))

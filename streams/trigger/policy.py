@@ -10,8 +10,8 @@ time per byte comes first. An owner that is not known, or has been silent for to
 Skipping is always safe: the ranking request then takes the full path. From the RelayGR paper, arXiv 2601.01712
 (sequence-aware trigger); `docs/trigger.md` works an example.
 
-The trigger decides coarsely, from metadata alone. The worker asks the same question again with what it alone
-knows, through `CachedPrefix`: a prefix in HBM is charged its tail, one in DRAM its reload and its tail.
+The trigger decides coarsely, from metadata alone, and guesses what is cached. The worker asks the buckets again, of its
+own, with what it alone knows: a prefix in HBM is charged its tail, one in DRAM its reload and its tail.
 
 Pure: numbers in, a decision out. Only the buckets (`streams.trigger.buckets`) hold state, and `decide` alone
 charges them. All durations are µs; `now_us` is wall time, on the same clock as the messages.

@@ -825,6 +825,19 @@ def test_whatever_breaks_a_prefix_ends_it_alone():
     assert [work.request.request_id for work in world.outbox.ranked_works] == ["r", "r3"]
 
 
+def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
+    """Else jobs that compute are admitted into room that those from DRAM have taken."""
+    world, first = world_with_a_in_dram()
+    buckets = world.executor._shared.admission._buckets
+    before = buckets._footprint._level
+    world.job("a", first, "r3", lead_us=100_000)
+    assert buckets._footprint._level - before == 400 * GEOMETRY.bytes_per_token * 100_000
+    world.run()
+    world.mover.finish()
+    world.run()
+    assert world.outbox.jobs == [JobOutcome.RELOADED]
+
+
 def test_a_job_that_waits_for_another_version_is_charged_once():
     world = World()
     charged = []

@@ -96,6 +96,10 @@ class JobFlow:
         # A job for a prefix in DRAM is the signal to reload it.
         pending = self._shared.reload_more(span, handle, work.expected_ranking_us)
         if pending is not None:
+            copied = self._shared.engine.layout.tokens(pending.behaviours) - (
+                handle.tokens if handle is not None else 0
+            )
+            self._shared.admission.charge_reload(work, copied, self._shared.latency)
             self._shared.release(handle)
             return self._lease_after_reload(work, span, pending)
         return self._queue_job(work, span, now_us, handle)
