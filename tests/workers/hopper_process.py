@@ -100,7 +100,6 @@ def attend(
         "PAD_V": max(16, triton.next_power_of_2(dim)),
         "PAGE_TOKENS": page_tokens,
         "PRECISION": "ieee" if own == "fp32" else "tf32",
-        "FAST_SILU": own != "fp32",
         "BLOCK_M": block_rows,
         "BLOCK_N": keys,
     }

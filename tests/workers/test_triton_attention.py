@@ -77,6 +77,17 @@ def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: i
     assert forward.error(packed_attend(forward, PlanShape(16, splits, True), Blocks(32))) <= 2e-6
 
 
+@pytest.mark.parametrize("shift", [-30.0, -8.0, 8.0, 200.0])
+def test_scores_far_from_zero(shift: float) -> None:
+    """Where SiLU is nearly 0 it is as exact, as a share of itself, as elsewhere: a norm may follow."""
+    forward = Forward([Run(70, 9, 0), Run(30, 2, 20), Run(0, 1, 0)], dqk=16)
+    for keys in (forward.k, forward.kv.k(LAYER)):
+        keys[..., 0] = shift / 4
+    forward.q[..., 0] = 16.0
+    forward.q[..., 1:] *= 0.01
+    assert forward.error(forward.attend()) <= 2e-6 + 2e-7 * abs(shift)
+
+
 @pytest.mark.parametrize("stored", KvDtype)
 @pytest.mark.parametrize("compute", TOLERANCES)
 def test_any_pair_of_types(compute: torch.dtype, stored: KvDtype) -> None:

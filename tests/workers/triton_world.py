@@ -2,14 +2,15 @@
 
 Triton reads TRITON_INTERPRET when it is imported, so this module must be imported before anything imports Triton; it
 says so if it was not. Triton 3.7's interpreter keeps bfloat16 as bare 16-bit integers: it multiplies them as such, and
-truncates where a GPU rounds to even. Both are mended here, and it is taught the one instruction that the kernels name,
-no more exact than NVIDIA promises, so that what is tested is what a GPU does.
+truncates where a GPU rounds to even. Both are mended here, and it is taught the few instructions of a GPU that the
+kernels name, so that what is tested is what a GPU does.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,30 @@ class _Result:
         return self._handle
 
 
-def _tanh_approx(self: Any, asm: str, constraints: str, values: list[Any], types: Any, pure: bool, pack: int) -> Any:
-    """tanh with 11 bits after the first, cut off: always the largest error that is promised, and all to one side."""
-    if asm != "tanh.approx.f32 $0, $1;":
-        raise NotImplementedError(asm)
-    fraction, exponent = np.frexp(np.tanh(values[0].data.astype(np.float64)))
-    cut = np.ldexp(np.trunc(fraction * 2.0**12) / 2.0**12, exponent)
-    return _Result(TensorHandle(cut.astype(np.float32), tl.float32))
+_PTX: dict[str, Callable[..., Any]] = {
+    "mul": np.multiply,
+    "add": np.add,
+    "ex2": np.exp2,
+    "rcp": np.reciprocal,
+}
+
+
+def _inline_asm(self: Any, asm: str, constraints: str, values: list[Any], types: Any, pure: bool, pack: int) -> Any:
+    """One float32 in, one out: each line an instruction, `0f` before the bits of a number."""
+    registers = {f"${place}": value.data for place, value in enumerate(values, 1)}
+
+    def of(name: str) -> Any:
+        if name.startswith("0f"):
+            return np.array(int(name[2:], 16), dtype=np.uint32).view(np.float32)
+        return registers[name]
+
+    for line in asm.strip().strip("{}").split(";"):
+        operation, _, names = line.strip().partition(" ")
+        if operation and not operation.startswith(".reg"):
+            target, *sources = names.replace(" ", "").split(",")
+            with np.errstate(over="ignore"):
+                registers[target] = _PTX[operation.split(".")[0]](*map(of, sources))
+    return _Result(TensorHandle(registers["$0"], tl.float32))
 
 
 def _dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -87,4 +105,4 @@ def _dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 if INTERPRETED:
     InterpreterBuilder.cast_impl = _cast_rounding
     InterpreterBuilder.create_dot = _dot_of_numbers
-    InterpreterBuilder.create_inline_asm = _tanh_approx
+    InterpreterBuilder.create_inline_asm = _inline_asm

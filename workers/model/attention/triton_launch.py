@@ -188,7 +188,6 @@ def _launch(
         "PAD_V": max(_LEAST_DOT, triton.next_power_of_2(d_v)),
         "PAGE_TOKENS": pages.page_tokens,
         "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-        "FAST_SILU": q.dtype is not torch.float32,
         "BLOCK_M": plan.shape.block_rows,
     }
     return _Launch((plan.tiles * heads, splits), arguments, fixed, sums)
