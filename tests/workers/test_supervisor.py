@@ -79,11 +79,16 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield world
 
 
-def is_alive(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """As the kernel names it, such as R, S, or T for stopped; Z of one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
-        return False
+        return "Z"
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) != "Z"
 
 
 def test_a_killed_active_child_is_followed_by_the_standby_and_a_new_standby_comes_up(world: World) -> None:
@@ -153,6 +158,7 @@ def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World, stop
     pids = world.both()
     for pid in pids[:stopped]:
         os.kill(pid, signal.SIGSTOP)
+    world.wait(lambda: all(state_of(pid) == "T" for pid in pids[:stopped]))
     world.process.kill()
     world.process.wait(TIMEOUT_S)
     world.wait(lambda: not any(is_alive(pid) for pid in pids))
