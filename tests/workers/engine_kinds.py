@@ -140,11 +140,12 @@ if find_spec("triton") is not None:
     # Triton is there for Linux only.
     from tests.workers.triton_world import DEVICE, INTERPRETED, choose_triton
 
-    # Its kinds have one attention in common: under the interpreter one of them is enough.
+    # Its kinds have their attention in common, but for groups, which test_triton_attention.py has, too: under the
+    # interpreter one of them is enough.
     BACKENDS["triton, interpreted or on a GPU"] = Backend(
         lambda: DEVICE,
         choose_triton,
-        lambda spec: spec.is_plain,
+        lambda spec: spec.is_plain_but_for_groups,
         INTERPRETED,
         ("meta",) if INTERPRETED else tuple(KINDS),
     )
