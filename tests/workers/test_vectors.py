@@ -115,6 +115,15 @@ def test_what_is_not_a_number_fails() -> None:
     assert (result.verdict, result.worst_array) == (Verdict.FAILED, "preds in pages of 4")
 
 
+def test_whole_numbers_may_be_stored_as_floats_and_others_are_none() -> None:
+    options, arrays = make_pos()
+    stamps = arrays["timestamps"].astype(np.float64)
+    assert checked("pos_x", (options, arrays | {"timestamps": stamps})).verdict is Verdict.PASSED
+    for wrong in (stamps + 0.5, np.full(stamps.size, np.inf), stamps.astype(str)):
+        result = checked("pos_x", (options, arrays | {"timestamps": wrong}))
+        assert (result.verdict, "not whole numbers" in result.detail) == (Verdict.FAILED, True)
+
+
 def test_without_targets_positions_of_padding_do_not_count() -> None:
     options, arrays = make_pos(with_targets=False)
     arrays["num_targets"] = np.array([])

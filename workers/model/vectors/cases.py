@@ -102,9 +102,9 @@ class Case:
         return self.floats(name) if self.has(name) else None
 
     def integers(self, name: str) -> torch.Tensor:
-        """As int64. An array of nothing may have any type."""
+        """As int64. An array of nothing may have any type, and whole numbers may be stored as floats."""
         array = self.array(name)
-        if array.size and array.dtype.kind not in "iub":
+        if array.size and not _is_whole(array):
             raise MalformedCaseError(f"{name} is {array.dtype}, not whole numbers")
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
@@ -165,6 +165,12 @@ class Case:
         if unknown:
             options = ", ".join(f"{name}={self._options[name]!r}" for name in unknown)
             raise NotUnderstoodError(f"option {options} is not known")
+
+
+def _is_whole(array: NDArray[Any]) -> bool:
+    if array.dtype.kind == "f":
+        return bool((np.isfinite(array) & (array == np.trunc(array))).all())
+    return array.dtype.kind in "iub"
 
 
 def alpha_of(case: Case) -> float | None:
