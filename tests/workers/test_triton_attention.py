@@ -174,9 +174,10 @@ def test_any_forward(runs: list[Run], page_tokens: int, dqk: int, dv: int, split
     assert forward.error(packed_attend(forward, PlanShape(32, splits, stores))) <= 2e-6
 
 
-def test_pages_far_into_a_large_arena(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page_tokens", [8, 32], ids=["a block over pages", "a block within a page"])
+def test_pages_far_into_a_large_arena(tmp_path: Path, page_tokens: int) -> None:
     """Beyond 2^31 elements, where offsets of 32 bits would wrap."""
-    forward = Forward(MIXED, stored=KvDtype.BFLOAT16)
+    forward = Forward(MIXED, stored=KvDtype.BFLOAT16, page_tokens=page_tokens)
     small, page_bytes = forward.kv, forward.kv.geometry.page_bytes
     far = 2**31 * 2 // page_bytes + 5
     arena = large_arena(far + small.k(0).shape[0], page_bytes, tmp_path / "arena")
@@ -187,7 +188,7 @@ def test_pages_far_into_a_large_arena(tmp_path: Path) -> None:
     assert forward.error(forward.attend()) <= 2e-6
     chunk = next(placed for placed in place(forward.segments) if placed.segment.causal_rows)
     token = chunk.segment.context_tokens
-    stored = forward.kv.k(LAYER)[int(chunk.segment.pages[token // 8]), :, token % 8]
+    stored = forward.kv.k(LAYER)[int(chunk.segment.pages[token // page_tokens]), :, token % page_tokens]
     assert torch.equal(stored, forward.k[chunk.start].to(torch.bfloat16))
 
 
