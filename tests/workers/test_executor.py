@@ -23,7 +23,7 @@ from schemas.messages import (
 )
 from streams.clock import ManualClock
 from streams.consumer import Received, Token
-from streams.latency import Corrector, LatencyModel
+from streams.latency import Corrector, LatencyModel, Stage
 from streams.trigger.settings import AdmissionSettings
 from workers.admission import JobAdmission
 from workers.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
@@ -615,6 +615,15 @@ def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():
     assert world.outbox.jobs.count(JobOutcome.COMPUTED) == 2
 
 
+def test_beyond_its_bound_the_job_queue_drops_what_has_expired_first():
+    world = World(preinfer_queue_max=2)
+    world.job("a", world.store.put("a", 300), "r-a", lead_us=1_000, budget_ms=1)
+    world.job("b", world.store.put("b", 20), "r-b")
+    world.clock.advance_us(10_000)
+    world.job("c", world.store.put("c", 200), "r-c")
+    assert world.outbox.jobs == [JobOutcome.EXPIRED]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
     world = World(hbm_pages=40, dram_pages=40, preinfer_queue_max=3, parked_jobs_max=3, mix_chunks=seed % 2 == 0)
@@ -867,6 +876,18 @@ def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_trigger
     assert set(world.outbox.paths) == {Path.FULL}
     took_us = 100 * TOKEN_US + HIT_US
     assert world.executor.latency_of_prefixes.full_us(100, 10) == pytest.approx(took_us, rel=0.01)
+
+
+def test_an_append_says_nothing_of_full_inference():
+    world = World()
+    world.rank(version=world.store.put("u", 100))
+    world.run()
+    before = world.corrector.factor(Stage.FULL)
+    world.corrector.recalibrate(LatencyModel(COEFFICIENTS))
+    work = world.rank(version=world.store.put("u", 130, number=2), request_id="r2")
+    world.run()
+    assert (work.path, work.pre_infer_us, world.corrector.factor(Stage.FULL)) == (Path.HBM, 30 * TOKEN_US, 1.0)
+    assert before != 1.0
 
 
 def test_triggers_are_told_what_a_prefix_takes_in_its_pieces():

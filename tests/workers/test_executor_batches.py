@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from schemas.messages import FailureReason, Path
-from tests.workers.test_executor import HIT_US, TOKEN_US, World
+from schemas.messages import FailureReason, HistoryVersion, Path
+from streams.latency import LatencyModel, Stage
+from tests.workers.test_executor import COEFFICIENTS, HIT_US, TOKEN_US, World
 from tests.workers.test_executor_rules import World as RealWorld
 from tests.workers.test_executor_rules import behaviours_of
 from workers.device import CpuDevice, Event
@@ -83,6 +84,63 @@ def test_what_runs_beside_a_batch_does_not_make_those_late_that_wait_behind_it()
         world.executor.step()
     assert world.clock.monotonic_us() - asked_us <= 3_500
     assert world.outbox.failures == []
+
+
+def world_with_a_cached_prefix(**settings) -> tuple[World, HistoryVersion]:
+    world = World(**settings)
+    cached = world.store.put("a", 100)
+    world.rank("a", cached, "a1")
+    world.run()
+    world.engine.batches.clear()
+    return world, cached
+
+
+def test_the_fixed_part_of_a_pass_is_predicted_once_a_batch():
+    world, cached = world_with_a_cached_prefix()
+    world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, c0=800.0, c1=20.0)))
+    for number in range(3):
+        world.rank("a", cached, f"r{number}", budget_us=1_200)
+    world.executor.step()
+    assert world.engine.batches == [2], "1,000 µs for the first and 200 more for the second"
+
+
+def test_a_batch_has_so_many_rows_at_most_or_one_request():
+    world, cached = world_with_a_cached_prefix(max_batch_rows=25)
+    for number, candidates in enumerate((40, 10, 10, 10)):
+        world.rank("a", cached, f"r{number}", budget_us=50_000 + number, candidates=candidates)
+    world.run()
+    assert world.engine.batches == [1, 2, 1]
+
+
+def test_a_batch_does_not_grow_over_the_head_of_a_prefix_that_somebody_waits_for():
+    """A request that had time enough went along with an urgent one, and the prefix was cut short for it."""
+    world, cached = world_with_a_cached_prefix()
+    world.rank("a", cached, "urgent", budget_us=2_500)
+    waits = world.rank("b", world.store.put("b", 200), "waits", budget_us=200 * TOKEN_US + 2 * HIT_US + 950)
+    world.rank("a", cached, "can wait", budget_us=50_000)
+    world.run()
+    assert waits.path is Path.FULL
+    assert len(world.outbox.ranked_works) == 4
+
+
+@pytest.mark.parametrize("job_waits", [False, True])
+def test_time_left_counts_what_is_more_urgent_and_the_share_of_pre_infer_in_it(job_waits: bool):
+    world, cached = world_with_a_cached_prefix()
+    if job_waits:
+        world.job("c", world.store.put("c", 100), "c1")
+    world.rank("a", cached, "urgent", budget_us=2_500)
+    # Alone it takes 3 ms. One of 1 ms is ahead, beside which pre-infer may take nine more.
+    work = world.rank("b", world.store.put("b", 200), "b1", budget_us=12_000)
+    assert work.path is (Path.TRUNCATED if job_waits else Path.FULL)
+    if not job_waits:
+        late = world.rank("d", world.store.put("d", 200), "d1", budget_us=3_900)
+        assert late.path is Path.TRUNCATED, "alone it would have been in time"
+
+
+def test_device_time_of_ranking_leaves_less_for_jobs():
+    world, _ = world_with_a_cached_prefix()
+    load = world.executor._shared.admission._buckets.ranking_load(world.clock.monotonic_us())
+    assert load == pytest.approx((100 * TOKEN_US + HIT_US) / 1e6, rel=0.01)
 
 
 def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
@@ -207,9 +265,10 @@ class LateEvent(Event):
 class LateStream:
     log: list[str]
     error: Exception | None
+    ended: bool
 
     def record(self) -> Event:
-        return LateEvent(self.log, self.error)
+        return LateEvent(self.log, self.error, self.ended)
 
 
 class LateDevice(CpuDevice):
@@ -219,13 +278,14 @@ class LateDevice(CpuDevice):
         super().__init__()
         self.log: list[str] = []
         self.error: Exception | None = None
+        self.ended = False
 
     @property
     def is_cpu(self) -> bool:
         return False
 
     def current_stream(self) -> LateStream:  # type: ignore[override]
-        return LateStream(self.log, self.error)
+        return LateStream(self.log, self.error, self.ended)
 
     def synchronize(self) -> None:
         self.log.append("waited for all")
@@ -248,6 +308,27 @@ def test_the_host_does_what_it_can_before_it_waits_for_a_piece():
     world.executor.step()
     assert device.log == ["looked up", "waited"]
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
+
+
+@pytest.mark.parametrize("is_seen_to_end", [True, False])
+def test_a_piece_that_ended_before_anybody_looked_tells_nothing_of_its_time(is_seen_to_end: bool):
+    world, device = world_on_a_late_device()
+    device.ended = not is_seen_to_end
+    world.job(version=world.store.put("u", 64))
+    world.executor.step()
+    world.clock.advance_us(10 * 64 * TOKEN_US)
+    world.executor.step()
+    assert world.outbox.jobs == [JobOutcome.COMPUTED]
+    assert (world.corrector.factor(Stage.PRE) > 1) is is_seen_to_end
+
+
+def test_pages_of_a_mixed_pass_that_raised_are_computed_on_once_the_device_has_left_them():
+    world = world_with_a_ready_request_and_a_job_begun()
+    world.engine.device = device = LateDevice()
+    world.engine.fail_mixed = True
+    world.executor.step()
+    assert device.log[0] == "waited for all"
+    assert world.outbox.paths == [Path.FULL, Path.HBM]
 
 
 def test_a_piece_that_turns_out_to_have_failed_fails_its_prefix():

@@ -101,9 +101,9 @@ class BatchFlow:
             if work is None:
                 break
             if isinstance(work, PrefixWork):
+                # It goes on right after this batch, which may not grow until that is too late.
                 passed_over.append(work)
-                if work.latest_start_us < batch.ends_us:
-                    break
+                batch.must_end_us = min(batch.must_end_us, work.latest_start_us)
                 continue
             if now_us + work.predicted_us > work.deadline_us:
                 self._requests.reject(work)
