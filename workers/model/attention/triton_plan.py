@@ -157,7 +157,9 @@ def pack(segments: SegmentArrays, page_tokens: int, shape: PlanShape, capacity: 
         axis=1,
     )
     slots = np.full(capacity.rows, -1, dtype=np.int32)
-    slots[:rows] = row_slots(segments, page_tokens)
+    # Nobody reads them otherwise, and they take half of the time.
+    if shape.stores:
+        slots[:rows] = row_slots(segments, page_tokens)
     table = np.zeros(capacity.pages, dtype=np.int32)
     table[: segments.pages.size] = segments.pages
 
