@@ -130,7 +130,8 @@ def test_a_kernel_that_does_not_run_is_not_used_and_it_is_said() -> None:
     with capture_logs() as logs:
         assert if_it_runs("input norm", torch.device("cpu"), fails) is None
         assert logs == []
-        assert if_it_runs("input norm", torch.device("cuda", 0), fails) is None
+        for _ in range(3):
+            assert if_it_runs("input norm", torch.device("cuda", 0), fails) is None
     assert [(entry["log_level"], entry["kernel"], entry["device"]) for entry in logs] == [
         ("warning", "input norm", "cuda:0")
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,15 +17,20 @@ log = structlog.get_logger(__name__)
 
 
 def if_it_runs(what: str, device: torch.device, make: Callable[[], T]) -> T | None:
-    """What `make` makes, and tries once. None on other devices, and, with a warning, where it fails."""
+    """What `make` makes, and tries once. None on other devices, and, with one warning for all layers, where it fails."""
     if device.type != "cuda":
         return None
     try:
         return make()
     # A compiler fails in ways of its own, and plain torch is always there.
     except Exception as error:
-        log.warning("no fused kernel, plain torch instead", kernel=what, device=str(device), error=repr(error))
+        _warn(what, str(device), repr(error))
         return None
+
+
+@functools.cache
+def _warn(kernel: str, device: str, error: str) -> None:
+    log.warning("no fused kernel, plain torch instead", kernel=kernel, device=device, error=error)
 
 
 def warps_of(columns: int) -> int:
