@@ -122,6 +122,22 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, An
         convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, options_of(made, **changes), "here")
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("_hstu_transducer._stu_module._stu_layers.0._output_weight", torch.zeros(24)),
+        ("_hstu_transducer._input_preprocessor._content_embedding_mlp.0.weight", torch.zeros(5)),
+        ("_embedding_collection.embeddings.item/other_weights", torch.zeros(13)),
+        ("_hstu_transducer._input_preprocessor._action_encoder._action_embedding_table", torch.zeros(3)),
+    ],
+)
+def test_shapes_that_no_such_model_has_are_refused_in_a_sentence(name: str, tensor: torch.Tensor) -> None:
+    made = make_dlrm()
+    source = dlrm_state_dict(made) | {name: tensor}
+    with pytest.raises(RelayError, match="is not what meta saves, or the options do not fit it"):
+        convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here")
+
+
 def test_names_may_begin_with_anything() -> None:
     made = make_dlrm()
     source = {f"model.hstu.{name}": tensor for name, tensor in dlrm_state_dict(made).items()}

@@ -109,6 +109,13 @@ def test_tables_from_files_with_ids_of_their_own(tmp_path: Path) -> None:
     assert largest_error(world.scores([0], known, ids[CANDIDATES]), expected) <= 2e-5
 
 
+def test_a_table_of_text_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    np.save(tmp_path / "items.npy", np.array([["a", "b"]]))
+    options = options_of(tables={"item": str(tmp_path / "items.npy")})
+    with pytest.raises(RelayError, match="the options do not fit it: could not convert string"):
+        convert_state_dict(StateDict(with_tables(make_nvidia(), "fused")), SourceKind.NVIDIA, options, "here")
+
+
 def test_what_only_training_needs_is_not_left_over() -> None:
     state = with_tables(make_nvidia(), "native")
     state["_hstu_block._attention_layers.0._linear_uvqk._extra_state"] = torch.zeros(4)

@@ -82,7 +82,11 @@ def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOpti
         names = ", ".join(as_option(name) for name in useless)
         raise RelayError(f"A conversion from {kind} has no use for {names}: leave it out.")
     takings = Takings(origin, source)
-    fields = _SOURCES[kind](takings, options) | _common(options)
+    try:
+        fields = _SOURCES[kind](takings, options) | _common(options)
+    # Shapes and files that contradict what the source should be surface as errors of whatever meets them first.
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise RelayError(f"{origin} is not what {kind} saves, or the options do not fit it: {error}.") from error
     fields.setdefault("max_prefix_behaviours", options.max_prefix or _longest(fields))
     try:
         config = ModelConfig.model_validate(fields)
