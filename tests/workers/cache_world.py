@@ -6,6 +6,7 @@ torn copy or a row overwritten under a reader shows as another number.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,7 @@ def history(length: int, changed_at: int | None = None) -> Behaviours:
     return Behaviours(items, np.zeros(length, "<u2"), np.arange(length, dtype="<i8"))
 
 
+@functools.lru_cache(maxsize=1024)
 def make_key(
     user: str = "ann", length: int = 100, changed_at: int | None = None, model: bytes = b"model-1", feature: int = 7
 ) -> PrefixKey:
@@ -45,6 +47,7 @@ def make_key(
     return PrefixKey(user, model, digest_chain(np.array([feature], "<i8"), behaviours), behaviours)
 
 
+@functools.lru_cache(maxsize=1024)
 def stamps(key: PrefixKey) -> np.ndarray:  # type: ignore[type-arg]
     """What each row of the key's prefix holds, int64 [tokens]."""
     assert key.behaviours is not None
@@ -54,7 +57,9 @@ def stamps(key: PrefixKey) -> np.ndarray:  # type: ignore[type-arg]
     for item in key.behaviours.items:
         current = zlib.crc32(int(item).to_bytes(8, "little"), current)
         rows.append(current)
-    return np.array(rows, np.int64)
+    stamped = np.array(rows, np.int64)
+    stamped.flags.writeable = False
+    return stamped
 
 
 class SteppedMover:

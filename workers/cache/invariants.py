@@ -44,6 +44,7 @@ def _check_entries(state: TierState) -> tuple[PageArray, Counter[Holding]]:
     owners = np.zeros(state.pool.capacity, np.int32)
     held: Counter[Holding] = Counter()
     for entry in state.index.all():
+        _require(entry.work is None or (entry.work in state.works and entry.work.is_current), "work is over, or stale")
         _require(entry.holding is holding_of(entry), "an entry's holding is stale")
         if entry.is_visible:
             _require(entry.pages.size == state.pages_for(entry.tokens), "a page table has the wrong length")
