@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 def if_it_runs(what: str, device: torch.device, make: Callable[[], T]) -> T | None:
-    """What `make` makes, and tries once. None on other devices, and, with one warning for all layers, where it fails."""
+    """What `make` makes, and tries once. None on other devices, and where it fails: with one warning for all layers."""
     if device.type != "cuda":
         return None
     try:
