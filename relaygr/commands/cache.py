@@ -22,9 +22,10 @@ from rich.progress import (
 
 from relaygr.commands.cache_trace import trace
 from relaygr.replay.bound import HitBound
-from relaygr.replay.demand import Demand, demands_of
+from relaygr.replay.demand import Passage, demands_of
 from relaygr.replay.link import LinkSpeed
-from relaygr.replay.run import Arena, Candidate, Outcome, replay
+from relaygr.replay.run import Arena, Candidate, Outcome
+from relaygr.replay.side_by_side import replay_all
 from relaygr.replay.tables import tables_of
 from schemas.messages import LatencyCoefficients
 from streams.errors import RelayError
@@ -87,12 +88,13 @@ def replay_command(
         Candidate(policies, hbm_bytes, dram_bytes)
         for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
     ]
-    demands = _load(reader, limit)
-    if not demands:
+    passage, bound = _look_through(reader, limit)
+    if not passage.demands:
         raise RelayError(f"The trace {trace_file} holds no look-ups yet: there is nothing to replay.")
-    _describe(console, trace_file, header, demands, limit)
-    bound = HitBound(demands, arena.layout, arena.geometry.kv.page_tokens)
-    outcomes = _replay_all(demands, arena, candidates)
+    _describe(console, trace_file, header, passage, limit)
+    outcomes = _replay_all(trace_file, passage.demands, arena, candidates)
+    if any(one.visits != bound.visits for one in outcomes):
+        raise RelayError(f"The trace {trace_file} became another one while it was replayed: try again with a copy.")
     for table in tables_of(outcomes, bound, arena):
         console.print()
         console.print(table)
@@ -126,19 +128,20 @@ def _coefficients(console: Console, header: TraceHeader, calibration: Path | Non
     return _ASSUMED
 
 
-def _load(reader: TraceReader, limit: int) -> list[Demand]:
+def _look_through(reader: TraceReader, limit: int) -> tuple[Passage, HitBound]:
+    """What the trace holds by now, and what no policy could have beaten."""
+    passage = Passage()
     with _progress(TaskProgressColumn()) as progress:
         task = progress.add_task("reading", total=reader.size_bytes)
         records = reader.records(lambda done: progress.update(task, completed=done))
-        return list(itertools.islice(demands_of(records), limit))
+        demands = passage.of(itertools.islice(demands_of(records), limit))
+        return passage, HitBound(demands, reader.header.layout, reader.header.geometry.kv.page_tokens)
 
 
-def _replay_all(demands: Sequence[Demand], arena: Arena, candidates: Sequence[Candidate]) -> list[Outcome]:
+def _replay_all(path: Path, demands: int, arena: Arena, candidates: Sequence[Candidate]) -> list[Outcome]:
     with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        task = progress.add_task("replaying", total=len(demands) * len(candidates))
-        return [
-            replay(demands, arena, candidate, lambda done: progress.advance(task, done)) for candidate in candidates
-        ]
+        task = progress.add_task("replaying", total=demands * len(candidates))
+        return replay_all(path, demands, arena, candidates, lambda done: progress.update(task, completed=done))
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
@@ -146,16 +149,14 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(*shown, console=Console(stderr=True), transient=True)
 
 
-def _describe(console: Console, path: Path, header: TraceHeader, demands: Sequence[Demand], limit: int) -> None:
+def _describe(console: Console, path: Path, header: TraceHeader, passage: Passage, limit: int) -> None:
     kv = header.geometry.kv
-    users = len({demand.user for demand in demands})
-    seconds = (demands[-1].at_us - demands[0].at_us) / 1e6
     console.print(
-        f"{path}: {len(demands):,} look-ups by {users:,} users in {seconds:,.0f} s; {kv.bytes_per_token:,} bytes "
-        f"a token, pages of {kv.page_tokens} tokens",
+        f"{path}: {passage.demands:,} look-ups by {passage.users:,} users in {passage.seconds:,.0f} s; "
+        f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens",
         soft_wrap=True,
     )
-    if len(demands) == limit:
+    if passage.demands == limit:
         console.print(f"The first {limit:,} look-ups only: give --limit for more.")
 
 

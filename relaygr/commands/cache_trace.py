@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relaygr.interactions import read_interactions
+from relaygr.interactions import Interactions, read_interactions
 from relaygr.options import ConfigOption, SetOption, load_settings
 from relaygr.replay.making import records_of_interactions, records_of_schedule, write_trace
 from relaygr.settings import Settings
@@ -48,18 +48,23 @@ def trace(
     settings = load_settings(config, overrides=overrides)
     header = _header(settings, _token_bytes(token_bytes))
     console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} look-ups"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} {task.fields[unit]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("writing", total=None)
         if interactions is not None:
-            read = read_interactions(interactions)
+            read = _read(interactions, progress)
             anchor = min(settings.worker.anchor_behaviours, max(1, max_behaviours // 4))
             records = records_of_interactions(read, round(lead_ms * 1000), max_behaviours, anchor)
         else:
             records = _scheduled(settings)
+        task = progress.add_task("writing", total=None, unit="look-ups")
         written = write_trace(out, header, records, lambda done: progress.update(task, completed=done))
     size_mb = out.stat().st_size / 1e6
     console.print(f"{written:,} look-ups written to {out} ({size_mb:.1f} MB)", soft_wrap=True)
+
+
+def _read(path: Path, progress: Progress) -> Interactions:
+    task = progress.add_task("reading", total=path.stat().st_size if path.exists() else None, unit="bytes")
+    return read_interactions(path, on_progress=lambda done: progress.update(task, completed=done))
 
 
 def _scheduled(settings: Settings) -> Iterator[TraceRecord]:

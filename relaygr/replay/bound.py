@@ -15,6 +15,7 @@ once: a link so slow that other look-ups come meanwhile keeps a prefix for fewer
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
@@ -28,7 +29,8 @@ class HitBound:
     """The bound of one demand."""
 
     def __init__(self, demands: Iterable[Demand], layout: PrefixLayout, page_tokens: int) -> None:
-        costs = []
+        # Page-steps of each visit that can be a hit; eight bytes each, since a trace may be long.
+        costs = array("q")
         visits, begun = Visits(), 0
         for demand in demands:
             visit = visits.begin(demand)

@@ -57,6 +57,33 @@ def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
             yield Demand(kind, latest_us, record.user, record.namespace, record.sketch)
 
 
+class Passage:
+    """Counts a demand while it passes. `users` and `seconds` are of what passed so far."""
+
+    def __init__(self) -> None:
+        self.demands = 0
+        self._users: set[int] = set()
+        self._first_us = self._last_us = 0
+
+    @property
+    def users(self) -> int:
+        return len(self._users)
+
+    @property
+    def seconds(self) -> float:
+        return (self._last_us - self._first_us) / 1e6
+
+    def of(self, demands: Iterable[Demand]) -> Iterator[Demand]:
+        """The demands as they were."""
+        for demand in demands:
+            if not self.demands:
+                self._first_us = demand.at_us
+            self.demands += 1
+            self._users.add(demand.user)
+            self._last_us = demand.at_us
+            yield demand
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """One visit, begun by look-up `number`. Of its prefix `reusable` behaviours were in the user's visit before, the

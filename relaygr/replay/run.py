@@ -13,7 +13,7 @@ its history has in common with the user's visit before; a first visit can not hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,7 +115,14 @@ class Replay:
         presence = self._cache.peek(key)
         if visit is not None:
             self._count(visit, presence)
-        self._prepare(key, presence, now_us, demand.kind is DemandKind.RANK)
+        ranks = demand.kind is DemandKind.RANK
+        found = self._cache.acquire(key, now_us, join=False, purpose=Purpose.RANKING if ranks else Purpose.PRE_INFER)
+        if isinstance(found, Hit):
+            self._cache.release(found.handle)
+        if presence.hbm_behaviours == key.length:
+            self._keep(key, now_us, ranks)
+        else:
+            self._prepare(key, presence, now_us, ranks)
 
     def outcome(self) -> Outcome:
         """Ends the copies under way and adds up."""
@@ -144,9 +151,6 @@ class Replay:
 
     def _prepare(self, key: PrefixKey, presence: Presence, now_us: int, ranks: bool) -> None:
         """Reloads what DRAM has more of, if that pays; then computes the rest."""
-        found = self._cache.acquire(key, now_us, join=False, purpose=Purpose.RANKING if ranks else Purpose.PRE_INFER)
-        if isinstance(found, Hit):
-            self._cache.release(found.handle)
         in_hbm, in_dram = self._tokens(presence.hbm_behaviours), self._tokens(presence.dram_behaviours)
         if in_dram > in_hbm:
             saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
@@ -165,7 +169,7 @@ class Replay:
         self._compute(key, ranks)
 
     def _compute(self, key: PrefixKey, ranks: bool) -> None:
-        """The rest of the prefix; then it is held for its ranking, or that was it."""
+        """The rest of the prefix."""
         now_us = self._link.now_us
         fill = self._cache.reserve(key, now_us)
         if isinstance(fill, Fill):
@@ -176,6 +180,10 @@ class Replay:
                 self._cache.release(handle)
         elif not isinstance(fill, Pending):
             self._counted["recomputed_tokens"] += self._tokens(key.length)
+        self._keep(key, now_us, ranks)
+
+    def _keep(self, key: PrefixKey, now_us: int, ranks: bool) -> None:
+        """Until its ranking; or that was it."""
         if ranks:
             self._cache.end_lease(key.user_id)
             self._cache.spill(key)
@@ -187,17 +195,15 @@ class Replay:
 
 
 def replay(
-    demands: Sequence[Demand],
+    demands: Iterable[Demand],
     arena: Arena,
     candidate: Candidate,
     on_progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played since."""
+    """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played so far."""
     run = Replay(arena, candidate)
-    reported = 0
     for number, demand in enumerate(demands, 1):
         run.play(demand)
-        if on_progress is not None and (number - reported == 256 or number == len(demands)):
-            on_progress(number - reported)
-            reported = number
+        if on_progress is not None and number % 256 == 0:
+            on_progress(number)
     return run.outcome()

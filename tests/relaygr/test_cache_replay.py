@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from relaygr.app import app
-from relaygr.commands.cache import replay_command
+from relaygr.commands import cache
 from relaygr.interactions import read_interactions
+from relaygr.replay import side_by_side
 from relaygr.replay.bound import HitBound
 from relaygr.replay.demand import Demand, DemandKind, Histories, Visits, demands_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
@@ -30,7 +33,7 @@ from workers.cache.events import EventKind
 from workers.cache.identity import common_behaviours
 from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
 from workers.cache.trace import TraceReader
-from workers.cache.transfer import CopyPriority, CopyRequest
+from workers.cache.transfer import CopyPriority, CopyRequest, Deadline
 from workers.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16
@@ -241,7 +244,7 @@ def test_copies_cross_a_virtual_link_one_after_the_other() -> None:
         numbers = np.arange(pages, dtype=np.int32)
         tiers = (Tier.DRAM, Tier.HBM) if priority is CopyPriority.RELOAD else (Tier.HBM, Tier.DRAM)
         request = CopyRequest(
-            *tiers, numbers, numbers, priority, deadline_us, lambda copied: ended.append((name, link.now_us))
+            *tiers, numbers, numbers, priority, Deadline(deadline_us), lambda copied: ended.append((name, link.now_us))
         )
         assert link.submit(request)
 
@@ -322,6 +325,47 @@ class TestCommand:
         assert shown.count("\nlru ") == shown.count("\ns3fifo/cost ") == shown.count("\nbound ") == 2
         assert plot.read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.parametrize(
+        ("sizes", "panels"),
+        [
+            (("--hbm", "4MiB", "--dram", "8MiB"), 1),
+            (("--hbm", "4MiB", "--dram", "0", "--dram", "8MiB"), 1),
+            (("--hbm", "4MiB", "--hbm", "16MiB", "--dram", "0"), 1),
+            (("--hbm", "4MiB", "--hbm", "16MiB", "--dram", "0", "--dram", "8MiB", "--dram", "32MiB"), 3),
+        ],
+    )
+    def test_a_plot_has_a_panel_for_each_size_of_dram_where_both_tiers_sizes_vary(
+        self, trace: Path, tmp_path: Path, sizes: tuple[str, ...], panels: int
+    ) -> None:
+        plot = tmp_path / "plot.png"
+        self.run("replay", str(trace), "--policy", "lru", "--limit", "50", "--plot", str(plot), *sizes)
+        width = int.from_bytes(plot.read_bytes()[16:20], "big")
+        assert width == 150 * (5 + 4 * panels)
+
+    def test_side_by_side_the_outcomes_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        header, candidates = TraceReader(trace).header, [on(40, 100, policy) for policy in PolicyName]
+        arena = Arena(header.geometry, header.layout, ARENA.latency, ARENA.link)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        played: list[int] = []
+        alone = side_by_side.replay_all(trace, 300, arena, candidates, played.append)
+        assert played == sorted(played)
+        assert played[-1] > 300 * (len(candidates) - 1)
+        monkeypatch.setattr(side_by_side, "_DEMANDS_FOR_PROCESSES", 0)
+        assert side_by_side.replay_all(trace, 300, arena, candidates, played.append) == alone
+        assert max(played) <= 300 * len(candidates)
+
+    def test_a_trace_that_becomes_another_one_meanwhile_gives_no_table(
+        self, trace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def begun_anew(*arguments: Any) -> list[Outcome]:
+            with trace.open("r+b") as file:
+                file.truncate(trace.stat().st_size // 2)
+            return side_by_side.replay_all(*arguments)
+
+        monkeypatch.setattr(cache, "replay_all", begun_anew)
+        with pytest.raises(RelayError, match="became another one"):
+            cache.replay_command(trace, policy=["lru"])
+
     def test_without_options_all_policies_are_tried_on_the_recorded_sizes(self, trace: Path, tmp_path: Path) -> None:
         shown = self.run("replay", str(trace), "--limit", "100", "--plot", str(tmp_path / "bars.png"))
         assert "16MiB of HBM, 1GiB of DRAM" in shown
@@ -362,7 +406,7 @@ def test_an_empty_trace_has_nothing_to_replay(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["cache", "trace", "--interactions", str(log), "--out", str(path)])
     assert done.exit_code == 0
     with pytest.raises(RelayError, match="no look-ups"):
-        replay_command(path)
+        cache.replay_command(path)
 
 
 def test_outcomes_are_plain_numbers() -> None:
