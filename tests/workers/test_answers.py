@@ -110,6 +110,15 @@ def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: World):
     assert world.count("relaygr_worker_ranked_total", path="dram") == 1
 
 
+def test_time_to_compute_is_not_counted_as_time_to_wait(world: World):
+    work = world.work()
+    work.looked_up_us = world.clock.monotonic_us()
+    world.clock.advance_us(2_000)
+    work.ready_us, work.pre_infer_us = world.clock.monotonic_us(), 1_200
+    world.answers.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    assert (world.result.timings.wait_us, world.result.timings.pre_infer_us) == (800, 1_200)
+
+
 def test_without_a_prefix_no_source_is_named(world: World):
     world.rank(tokens=0)
     assert world.result.prefix_source is None
@@ -218,6 +227,9 @@ def test_details_are_made_to_fit_their_field(world: World, detail: str, said: st
     world.answers.failed(world.work(), FailureReason.OVERLOADED, detail)
     assert world.result.detail == said
     assert world.result.reason is FailureReason.OVERLOADED
+    work = world.work()
+    world.answers.without_work(work.reply, work.received, Outcome.FAILED, FailureReason.UNDECODABLE, detail)
+    assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
 
 
 def test_expired_work_is_said_and_counted(world: World):

@@ -72,6 +72,27 @@ def test_a_device_of_known_speed_is_measured_as_it_is(timed: Calibration) -> Non
         assert getattr(timed.coefficients, name) == pytest.approx(getattr(KNOWN, name), rel=0.01), name
 
 
+class Stalling(TimedEngine):
+    """Its very first pass takes long, and so does every seventh."""
+
+    def __init__(self) -> None:
+        super().__init__(max_prefix=1024)
+        self._passes = 0
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        super().pre_infer(chunk)
+        self.now_ns += 10**9 if self._passes == 0 else 10**7 if self._passes % 7 == 0 else 0
+        self._passes += 1
+
+
+def test_a_first_pass_and_a_stall_now_and_then_say_nothing_of_the_device() -> None:
+    engine = Stalling()
+    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock)
+    for name in ("b0", "b1"):
+        assert getattr(measured.coefficients, name) == pytest.approx(getattr(KNOWN, name), rel=0.01), name
+    assert max(point.duration_us for point in measured.append) < 10**4
+
+
 def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
     hits = {(point.prefix_tokens, point.scored_tokens): point.duration_us for point in timed.hit}
     longest = max(timed.full, key=lambda point: (point.prefix_tokens, point.scored_tokens))
@@ -121,7 +142,7 @@ def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
     engine = TimedEngine(max_prefix=65_536)
     calibrate(engine, budget_s=0.05, timer_ns=engine.read_clock)
     assert 64 <= engine.longest < 65_536
-    assert engine.now_ns < 1e9
+    assert engine.now_ns < 0.1e9
 
 
 def test_progress_rises_to_the_whole() -> None:

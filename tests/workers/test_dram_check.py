@@ -65,6 +65,15 @@ class TestWhatItMeasures:
         error = measure_dram_error(engine_of(model), DramKvDtype.SAME, users, candidates)
         assert (error.max_score_error, error.mean_score_error, error.topk_overlap) == (0, 0, 1)
 
+    def test_scores_that_are_all_zero_do_not_change(self, tmp_path: Path) -> None:
+        config = small_config()
+        tensors = random_checkpoint(config, 0).tensors
+        silent = {name: tensor * (not name.startswith("readout")) for name, tensor in tensors.items()}
+        save_checkpoint(tmp_path, config, silent)
+        users, candidates = made_sample(tmp_path)
+        error = measure_dram_error(engine_of(tmp_path), DramKvDtype.INT8, users, candidates)
+        assert (error.max_score_error, error.topk_overlap) == (0, 1)
+
     def test_made_users_know_the_models_items_features_and_limits(self, tmp_path: Path) -> None:
         features = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="age", cardinality=9))
         config = small_config(contextual_features=features)

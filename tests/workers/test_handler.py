@@ -118,6 +118,7 @@ def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: 
     message = world.rank(world.headers(deadline_us=world.clock.wall_us() + 40_000))
     (work,) = world.sink.rankings
     assert work.deadline_us == world.clock.monotonic_us() + 40_000
+    assert work.answer_by_us == work.deadline_us - REPLY_MARGIN_MS * 1000
     assert work.received is message
     assert not world.producer.sent and not world.finished and not world.letters.written
 

@@ -121,6 +121,26 @@ def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
+def test_weights_that_are_stored_in_fewer_bits_are_taken_for_as_large_as_the_present_ones(tmp_path, monkeypatch):
+    present = serving(save(tmp_path / "old"))
+    present.weights_bytes = 10**9
+    some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr(workers.model_reload, "psutil", some)
+    assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
+
+
+def test_both_models_must_fit_into_the_device(tmp_path):
+    class SmallAccelerator(CpuDevice):
+        is_cpu = False
+
+        def memory(self) -> MemoryInfo:
+            return MemoryInfo(1_000, 10**9)
+
+    present = serving(save(tmp_path / "old"))
+    present.device = SmallAccelerator()
+    assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
+
+
 def test_without_memory_for_what_its_forwards_take_more_the_old_one_stays(tmp_path, monkeypatch):
     """Weights alone were asked for: a wider MLP of the same K,V then ran out of memory under traffic."""
     present = serving(save(tmp_path / "old"))
@@ -269,10 +289,20 @@ def test_the_old_models_memory_is_free_once_it_was_replaced():
 class Reloading:
     """`ModelReloading` of a process whose executor is a world's."""
 
-    def __init__(self, folder: FilePath) -> None:
+    def __init__(self, folder: FilePath, **settings: object) -> None:
         self.registry = CollectorRegistry()
         self.prepared = SimpleNamespace(engine=serving(folder), corrector=Corrector(LatencyModel(COEFFICIENTS)))
-        self.reloading = ModelReloading(settings_of(folder), self.prepared, self.registry)  # type: ignore[arg-type]
+        self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry)  # type: ignore[arg-type]
+        self.calls = []
+        self.weighs = []
+        self.metrics = WorkerMetrics(CollectorRegistry())
+        self.parts = SimpleNamespace(
+            arena=self.prepared.engine.device.empty_bytes(1, self.prepared.engine.geometry.page_bytes),
+            device=SimpleNamespace(call=self.calls.append),
+            executor=SimpleNamespace(serve_with=lambda engine: None),
+            metrics=self.metrics,
+            cache=SimpleNamespace(keep_only=lambda namespace: 0, weigh_by=self.weighs.append),
+        )
 
     def reload(self, parts=None, is_active=False) -> None:
         self.reloading.want()
@@ -327,26 +357,33 @@ def test_a_wish_to_go_back_while_the_device_thread_has_yet_to_swap_is_not_taken_
     """It was compared with the model that was about to go: `unchanged`, and then the other one served."""
     world = Reloading(save(tmp_path, seed=0))
     first = world.prepared.engine.revision
-    calls = []
-    parts = SimpleNamespace(
-        arena=world.prepared.engine.device.empty_bytes(1, world.prepared.engine.geometry.page_bytes),
-        device=SimpleNamespace(call=calls.append),
-        executor=SimpleNamespace(serve_with=lambda engine: None),
-        metrics=WorkerMetrics(CollectorRegistry()),
-        cache=SimpleNamespace(keep_only=lambda namespace: 0),
-    )
     save(tmp_path, seed=1)
-    world.reload(parts, is_active=True)
+    world.reload(world.parts, is_active=True)
     save(tmp_path, seed=0)
     world.reloading.want()
-    world.reloading.tick(parts, is_active=True)
+    world.reloading.tick(world.parts, is_active=True)
     assert world.reloading._thread is None, "waits for the swap"
-    calls.pop()()
+    world.calls.pop()()
     assert world.prepared.engine.revision != first
-    world.reload(parts, is_active=True)
-    calls.pop()()
+    world.reload(world.parts, is_active=True)
+    world.calls.pop()()
     assert world.prepared.engine.revision == first
     assert world.outcomes() == {"swapped": 2}
+
+
+def test_with_the_new_model_its_calibration_and_its_size_are_taken_over(tmp_path):
+    save(tmp_path / "model", seed=0)
+    file = tmp_path / "calibration.json"
+    world = Reloading(tmp_path / "model", calibration=file)
+    save(tmp_path / "model", seed=1)
+    slower = replace(COEFFICIENTS, b1=7.0)
+    machine = describe(serving(tmp_path / "model"))
+    save_calibration(Calibration(machine, datetime.now(UTC).isoformat(), slower, (), (), (), ()), file)
+    world.reload(world.parts)
+    assert world.prepared.corrector.model.coefficients == slower
+    assert [weigh(10) for weigh in world.weighs] == [LatencyModel(slower).pre_us(10)]
+    gauge = world.metrics.bytes_at_most.labels("weights")._value.get()
+    assert gauge == world.prepared.engine.weights_bytes > 0
 
 
 def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):
@@ -361,3 +398,7 @@ def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):
     with structlog.testing.capture_logs() as logs:
         world.reload()
     assert not any("overwritten" in line["event"] for line in logs), "a file that was replaced is another one"
+    file.write_bytes(file.read_bytes() + b" ")
+    with structlog.testing.capture_logs() as logs:
+        world.reload()
+    assert "overwritten in place" in logs[0]["event"], "now it is this one that serves"
