@@ -91,6 +91,9 @@ def test_a_first_pass_and_a_stall_now_and_then_say_nothing_of_the_device() -> No
     for name in ("b0", "b1"):
         assert getattr(measured.coefficients, name) == pytest.approx(getattr(KNOWN, name), rel=0.01), name
     assert max(point.duration_us for point in measured.append) < 10**4
+    engine = Stalling()
+    hasty = calibrate(engine, budget_s=1.001, timer_ns=engine.read_clock)
+    assert max(point.duration_us for point in hasty.append) < 10**4, "each was measured once, after the first pass"
 
 
 def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
