@@ -87,6 +87,7 @@ class EntryIndex:
             _require(entry.number == number and entry.attached, "an entry is indexed under another number")
             _require(entry in self._by_user[entry.key.user_id], "an entry is missing from its user")
             _require(number in self._by_namespace[entry.key.namespace], "an entry is missing from its namespace")
+        _require(all(self._by_user.values()) and all(self._by_namespace.values()), "an empty list was left behind")
         _require(sum(map(len, self._by_user.values())) == len(self._entries), "the user index is stale")
         _require(sum(map(len, self._by_namespace.values())) == len(self._entries), "the namespace index is stale")
 
