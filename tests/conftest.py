@@ -5,6 +5,8 @@ is started once. `kafka_settings` gives a test topics and groups of its own on i
 
 The real one is `RELAYGR_TEST_BOOTSTRAP` where that is set, else one started from `KAFKA_HOME`. Where
 there is none, its tests are skipped; with `RELAYGR_TEST_REQUIRE_BROKER=1` they fail.
+
+Examples of property tests may take as long as they like: no test asserts how long something took.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from streams.broker import BrokerChoice, LocalBroker, local_broker
 from streams.errors import RelayError
 from streams.settings import KafkaSettings
 
 TEST_PARTITIONS = 12
+
+settings.register_profile("relaygr", deadline=None)
+settings.load_profile("relaygr")
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from workers.cache.copy_queue import CopyLimits
 from workers.cache.events import EventKind
 from workers.cache.identity import common_behaviours
 from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
-from workers.cache.trace import TraceReader
+from workers.cache.trace import TraceReader, TraceRecord
 from workers.cache.transfer import CopyPriority, CopyRequest, Deadline
 from workers.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
@@ -167,6 +167,17 @@ class TestBound:
         assert done.hbm_hits <= bound.hits(hbm_pages)
         assert done.hbm_hits + done.dram_hits <= bound.hits(hbm_pages + dram_pages)
 
+    @pytest.mark.parametrize(("hbm_pages", "hits"), [(0, 0), (1, 2), (2, 3)])
+    def test_it_is_what_the_budget_of_page_steps_buys(self, hbm_pages: int, hits: int) -> None:
+        """Each that comes back waits three look-ups, with one page: of six look-ups' steps two are bought."""
+        assert HitBound(visits_of("abcabc"), LAYOUT, PAGE_TOKENS).hits(hbm_pages) == hits
+
+    def test_dear_prefixes_are_bought_last(self) -> None:
+        """a: 4 pages for 2 look-ups; b: 1 page for 2. Of 4 look-ups' steps both are bought with 3 pages, b with 1."""
+        demands = [rank("a", 0, 64), rank("b", 1, 16), rank("a", 2, 64), rank("b", 3, 16)]
+        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        assert [bound.hits(pages) for pages in (0, 1, 2, 3)] == [0, 1, 1, 2]
+
     def test_a_prefix_need_not_stay_between_the_look_ups_of_one_visit(self) -> None:
         """The bound counted visits, as if what was computed at the last look-up of one had lain there since its first:
         two users who share one page in turns had twice as many hits."""
@@ -223,6 +234,12 @@ class TestHistories:
             shared = common_behaviours(following, key)
             # A history that became shorter ends where the longer one has no mark: whole blocks are sure.
             assert shared == common if following.length >= key.length else common // 64 * 64 <= shared <= common
+
+    def test_time_does_not_go_back_where_records_of_two_threads_do(self) -> None:
+        records = [
+            TraceRecord(EventKind.ACQUIRE, at_us, 1, b"m", SKETCHES.of("a", 0, 5), "hit") for at_us in (5, 9, 7, 12)
+        ]
+        assert [demand.at_us for demand in demands_of(records)] == [5, 9, 9, 12]
 
     def test_visits_are_numbered_and_know_what_they_can_reuse(self) -> None:
         visits = Visits()

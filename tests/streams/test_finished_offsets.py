@@ -78,6 +78,16 @@ def test_another_cluster_or_topic_is_not_believed(tmp_path: Path, other: TopicId
     assert open_log(tmp_path, 2).predecessor() == {}
 
 
+def test_one_note_in_a_file_of_other_topics_is_enough_for_the_next(tmp_path: Path) -> None:
+    """It was taken for older than what had been written a hundred times for the other topics."""
+    log = open_log(tmp_path, 1)
+    for finished in range(100, 200):
+        log.note({RANKING_0: Progress(100, finished)})
+    others = replace(IDENTITY, cluster_id="cluster-b")
+    open_log(tmp_path, 2, others).note({RANKING_0: Progress(5, 6)})
+    assert open_log(tmp_path, 3, others).predecessor() == {RANKING_0: Progress(5, 6)}
+
+
 def test_a_partition_that_went_to_another_owner_is_forgotten(tmp_path: Path) -> None:
     log = open_log(tmp_path, 1)
     log.note({RANKING_0: Progress(100, 120), RANKING_3: Progress(7, 9)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -120,6 +121,26 @@ class TestRecording:
         recording.recorder.close()
         assert 80 <= dropped <= 90
         assert recording.counted("written") == len(recording.records()) == 100 - dropped
+
+    def test_what_two_threads_told_in_another_order_is_written_in_that_of_the_operations(
+        self, recording: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, going, write = threading.Event(), threading.Event(), recording.recorder._write
+
+        def held_up(*args: Any) -> bool:
+            begun.set()
+            assert going.wait(30)
+            return write(*args)
+
+        monkeypatch.setattr(recording.recorder, "_write", held_up)
+        recording.recorder.start(HEADER)
+        for sequence in (0, 3, 1, 2):
+            event = CacheEvent(sequence, sequence, EventKind.ACQUIRE, "ann", b"model", make_key().chain, "hit")
+            recording.recorder.on_event(event)
+            assert begun.wait(30)
+        going.set()
+        recording.recorder.close()
+        assert [record.at_us for record in recording.records()] == [0, 1, 2, 3]
 
     def test_a_full_file_ends_the_recording_and_what_it_holds_is_whole(self, tmp_path: Path) -> None:
         recording = Recording(tmp_path / "small.trace", max_bytes=2_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -98,6 +99,23 @@ def test_whoever_finds_other_files_in_the_place_of_its_own_may_not_write(tmp_pat
     assert second.acquire() == 1
     assert second.is_held()
     assert not first.is_held()
+
+
+def test_a_file_that_is_replaced_while_it_is_being_locked_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes would each hold one of the files."""
+    lock, locks = ArenaLock(tmp_path), fcntl.flock
+
+    def replaced_meanwhile(file: int, operation: int) -> None:
+        (tmp_path / "lock").rename(tmp_path / "old")
+        (tmp_path / "lock").touch()
+        locks(file, operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", replaced_meanwhile)
+        assert lock.try_acquire() is None
+    assert lock.try_acquire() == 1
 
 
 @pytest.mark.parametrize("torn", [b"", b"\xff\xfe", b"seven"])
