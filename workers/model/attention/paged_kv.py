@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,9 @@ class PageSpan:
 
     start: int
     end: int
-    pages: torch.Tensor
-    """int64, the pages that hold tokens [start, end)."""
-    offset: int
-    """Where in its page the first of them lies: 0 but for the parts of a page of more than KEY_BLOCK tokens."""
+    k_pieces: torch.Tensor
+    """int64, which of the arena's pieces hold K of layer 0, one head after the other; see `_Pieces`."""
+    v_pieces: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class PagedKv:
         k_elements = g.num_heads * g.page_tokens * g.attention_dim
         self.geometry = geometry
         self._send: Send = send if send is not None else lambda numbers: numbers.to(arena.device)
+        self._pieces = _Pieces(g)
+        self._cut = arena.view(torch_dtype(g.dtype)).view(-1, self._pieces.elements)
         self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
         self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
 
@@ -93,24 +95,26 @@ class PagedKv:
                 raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
     def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
-        """The context of each segment, in blocks of at most KEY_BLOCK tokens. Page numbers cross over all at once."""
-        used = [segment.pages[: self.geometry.pages_for(segment.context_tokens)] for segment in segments]
-        indices = torch.split(self.sent(np.concatenate(used, dtype=np.int64)), [pages.size for pages in used])
-        return [self._spans(own, segment.context_tokens) for own, segment in zip(indices, segments, strict=True)]
+        """The context of each segment, in blocks of at most KEY_BLOCK tokens. What says where crosses over at once."""
+        bounds = [list(self._bounds(segment.context_tokens)) for segment in segments]
+        numbers = [
+            numbers
+            for segment, own in zip(segments, bounds, strict=True)
+            for start, end in own
+            for numbers in self._pieces.of(segment.pages, start, end)
+        ]
+        if not numbers:
+            return [() for _ in segments]
+        sent = iter(torch.split(self.sent(np.concatenate(numbers)), [part.size for part in numbers]))
+        return [tuple(PageSpan(start, end, next(sent), next(sent)) for start, end in own) for own in bounds]
 
-    def _spans(self, indices: torch.Tensor, tokens: int) -> tuple[PageSpan, ...]:
+    def _bounds(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Whole pages as long as a block holds one; a longer page in blocks of its own."""
         size = self.geometry.page_tokens
-        step = max(1, KEY_BLOCK // size)
-        return tuple(
-            PageSpan(
-                low,
-                min(low + KEY_BLOCK, (first + step) * size, tokens),
-                indices[first : first + step],
-                low - first * size,
-            )
-            for first in range(0, indices.numel(), step)
-            for low in range(first * size, min((first + step) * size, tokens), KEY_BLOCK)
-        )
+        step = max(1, KEY_BLOCK // size) * size
+        for first in range(0, tokens, step):
+            for start in range(first, min(first + step, tokens), KEY_BLOCK):
+                yield start, min(start + KEY_BLOCK, first + step, tokens)
 
     def slots(self, segments: Sequence[Segment]) -> TokenSlots:
         """Where the causal rows of the segments that store go, in their order."""
@@ -131,15 +135,39 @@ class PagedKv:
 
     def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [heads, tokens, dim] of one layer, as `dtype`."""
-        return _gather(self._k[:, layer], span, dtype), _gather(self._v[:, layer], span, dtype)
+        g = self.geometry
+        layer_start = self._cut[layer * self._pieces.per_layer :]
+
+        def of(pieces: torch.Tensor, dim: int) -> torch.Tensor:
+            heads = layer_start.index_select(0, pieces).view(g.num_heads, -1, dim)
+            return heads[:, : span.end - span.start].to(dtype)
+
+        return of(span.k_pieces, g.attention_dim), of(span.v_pieces, g.hidden_dim)
 
 
-def _gather(stored: torch.Tensor, span: PageSpan, dtype: torch.dtype) -> torch.Tensor:
-    """[pages, heads, page_tokens, dim] -> [heads, tokens, dim]"""
-    tokens = span.end - span.start
-    chosen = stored[:, :, span.offset : span.offset + tokens].index_select(0, span.pages)
-    out = torch.empty(
-        (chosen.shape[1], chosen.shape[0], chosen.shape[2], chosen.shape[3]), dtype=dtype, device=stored.device
-    )
-    out.copy_(chosen.transpose(0, 1))
-    return out.flatten(1, 2)[:, :tokens]
+class _Pieces:
+    """The arena cut into runs of equal size, of which K or V of any head is a whole number, in any page and block.
+
+    One copy in the order of heads then reads scattered pages as [heads, tokens, dim]. It is a copy of rows, which
+    torch deals out to threads as it does the heads of the product that follows: each finds its own in its cache.
+    """
+
+    def __init__(self, geometry: KvGeometry) -> None:
+        g = self._geometry = geometry
+        self._tokens = g.page_tokens if g.page_tokens <= KEY_BLOCK else math.gcd(g.page_tokens, KEY_BLOCK)
+        self.elements = self._tokens * math.gcd(g.attention_dim, g.hidden_dim)
+        self.per_layer = g.num_heads * g.page_tokens * (g.attention_dim + g.hidden_dim) // self.elements
+
+    def of(self, pages: NDArray[np.integer], start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of K and of V of tokens [start, end) in layer 0: [heads, pages, pieces], flat."""
+        g = self._geometry
+        size = g.page_tokens
+        used = pages[start // size : -(-end // size)].astype(np.int64)[:, None] * (g.num_layers * self.per_layer)
+        offset = start % size
+        read = min(size, -(-(end - start) // self._tokens) * self._tokens)
+
+        def of(values_before: int, dim: int) -> NDArray[np.int64]:
+            heads = (values_before + (np.arange(g.num_heads)[:, None, None] * size + offset) * dim) // self.elements
+            return (heads + used + np.arange(read * dim // self.elements)).ravel()
+
+        return of(0, g.attention_dim), of(g.num_heads * size * g.attention_dim, g.hidden_dim)
