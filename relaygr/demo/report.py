@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.demo.plan import DemoPlan
-from relaygr.demo.summary import Gate, RunSummary, ScoreComparison
+from relaygr.demo.summary import COLD_SHARE, Gate, Punctuality, RunSummary, ScoreComparison
 
 
 def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> None:
@@ -43,10 +43,11 @@ def print_summary(
     runs = (relay, full)
     table.add_row("requests offered", *(str(run.offered) for run in runs))
     table.add_row("ranked", *(f"{run.ranked} ({run.share(run.ranked):.1%})" for run in runs))
-    table.add_row("late, cut short, failed or expired", *(f"{run.late} ({run.share(run.late):.1%})" for run in runs))
     table.add_row("lost", *(str(run.lost) for run in runs))
-    table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
-    table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
+    _add_punctuality(table, [run.whole for run in runs])
+    table.add_section()
+    table.add_row(f"Without the first {COLD_SHARE:.0%}, when all is cold:")
+    _add_punctuality(table, [run.settled for run in runs])
     table.add_section()
     for ending in sorted(set(relay.endings) | set(full.endings)):
         table.add_row(ending, *(_count(run, ending) for run in runs))
@@ -63,6 +64,12 @@ def print_summary(
     for gate in shown:
         mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
         console.print(f"{mark}        {gate.name}: {gate.found}")
+
+
+def _add_punctuality(table: Table, runs: Sequence[Punctuality]) -> None:
+    table.add_row("late, cut short, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
+    table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
+    table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
 
 
 def _count(run: RunSummary, ending: str) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 from relaygr.traffic.records import LOST, Record
 from schemas.messages import Outcome, Path, PrefixSource
 
+COLD_SHARE = 1 / 3
+"""Of the schedule, its beginning: processes warm up, and most users come for the first time."""
 LEAST_RANKED_SHARE = 0.90
 LEAST_HBM_SHARE = 0.30
 LEAST_COMPARED = 200
@@ -19,16 +21,31 @@ SCORE_TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
+class Punctuality:
+    """Of some requests: how long those took that were answered, and how many got less than they asked for in time."""
+
+    offered: int
+    late: int
+    """Everything but an untruncated answer within the deadline."""
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def late_share(self) -> float:
+        """Of the offered requests."""
+        return self.late / self.offered if self.offered else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run over the schedule. Shares are of all offered requests; latencies of those answered."""
+    """One run over the schedule. Shares are of all offered requests."""
 
     offered: int
     ranked: int
-    late: int
-    """Everything but an untruncated answer within the deadline."""
     lost: int
-    p50_ms: float
-    p99_ms: float
+    whole: Punctuality
+    settled: Punctuality
+    """Without the first COLD_SHARE of the schedule."""
     endings: Mapping[str, int]
     """Paths of ranked requests; status, with its reason, of the others."""
     from_dram: int
@@ -62,20 +79,27 @@ class Gate:
 
 def summarise(records: Sequence[Record], device_seconds: float) -> RunSummary:
     """The figures of one run."""
-    latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
+    # Numbered in the order of the schedule: the same impressions in every run over it.
+    cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
     lags = [record.send_lag_us / 1000 for record in records]
     return RunSummary(
         offered=len(records),
         ranked=sum(record.status == Outcome.RANKED for record in records),
-        late=sum(not in_time(record) for record in records),
         lost=sum(record.status == LOST for record in records),
-        p50_ms=percentile(latencies, 50),
-        p99_ms=percentile(latencies, 99),
+        whole=punctuality(records),
+        settled=punctuality([record for record in records if record.number >= cold]),
         endings=Counter(_ending(record) for record in records),
         from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
         send_lag_p99_ms=percentile(lags, 99),
         device_seconds=device_seconds,
     )
+
+
+def punctuality(records: Sequence[Record]) -> Punctuality:
+    """Of these requests."""
+    latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
+    late = sum(not in_time(record) for record in records)
+    return Punctuality(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
 
 
 def in_time(record: Record) -> bool:

@@ -30,15 +30,25 @@ def test_shares_are_of_all_that_was_offered() -> None:
         ],
         2.5,
     )  # fmt: skip
-    assert (run.offered, run.ranked, run.late, run.lost, run.from_dram) == (6, 4, 4, 1, 1)
+    assert (run.offered, run.ranked, run.whole.late, run.lost, run.from_dram) == (6, 4, 4, 1, 1)
+    assert run.whole.late_share == pytest.approx(4 / 6)
     assert run.endings == {"hbm": 3, "truncated": 1, LOST: 1, "failed: overloaded": 1}
     assert run.share(run.ranked) == pytest.approx(4 / 6)
 
 
 def test_a_run_without_any_request_has_no_shares() -> None:
     run = summarise([], 0.0)
-    assert run.share(run.ranked) == 0
-    assert np.isnan(run.p99_ms)
+    assert run.share(run.ranked) == run.whole.late_share == 0
+    assert np.isnan(run.whole.p99_ms)
+
+
+def test_the_first_third_of_the_schedule_is_told_apart_from_the_rest_whatever_order_answers_come_in() -> None:
+    cold = [record(number, late=True, latency_us=90_000) for number in (2, 0, 1)]
+    settled = [record(number, late=number == 8) for number in (8, 3, 7, 4, 6, 5)]
+    run = summarise([*settled, *cold], 1)
+    assert (run.whole.offered, run.whole.late) == (9, 4)
+    assert run.whole.p99_ms == pytest.approx(90)
+    assert (run.settled.offered, run.settled.late, run.settled.p99_ms) == (6, 1, 10)
 
 
 @pytest.mark.parametrize(
