@@ -34,7 +34,7 @@ format: $(VENV)/.installed-test ## let ruff write what it asks for
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-test ## generate docs/messages.md and docs/settings.md
-	$(BIN)/python -m schemas.reference > docs/messages.md
+	$(BIN)/python -m relaygr.schemas.reference > docs/messages.md
 	$(BIN)/python -m relaygr.settings_reference > docs/settings.md
 
 clean: ## remove the virtual environment and what the tools left

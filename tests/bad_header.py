@@ -11,8 +11,8 @@ from aiokafka.producer import message_accumulator
 from aiokafka.producer import producer as producer_module
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 
-from streams.clients import aiokafka_options
-from streams.settings import KafkaSettings
+from relaygr.kafka.clients import aiokafka_options
+from relaygr.kafka.settings import KafkaSettings
 
 
 class _NotUtf8(str):

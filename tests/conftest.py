@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from streams.broker import BrokerChoice, LocalBroker, local_broker
-from streams.errors import RelayError
-from streams.settings import KafkaSettings
+from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
 
 TEST_PARTITIONS = 12
 

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 from confluent_kafka import KafkaException, Message, TopicPartition
 
-from schemas import codec
-from schemas.headers import RankingHeaders, RawHeaders, ResultHeaders
-from schemas.messages import Outcome, Path, RankingRequest, RankingResult, StageTimings
-from schemas.topics import Topic
-from streams.clients import ProducerKind, make_assigned_consumer, make_producer
-from streams.clock import SystemClock
-from streams.settings import KafkaSettings
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import codec
+from relaygr.schemas.headers import RankingHeaders, RawHeaders, ResultHeaders
+from relaygr.schemas.messages import Outcome, Path, RankingRequest, RankingResult, StageTimings
+from relaygr.schemas.topics import Topic
 
 Answer = Callable[[RankingRequest], Sequence[bytes]]
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from schemas import (
+from relaygr.schemas import (
     Behaviours,
     FailureReason,
     History,
@@ -25,8 +25,8 @@ from schemas import (
     WorkerState,
     WorkerStatus,
 )
-from schemas.fields import INT64_MAX
-from schemas.messages import (
+from relaygr.schemas.fields import INT64_MAX
+from relaygr.schemas.messages import (
     MAX_BEHAVIOURS,
     MAX_BUDGET_MS,
     MAX_CANDIDATES,

@@ -10,10 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("schemas", "streams", "workers", "relaygr", "benchmarks")
-"""Each may import itself and those before it."""
+LAYERS = ("schemas", "streams", "workers", "cli", "benchmarks")
+"""The roots of the namespace `relaygr`. Each may import itself and those before it."""
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-NPU_FILE = ROOT / "workers" / "device" / "opening.py"
+NPU_FILE = ROOT / "workers" / "relaygr" / "worker" / "device" / "opening.py"
+STREAMS = ("runtime", "kafka", "admission", "consumer", "client", "lag", "devbroker", "trigger")
+"""Packages of the root `streams`, likewise."""
+
+
+def layers_by_package() -> dict[str, int]:
+    """The layer of each package and module of `relaygr`, by its dotted name."""
+    found = {}
+    for index, layer in enumerate(LAYERS):
+        for path in (ROOT / layer / "relaygr").iterdir():
+            if path.name != "__pycache__":
+                found[f"relaygr.{path.stem}"] = index
+    return found
 
 
 def imported(path: Path) -> list[str]:
@@ -27,6 +39,11 @@ def imported(path: Path) -> list[str]:
     return names
 
 
+def package_of(name: str) -> str:
+    """The first two parts of a dotted name."""
+    return ".".join(name.split(".")[:2])
+
+
 def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
@@ -35,14 +52,33 @@ def test_the_scan_sees_every_package() -> None:
     assert {layer_of(path) for path in SOURCES} == set(LAYERS)
 
 
-def test_imports_between_packages_go_one_way() -> None:
+def test_no_package_stands_in_two_roots() -> None:
+    names = [path.stem for layer in LAYERS for path in (ROOT / layer / "relaygr").iterdir() if path.stem[0] != "_"]
+    assert len(names) == len(set(names))
+
+
+def test_the_namespace_has_no_init() -> None:
+    """With one, the roots would hide each other."""
+    assert [layer for layer in LAYERS if (ROOT / layer / "relaygr" / "__init__.py").exists()] == []
+
+
+def test_imports_between_roots_go_one_way() -> None:
+    layers = layers_by_package()
     upward = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in SOURCES
         for name in imported(path)
-        if (top := name.partition(".")[0]) in LAYERS and LAYERS.index(top) > LAYERS.index(layer_of(path))
+        if layers.get(package_of(name), -1) > LAYERS.index(layer_of(path))
     ]
     assert upward == []
+
+
+def test_imports_between_packages_of_streams_go_one_way() -> None:
+    for path in (ROOT / "streams" / "relaygr").rglob("*.py"):
+        own = path.relative_to(ROOT / "streams" / "relaygr").parts[0]
+        for name in imported(path):
+            package = package_of(name).removeprefix("relaygr.")
+            assert package not in STREAMS or STREAMS.index(package) <= STREAMS.index(own), f"{path} imports {name}"
 
 
 def test_imports_are_absolute() -> None:
@@ -76,15 +112,15 @@ def test_streams_has_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("schemas", ("torch", "faust", "confluent_kafka", "aiokafka", "pydantic", "structlog", "lmdb")),
-        ("streams", ("torch", "faust", "lmdb", "matplotlib")),
-        ("streams.trigger.policy", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("streams.latency", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("streams.client", ("torch", "faust", "lmdb")),
-        ("streams.consumer", ("torch", "faust", "lmdb")),
-        ("workers.settings", ("torch", "faust", "lmdb")),
-        ("workers.cache", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("workers.scheduler", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.schemas", ("torch", "faust", "confluent_kafka", "aiokafka", "pydantic", "structlog", "lmdb")),
+        ("relaygr.kafka.clients", ("torch", "faust", "lmdb", "matplotlib")),
+        ("relaygr.admission.policy", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.admission.latency", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.client", ("torch", "faust", "lmdb")),
+        ("relaygr.consumer", ("torch", "faust", "lmdb")),
+        ("relaygr.worker.settings", ("torch", "faust", "lmdb")),
+        ("relaygr.worker.cache", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.worker.scheduler", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.settings", ("torch", "faust", "lmdb", "matplotlib")),
     ],
 )

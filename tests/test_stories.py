@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from relaygr.client.metrics import GatewayMetrics
 from relaygr.traffic.settings import TrafficSettings
-from streams.client.metrics import GatewayMetrics
-from streams.trigger.metrics import TriggerMetrics
-from workers.metrics import WorkerMetrics
+from relaygr.trigger.metrics import TriggerMetrics
+from relaygr.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| (\d+)\. .*\| (.*) \|$")

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from benchmarks.engine.attention import BASE, Case, Contest, our_back_ends
-from benchmarks.engine.peers import META, find_peers
-from workers.device import CpuDevice
-from workers.kv import KvDtype, KvGeometry
-from workers.model.attention.spec import AttentionSpec
+from relaygr.bench.engine.attention import BASE, Case, Contest, our_back_ends
+from relaygr.bench.engine.peers import META, find_peers
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention.spec import AttentionSpec
 
 SPEC = AttentionSpec(2, 8, 6, 0.3, 80.0)
 GEOMETRY = KvGeometry(1, 2, 8, 6, 64, KvDtype.FLOAT32)

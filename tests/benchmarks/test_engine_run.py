@@ -11,14 +11,14 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.engine import run, shapes
-from benchmarks.engine.figures import Figure, Stage, write_csv
-from benchmarks.engine.profile import Share, gathered
-from benchmarks.engine.run import SideBySide, Sizes, Variant
-from benchmarks.engine.shapes import Shape
-from workers.device import CpuDevice, Device
-from workers.kv import KvDtype
-from workers.model.precision import ComputeDtype
+from relaygr.bench.engine import run, shapes
+from relaygr.bench.engine.figures import Figure, Stage, write_csv
+from relaygr.bench.engine.profile import Share, gathered
+from relaygr.bench.engine.run import SideBySide, Sizes, Variant
+from relaygr.bench.engine.shapes import Shape
+from relaygr.worker.device import CpuDevice, Device
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.precision import ComputeDtype
 
 SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
 

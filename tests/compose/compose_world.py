@@ -21,7 +21,7 @@ DASHBOARD = COMPOSE / "grafana" / "dashboards" / "relaygr.json"
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _METRIC = re.compile(r"\b(?:relaygr|kafka)_[a-z_]+")
-_LAYERS = ("streams", "workers", "relaygr")
+_LAYERS = ("streams", "workers", "cli")
 _ENDINGS = {
     "Counter": ("_total",),
     "CounterMetricFamily": ("_total",),

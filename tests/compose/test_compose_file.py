@@ -8,8 +8,9 @@ import pytest
 from pydantic import ByteSize, TypeAdapter
 from typer.testing import CliRunner
 
-from relaygr.app import app
+from relaygr.cli.app import app
 from relaygr.settings import load, setting_fields
+from relaygr.worker.process import queues_bytes
 from tests.compose.compose_world import (
     COMPOSE,
     COMPOSE_FILE,
@@ -22,7 +23,6 @@ from tests.compose.compose_world import (
     our_services,
     services,
 )
-from workers.process import queues_bytes
 
 WORKERS = ("worker-00", "worker-01", "worker-cuda", "worker-npu")
 BESIDE_BYTES = 2**29
@@ -161,5 +161,5 @@ def test_the_build_sees_what_the_dockerfile_copies() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert {"pyproject.toml", "README.md", "LICENSE", "compose/entrypoint.sh"} <= allowed
-    assert {"schemas", "streams", "workers", "relaygr", "benchmarks"} <= allowed
+    assert {"schemas", "streams", "workers", "cli", "benchmarks"} <= allowed
     assert all((ROOT / path).exists() for path in allowed)

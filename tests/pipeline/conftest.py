@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streams.broker import LocalBroker
-from streams.settings import KafkaSettings
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
 from tests.pipeline.relay_world import Relay, make_model, own_topics
 
 

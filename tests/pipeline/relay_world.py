@@ -17,27 +17,27 @@ from confluent_kafka import Consumer, Message, TopicPartition
 from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
 
+from relaygr.client import RelayClient
 from relaygr.demo.config import write_config
 from relaygr.demo.metrics import Reading, read_metrics
 from relaygr.demo.processes import Child, Processes
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import codec
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
+from relaygr.schemas.messages import Behaviours, History, LatencyCoefficients, RankingRequest, RankingResult
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
-from schemas import codec
-from schemas.headers import RankingHeaders, ResultHeaders
-from schemas.messages import Behaviours, History, LatencyCoefficients, RankingRequest, RankingResult
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.client import RelayClient
-from streams.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
-from streams.clock import SystemClock
-from streams.message_headers import headers_of
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
-from workers.calibration import Calibration, describe, save_calibration
-from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.engine import load_engine
-from workers.model.options import ContextualFeature, Task, TaskKind
-from workers.settings import WorkerSettings
+from relaygr.worker.calibration import Calibration, describe, save_calibration
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.options import ContextualFeature, Task, TaskKind
+from relaygr.worker.settings import WorkerSettings
 
 PARTITIONS = 12
 MAX_PREFIX = 1024

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaException
 
-from streams.admin import create_topics
-from streams.broker.kafka import _PROPERTIES
-from streams.broker.ports import free_ports
-from streams.client import RankStatus
-from streams.client_errors import ClientErrors
-from streams.clients import make_admin
-from streams.settings import KafkaSettings
+from relaygr.client import RankStatus
+from relaygr.devbroker.kafka import _PROPERTIES
+from relaygr.devbroker.ports import free_ports
+from relaygr.kafka.admin import create_topics
+from relaygr.kafka.client_errors import ClientErrors
+from relaygr.kafka.clients import make_admin
+from relaygr.kafka.settings import KafkaSettings
 from tests.pipeline.relay_world import (
     PARTITIONS,
     Relay,

@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.demo.metrics import Reading, read_metrics
 from relaygr.demo.processes import Child
-from schemas import codec
-from schemas.messages import History, Path, PreInferJob, RankingResult
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.client import RankOutcome, RankStatus, RelayClient
-from streams.clock import SystemClock
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import codec
+from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from relaygr.worker.model.reference import full_inference
 from tests.pipeline.relay_world import (
     PARTITIONS,
     RawGateway,
@@ -40,8 +42,6 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
-from workers.model.checkpoint import Checkpoint, load_checkpoint
-from workers.model.reference import full_inference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

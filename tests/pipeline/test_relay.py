@@ -8,17 +8,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from relaygr.admission.latency import LatencyModel
+from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.replay.demand import demands_of
 from relaygr.replay.link import LinkSpeed
 from relaygr.replay.run import Arena, Candidate, replay
-from schemas import codec
-from schemas.codec import MAX_MESSAGE_BYTES
-from schemas.messages import FailureReason, Outcome, Path, PrefixSource, PreInferJob, RankingResult
-from schemas.topics import Topic
-from streams.client import RankOutcome, RankStatus, RelayClient
-from streams.clock import SystemClock
-from streams.latency import LatencyModel
-from streams.partitioner import partition_for
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import codec
+from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+from relaygr.schemas.messages import FailureReason, Outcome, Path, PrefixSource, PreInferJob, RankingResult
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from relaygr.worker.cache.events import EventKind
+from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.cache.trace import TraceReader
 from tests.pipeline.relay_world import (
     COEFFICIENTS,
     MAX_CANDIDATES,
@@ -33,9 +36,6 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
-from workers.cache.events import EventKind
-from workers.cache.policies import TierPolicies
-from workers.cache.trace import TraceReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

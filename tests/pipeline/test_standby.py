@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.standby.pair import Pair, await_pair, children
-from benchmarks.standby.traffic import Asked, Traffic, hit_ratio
+from relaygr.bench.standby.pair import Pair, await_pair, children
+from relaygr.bench.standby.traffic import Asked, Traffic, hit_ratio
+from relaygr.client import RankStatus
 from relaygr.demo.metrics import Reading
 from relaygr.demo.processes import Child
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.client import RankStatus
-from streams.settings import KafkaSettings
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.topics import Topic
+from relaygr.worker.cache import MissReason
+from relaygr.worker.exits import Exit
 from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
-from workers.cache import MissReason
-from workers.exits import Exit
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from streams.settings import KafkaSettings
+from relaygr.kafka.settings import KafkaSettings
 from tests.pipeline.relay_world import environment
 
 pytestmark = pytest.mark.slow

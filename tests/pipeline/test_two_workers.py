@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from relaygr.client import LostRequest, RankStatus
 from relaygr.demo.processes import Child
-from schemas.topics import Topic
-from streams.broker import BrokerChoice, LocalBroker
-from streams.client import LostRequest, RankStatus
+from relaygr.devbroker import BrokerChoice, LocalBroker
+from relaygr.schemas.topics import Topic
 from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, reading, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaygr.client import RankStatus, RelayClient
+from relaygr.consumer import FinishedOffsets
 from relaygr.demo.processes import Child
-from schemas.messages import Path as ServedBy
-from schemas.messages import PrefixSource, RankingResult
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.client import RankStatus, RelayClient
-from streams.consumer import FinishedOffsets
-from streams.topic_identity import identify_topics
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.topic_identity import identify_topics
+from relaygr.schemas.messages import Path as ServedBy
+from relaygr.schemas.messages import PrefixSource, RankingResult
+from relaygr.schemas.topics import Topic
 from tests.pipeline.relay_world import (
     Relay,
     candidates_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schemas import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas import LatencyCoefficients, WorkerState, WorkerStatus
 
 
 @pytest.fixture

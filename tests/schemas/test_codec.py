@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import (
+from relaygr.schemas import (
     SCHEMA_VERSION,
     Behaviours,
     DecodeError,
@@ -32,9 +32,9 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.codec import MAX_CONTAINERS, MAX_LIST_ENTRIES, MAX_MAP_ENTRIES, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
-from schemas.fields import INT64_MAX, Packed, Real
-from schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS, Message
+from relaygr.schemas.codec import MAX_CONTAINERS, MAX_LIST_ENTRIES, MAX_MAP_ENTRIES, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
+from relaygr.schemas.fields import INT64_MAX, Packed, Real
+from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS, Message
 from tests.strategies import messages
 
 STRATEGIES = messages()
@@ -371,7 +371,8 @@ def test_schemas_need_neither_kafka_nor_torch() -> None:
         "import sys\n"
         "for name in ('confluent_kafka', 'torch', 'faust', 'aiokafka', 'pydantic', 'typer', 'structlog', 'yaml'):\n"
         "    sys.modules[name] = None\n"
-        "import schemas, schemas.headers, schemas.reference\n"
+        "import relaygr.schemas as schemas\n"
+        "import relaygr.schemas.headers, relaygr.schemas.partitioner, relaygr.schemas.reference\n"
         "event = schemas.RetrievalEvent('r', 'u', 1, 2, 50, 10, 0)\n"
         "assert schemas.decode(schemas.RetrievalEvent, schemas.encode(event)) == event\n"
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import Behaviours, DigestChain, digest_chain
-from schemas.digest import BLOCK, digest_at, extend_chain
+from relaygr.schemas import Behaviours, DigestChain, digest_chain
+from relaygr.schemas.digest import BLOCK, digest_at, extend_chain
 
 FEATURES = np.array([3, 1], "<i8")
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas import SCHEMA_VERSION, DecodeError, decode, encode
-from schemas.codec import field_specs
-from schemas.fields import INT64_MAX
-from schemas.headers import RankingHeaders, ResultHeaders
+from relaygr.schemas import SCHEMA_VERSION, DecodeError, decode, encode
+from relaygr.schemas.codec import field_specs
+from relaygr.schemas.fields import INT64_MAX
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from tests.strategies import messages
 
 STRATEGIES = messages()

@@ -1,6 +1,6 @@
 """The wire form, held still: exact bytes of one instance of every message, header set and digest chain.
 
-A change here is a change of the wire form: read the policy in `schemas/codec.py` first.
+A change here is a change of the wire form: read the policy in `relaygr.schemas.codec` first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas import (
+from relaygr.schemas import (
     Behaviours,
     FailureReason,
     History,
@@ -31,7 +31,7 @@ from schemas import (
     digest_chain,
     encode,
 )
-from schemas.headers import RankingHeaders, ResultHeaders
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 
 BEHAVIOURS = Behaviours(
     np.array([101, -1], "<i8"), np.array([1, 65535], "<u2"), np.array([1_700_000_000_000, 1_700_000_000_001], "<i8")

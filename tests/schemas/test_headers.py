@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from schemas import DecodeError, DecodeReason
-from schemas.headers import MAX_HEADER_BYTES, RankingHeaders, ResultHeaders
+from relaygr.schemas import DecodeError, DecodeReason
+from relaygr.schemas.headers import MAX_HEADER_BYTES, RankingHeaders, ResultHeaders
 
 HEADERS = RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, 1_700_000_000_000_000)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from schemas.codec import field_specs
-from schemas.reference import reference
-from schemas.topics import CATALOGUE
+from relaygr.schemas.codec import field_specs
+from relaygr.schemas.reference import reference
+from relaygr.schemas.topics import CATALOGUE
 from tests.strategies import messages
 
 PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
 
 
 def test_the_committed_page_is_what_the_classes_generate() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m schemas.reference > docs/messages.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run: make docs"
 
 
 def test_every_field_has_a_meaning() -> None:

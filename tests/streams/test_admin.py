@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic
 
-from schemas.topics import CATALOGUE, Topic
-from streams.admin import check_topics, create_topics, delete_topics, require_topics
-from streams.broker import LocalBroker
-from streams.clients import make_admin
-from streams.errors import RelayError
-from streams.settings import KafkaSettings
-from streams.topic_check import Severity
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.admin import check_topics, create_topics, delete_topics, require_topics
+from relaygr.kafka.clients import make_admin
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_check import Severity
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import CATALOGUE, Topic
 
 
 def fresh(broker: LocalBroker, partitions: int = 12) -> KafkaSettings:

@@ -15,18 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from schemas.topics import CATALOGUE
-from streams.broker import BrokerChoice, LocalBroker, local_broker
-from streams.broker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
-from streams.broker.kafka import kafka_broker
-from streams.broker.ports import free_ports
-from streams.clients import require_broker
-from streams.errors import RelayError
-from streams.settings import KafkaSettings, Security, SecurityProtocol
+from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
+from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.ports import free_ports
+from relaygr.kafka.clients import require_broker
+from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import CATALOGUE
 
 HOLD = """
 import sys
-from streams.broker import local_broker
+from relaygr.devbroker import local_broker
 with local_broker(sys.argv[1]) as broker:
     print(broker.bootstrap, flush=True)
     sys.stdin.read()

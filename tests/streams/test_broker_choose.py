@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streams.broker import surroundings
-from streams.broker.choose import SERVER_SCRIPT, STORAGE_SCRIPT, BrokerChoice, Surroundings, choose
-from streams.errors import RelayError
+from relaygr.devbroker import surroundings
+from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT, BrokerChoice, Surroundings, choose
+from relaygr.runtime.errors import RelayError
 
 
 @pytest.fixture

@@ -14,21 +14,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from prometheus_client import CollectorRegistry
 
-from schemas import codec
-from schemas.codec import EncodeError
-from schemas.headers import DEAD_LETTER_REASON, RankingHeaders, ResultHeaders
-from schemas.messages import (
-    Behaviours,
-    FailureReason,
-    History,
-    HistoryVersion,
-    RankingRequest,
-    RankingResult,
-    RetrievalEvent,
-)
-from schemas.topics import Topic
-from streams.broker import BrokerChoice, LocalBroker, local_broker
-from streams.client import (
+from relaygr.client import (
     AsyncRelayClient,
     ClientError,
     ClientSettings,
@@ -42,10 +28,24 @@ from streams.client import (
     RelayClient,
     TimeOutReason,
 )
-from streams.clients import ProducerKind, make_assigned_consumer, make_producer
-from streams.errors import RelayError
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
+from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas import codec
+from relaygr.schemas.codec import EncodeError
+from relaygr.schemas.headers import DEAD_LETTER_REASON, RankingHeaders, ResultHeaders
+from relaygr.schemas.messages import (
+    Behaviours,
+    FailureReason,
+    History,
+    HistoryVersion,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+)
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
 from tests.echo_worker import answer_once, echo_worker, ranked, read_topic
 
 # Enough for the first request on a busy machine; tests of deadlines take their own.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.client.clock_offset import SAMPLES_KEPT, ClockOffset, ClockOffsets, measure
+from relaygr.client.clock_offset import SAMPLES_KEPT, ClockOffset, ClockOffsets, measure
 
 MS = 1000
 

@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from schemas.messages import Behaviours, FailureReason, Outcome, Path, RankingRequest, RankingResult, StageTimings
-from streams.client.ledger import Ledger
-from streams.client.metrics import GatewayMetrics
-from streams.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
-from streams.client.pending import Match, Pending
-from streams.client.settings import ClientSettings
-from streams.clock import ManualClock
+from relaygr.client.ledger import Ledger
+from relaygr.client.metrics import GatewayMetrics
+from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
+from relaygr.client.pending import Match, Pending
+from relaygr.client.settings import ClientSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.messages import (
+    Behaviours,
+    FailureReason,
+    Outcome,
+    Path,
+    RankingRequest,
+    RankingResult,
+    StageTimings,
+)
 
 MS = 1000
 

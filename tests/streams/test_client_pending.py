@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.client.outcome import MessageRefused, QueueFull
-from streams.client.pending import Match, Pending, PendingTable, Phase, Timer
+from relaygr.client.outcome import MessageRefused, QueueFull
+from relaygr.client.pending import Match, Pending, PendingTable, Phase, Timer
 
 GRACE_US = 1_000_000
 

@@ -13,9 +13,8 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from pydantic import SecretStr
 
-from schemas.topics import Topic
-from streams.client_errors import LOG_INTERVAL_US, ClientErrors
-from streams.clients import (
+from relaygr.kafka.client_errors import LOG_INTERVAL_US, ClientErrors
+from relaygr.kafka.clients import (
     ProducerKind,
     make_admin,
     make_assigned_consumer,
@@ -23,9 +22,10 @@ from streams.clients import (
     make_producer,
     require_broker,
 )
-from streams.clock import ManualClock
-from streams.errors import RelayError
-from streams.settings import GroupProtocol, KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.kafka.settings import GroupProtocol, KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.runtime.clock import ManualClock
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def test_a_clients_errors_reach_the_caller_and_are_logged_at_a_bearable_rate(
         def warning(self, event: str, **values: Any) -> None:
             lines.append(values)
 
-    monkeypatch.setattr("streams.client_errors._log", Log())
+    monkeypatch.setattr("relaygr.kafka.client_errors._log", Log())
     clock = ManualClock()
     seen: list[KafkaError] = []
     errors = ClientErrors("worker-1", seen.append, clock)

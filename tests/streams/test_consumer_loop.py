@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.clients import ProducerKind, make_group_consumer, make_producer
-from streams.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
-from streams.errors import RelayError
-from streams.settings import KafkaSettings
+from relaygr.consumer import ConsumerLoop, ConsumerSettings, LoopState, Received, Token
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 from tests.bad_header import write_bad_header
 
 # Joins on the embedded cluster take 3 s each.

@@ -14,8 +14,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from streams.clock import ManualClock
-from streams.consumer import ConsumerLoop, LoopState, Membership
+from relaygr.consumer import ConsumerLoop, LoopState, Membership
+from relaygr.runtime.clock import ManualClock
 
 TOPIC = "t.ranking"
 TIMEOUT_S = 30

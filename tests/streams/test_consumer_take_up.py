@@ -16,8 +16,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from streams.consumer import ConsumerLoop, FinishedOffsets, Progress, Received, TopicPartition
-from streams.topic_identity import TopicIdentity
+from relaygr.consumer import ConsumerLoop, FinishedOffsets, Progress, Received, TopicPartition
+from relaygr.kafka.topic_identity import TopicIdentity
 
 TOPIC = "t.ranking"
 PLACE = TopicPartition(TOPIC, 0)

@@ -6,7 +6,18 @@ import pytest
 from confluent_kafka import Message, TopicPartition
 from prometheus_client import REGISTRY
 
-from schemas.headers import (
+from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.dead_letters import (
+    KEPT_HEADERS,
+    KEPT_HEADERS_BYTES,
+    LARGEST_KEY_BYTES,
+    LARGEST_RECORD_BYTES,
+    DeadLetterWriter,
+    dead_letter_headers,
+)
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.headers import (
     DEAD_LETTER_DETAIL,
     DEAD_LETTER_REASON,
     DEAD_LETTERED_AT_US,
@@ -15,19 +26,8 @@ from schemas.headers import (
     ORIGIN_PARTITION,
     ORIGIN_TOPIC,
 )
-from schemas.topics import CATALOGUE, Topic
-from streams.clients import make_assigned_consumer
-from streams.clock import ManualClock
-from streams.dead_letters import (
-    KEPT_HEADERS,
-    KEPT_HEADERS_BYTES,
-    LARGEST_KEY_BYTES,
-    LARGEST_RECORD_BYTES,
-    DeadLetterWriter,
-    dead_letter_headers,
-)
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import CATALOGUE, Topic
 
 NOW_US = 1_700_000_000_000_000
 

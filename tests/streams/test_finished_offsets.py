@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.consumer import Begin, FinishedOffsets, Progress, TopicPartition, WatermarkTracker
-from streams.consumer.finished import believed
-from streams.errors import RelayError
-from streams.topic_identity import TopicIdentity
+from relaygr.consumer import Begin, FinishedOffsets, Progress, TopicPartition, WatermarkTracker
+from relaygr.consumer.finished import believed
+from relaygr.kafka.topic_identity import TopicIdentity
+from relaygr.runtime.errors import RelayError
 
 IDENTITY = TopicIdentity("cluster-a", {"t.ranking": "id-1", "t.preinfer": "id-2"})
 RANKING_0, RANKING_3 = TopicPartition("t.ranking", 0), TopicPartition("t.ranking", 3)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from schemas.codec import encode
-from schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
-from schemas.topics import Topic
-from streams.clients import ProducerKind, make_producer
-from streams.clock import SystemClock
-from streams.settings import KafkaSettings
-from streams.trigger.fleet import Fleet, FleetReader
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas.codec import encode
+from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.topics import Topic
+from relaygr.trigger.fleet import Fleet, FleetReader
 
 WITHIN_S = 10.0
 

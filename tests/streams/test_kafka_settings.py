@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from streams.clients import aiokafka_options, make_assigned_consumer, make_group_consumer
-from streams.settings import KafkaSettings
+from relaygr.kafka.clients import aiokafka_options, make_assigned_consumer, make_group_consumer
+from relaygr.kafka.settings import KafkaSettings
 
 
 def test_both_clients_get_the_same_addresses() -> None:

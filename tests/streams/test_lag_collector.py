@@ -13,13 +13,13 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from schemas.topics import Topic
-from streams.broker import LocalBroker
-from streams.clients import ProducerKind, make_admin, make_group_consumer, make_producer
-from streams.errors import RelayError
-from streams.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
-from streams.lag.time_lag import TimeLagSource
-from streams.settings import GroupProtocol, KafkaSettings
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.clients import ProducerKind, make_admin, make_group_consumer, make_producer
+from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.lag import LagMonitor, LagReport, LagSettings, LagStatus, PartitionReport
+from relaygr.lag.time_lag import TimeLagSource
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 
 FAST = LagSettings(interval_s=0.1, window_polls=3)
 PARTITIONS = 12

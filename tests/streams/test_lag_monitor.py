@@ -7,10 +7,10 @@ import threading
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from streams.lag import LagMonitor, LagSettings
-from streams.lag.collector import LagCollector
-from streams.lag.model import Snapshot
-from streams.settings import KafkaSettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag import LagMonitor, LagSettings
+from relaygr.lag.collector import LagCollector
+from relaygr.lag.model import Snapshot
 
 FAST = LagSettings(interval_s=0.1, request_timeout_s=0.1)
 
@@ -28,7 +28,7 @@ def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
             again.set()
         raise error
 
-    monkeypatch.setattr("streams.lag.collector.require_broker", lambda *_: None)
+    monkeypatch.setattr("relaygr.lag.collector.require_broker", lambda *_: None)
     monkeypatch.setattr(LagCollector, "_poll", fail)
     monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1"), FAST)
     monitor.start()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from streams.clock import ManualClock
-from streams.consumer.watermark import TopicPartition
-from streams.lag import GroupSnapshot, LagSettings, LagTracker, Member, PartitionOffsets, Snapshot
-from streams.lag.exporter import LagExporter
-from streams.lag.monitor import LagMonitor, MonitorState
-from streams.lag.owners import owner_split
-from streams.lag.status import LagStatus
-from streams.lag.time_lag import TimeLag, TimeLagSource
-from streams.settings import KafkaSettings
+from relaygr.consumer.watermark import TopicPartition
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag import GroupSnapshot, LagSettings, LagTracker, Member, PartitionOffsets, Snapshot
+from relaygr.lag.exporter import LagExporter
+from relaygr.lag.monitor import LagMonitor, MonitorState
+from relaygr.lag.owners import owner_split
+from relaygr.lag.status import LagStatus
+from relaygr.lag.time_lag import TimeLag, TimeLagSource
+from relaygr.runtime.clock import ManualClock
 
 PRE, RANK = "relaygr.preinfer", "relaygr.ranking"
 TOPICS = (PRE, RANK)

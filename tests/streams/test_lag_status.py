@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streams.lag.status import LagSample, LagStatus, judge, worst
+from relaygr.lag.status import LagSample, LagStatus, judge, worst
 
 WINDOW = 4
 

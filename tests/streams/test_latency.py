@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.messages import LatencyCoefficients
-from streams.latency import (
+from relaygr.admission.latency import (
     AppendPoint,
     Corrector,
     LatencyModel,
@@ -20,6 +19,7 @@ from streams.latency import (
     fit_full,
     non_negative_least_squares,
 )
+from relaygr.schemas.messages import LatencyCoefficients
 
 MODEL = LatencyModel(LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001, 0.05))
 

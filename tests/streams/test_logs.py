@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from streams.logs import Admission, LogFormat, LogLevel, LogSettings, RepeatLimiter, configure_logging
+from relaygr.runtime.logs import Admission, LogFormat, LogLevel, LogSettings, RepeatLimiter, configure_logging
 
 KEY = ("some.client", "connect to %s failed")
 SECOND_US = 1_000_000
@@ -34,13 +34,13 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_a_structlog_event_is_one_json_line(stream: io.StringIO) -> None:
     configure_logging(stream=stream)
-    structlog.get_logger("streams.lag").warning("lag is high", partition=3, seconds=1.5)
+    structlog.get_logger("relaygr.lag").warning("lag is high", partition=3, seconds=1.5)
     (line,) = lines(stream)
     assert line.pop("timestamp").endswith("Z")
     assert line == {
         "event": "lag is high",
         "level": "warning",
-        "logger": "streams.lag",
+        "logger": "relaygr.lag",
         "partition": 3,
         "seconds": 1.5,
     }

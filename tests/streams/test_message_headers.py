@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from confluent_kafka import TopicPartition
 
-from schemas.headers import DEAD_LETTER_REASON
-from schemas.topics import Topic
-from streams.clients import ProducerKind, make_assigned_consumer, make_producer
-from streams.dead_letters import DeadLetterWriter
-from streams.message_headers import headers_of
-from streams.settings import KafkaSettings
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.headers import DEAD_LETTER_REASON
+from relaygr.schemas.topics import Topic
 from tests.bad_header import write_bad_header
 from tests.echo_worker import read_topic
 

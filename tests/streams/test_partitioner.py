@@ -8,10 +8,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from confluent_kafka import KafkaError, Message
 
-from schemas.topics import Topic
-from streams.clients import ProducerKind, aiokafka_options, make_producer
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
+from relaygr.kafka.clients import ProducerKind, aiokafka_options, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
 
 # murmur2 of Apache Kafka's own Utils, from its unit tests (signed 32 bits).
 JAVA_HASHES = {

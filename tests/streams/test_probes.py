@@ -15,8 +15,8 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from streams.errors import RelayError
-from streams.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
 
 
 class Subject:

@@ -12,14 +12,14 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from pydantic import SecretStr
 
-import streams.broker.kafka
-from streams.admin import create_topics
-from streams.broker import BrokerChoice, LocalBroker, surroundings
-from streams.broker.kafka import kafka_broker
-from streams.broker.ports import free_ports
-from streams.clients import aiokafka_options, require_broker
-from streams.errors import RelayError
-from streams.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+import relaygr.devbroker.kafka
+from relaygr.devbroker import BrokerChoice, LocalBroker, surroundings
+from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.ports import free_ports
+from relaygr.kafka.admin import create_topics
+from relaygr.kafka.clients import aiokafka_options, require_broker
+from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.runtime.errors import RelayError
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) 
         "ssl.keystore.location": str(keystore),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams.broker.kafka, "free_ports", lambda _: [port, controller_port])
+        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
         with kafka_broker(home, "a test", properties=properties):
             yield KafkaSettings(
                 bootstrap=f"127.0.0.1:{secured_port}",

@@ -13,10 +13,10 @@ from aiokafka import AIOKafkaProducer
 from confluent_kafka import Producer
 from pydantic import SecretStr
 
-from streams.clients import aiokafka_options
-from streams.errors import RelayError
-from streams.security import aiokafka_security, librdkafka_security
-from streams.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.kafka.clients import aiokafka_options
+from relaygr.kafka.security import aiokafka_security, librdkafka_security
+from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.runtime.errors import RelayError
 
 
 def sasl(protocol: SecurityProtocol, mechanism: SaslMechanism = SaslMechanism.SCRAM_SHA_512) -> Security:

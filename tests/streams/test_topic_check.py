@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
-from streams.settings import KafkaSettings
-from streams.topic_check import Finding, Observed, ObservedTopic, Severity, count_conflicts, judge, report
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity, count_conflicts, judge, report
+from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 KAFKA = KafkaSettings(partitions=16)
 

@@ -13,16 +13,16 @@ import pytest
 from confluent_kafka import Consumer, Message, TopicPartition
 from prometheus_client import CollectorRegistry
 
-from schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
-from schemas.codec import decode, encode
-from schemas.headers import DEAD_LETTER_REASON
-from schemas.topics import Topic
-from streams.clients import ProducerKind, make_assigned_consumer, make_producer
-from streams.clock import SystemClock
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
-from streams.trigger.app import TriggerApp
-from streams.trigger.settings import TriggerSettings
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
+from relaygr.schemas.codec import decode, encode
+from relaygr.schemas.headers import DEAD_LETTER_REASON
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from relaygr.trigger.app import TriggerApp
+from relaygr.trigger.settings import TriggerSettings
 from tests.bad_header import send_bad_header
 
 WITHIN_S = 15.0

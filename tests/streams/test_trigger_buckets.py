@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.messages import LatencyCoefficients
-from streams.latency import LatencyModel
-from streams.trigger.buckets import BucketLimits, FleetBuckets, LeakyAccount, OwnerBuckets, ValueGate
-from streams.trigger.policy import Estimate, OwnerView, Refusal
+from relaygr.admission.buckets import BucketLimits, FleetBuckets, LeakyAccount, OwnerBuckets, ValueGate
+from relaygr.admission.latency import LatencyModel
+from relaygr.admission.policy import Estimate, OwnerView, Refusal
+from relaygr.schemas.messages import LatencyCoefficients
 
 LIMITS = BucketLimits(footprint_reserve=0.1, load_limit=0.8, preinfer_share=0.3, burst_us=500_000)
 CAPACITY_BYTES = 1_000_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
-from streams.trigger.fleet import Fleet, FleetSummary
+from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.trigger.fleet import Fleet, FleetSummary
 
 NOW_US = 1_700_000_000_000_000
 LATENCY = LatencyCoefficients(300, 2, 0.001, 200, 1.5, 0.0008, 250, 3, 0.002, 20, 0.0001)

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
-from schemas.codec import decode, encode
-from streams.clock import ManualClock
-from streams.partitioner import partition_for
-from streams.trigger.fleet import Fleet
-from streams.trigger.handler import EventHandler, Verdict
-from streams.trigger.policy import DecisionReason
-from streams.trigger.settings import AdmissionSettings, TriggerSettings
+from relaygr.admission.policy import DecisionReason
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
+from relaygr.schemas.codec import decode, encode
+from relaygr.schemas.partitioner import partition_for
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.handler import EventHandler, Verdict
+from relaygr.trigger.settings import TriggerSettings
 
 PARTITIONS = 12
 CLOCK = ManualClock()

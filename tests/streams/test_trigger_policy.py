@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.messages import LatencyCoefficients
-from streams.latency import LatencyModel
-from streams.trigger.policy import (
+from relaygr.admission.latency import LatencyModel
+from relaygr.admission.policy import (
     CachedPrefix,
     Decision,
     DecisionReason,
@@ -23,6 +22,7 @@ from streams.trigger.policy import (
     decide,
     estimate,
 )
+from relaygr.schemas.messages import LatencyCoefficients
 
 NOW_US = 1_700_000_000_000_000
 # 1 µs a token and pair-free: full inference of n + m tokens takes n + m µs, pre-infer n, a hit m.

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from streams.trigger.quiet import limit_repeats
+from relaygr.trigger.quiet import limit_repeats
 
 
 def test_a_flood_of_one_message_is_one_line_and_other_messages_pass(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,10 +7,10 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.messages import LatencyCoefficients
-from streams.latency import LatencyModel
-from streams.trigger.policy import NOTHING_CACHED, CachedPrefix, OwnerView, Tier
-from streams.trigger.recent import RecentPrefixes
+from relaygr.admission.latency import LatencyModel
+from relaygr.admission.policy import NOTHING_CACHED, CachedPrefix, OwnerView, Tier
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.trigger.recent import RecentPrefixes
 
 MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
 # Room for 1,000 tokens.

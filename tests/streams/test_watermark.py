@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streams.consumer.watermark import Begin, TopicPartition, WatermarkTracker
-from streams.errors import RelayError
+from relaygr.consumer.watermark import Begin, TopicPartition, WatermarkTracker
+from relaygr.runtime.errors import RelayError
 
 TP = TopicPartition("ranking", 0)
 OTHER = TopicPartition("ranking", 1)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from workers.device import Device
-from workers.kv import KvDtype, KvGeometry
-from workers.model.attention.dtypes import torch_dtype
-from workers.model.attention.paged_kv import PagedKv
-from workers.model.attention.segments import Segment, place
-from workers.model.attention.spec import AttentionSpec
+from relaygr.worker.device import Device
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention.dtypes import torch_dtype
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment, place
+from relaygr.worker.model.attention.spec import AttentionSpec
 
 LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -13,15 +13,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from schemas.digest import digest_chain
-from schemas.messages import Behaviours
-from workers.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
-from workers.cache.copy_queue import CopyLimits, CopyQueue
-from workers.cache.events import CacheListener
-from workers.cache.holds import LONGEST_HOLD_US
-from workers.cache.policies import TierPolicies
-from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
-from workers.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.schemas.digest import digest_chain
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
+from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache.events import CacheListener
+from relaygr.worker.cache.holds import LONGEST_HOLD_US
+from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
+from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16
 LAYOUT = PrefixLayout(contextual_tokens=2, tokens_per_behaviour=1)

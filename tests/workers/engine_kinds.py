@@ -10,15 +10,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tests.workers.model_world import small_config
-from workers.device import CpuDevice, Device
-from workers.kv import KvGeometry
-from workers.model.attention.bias import RelativeBiases
-from workers.model.attention.choose import AttentionChooser, choose_attention
-from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.tiled import TiledAttention
-from workers.model.config import ModelConfig
-from workers.model.options import (
+from relaygr.worker.device import CpuDevice, Device
+from relaygr.worker.kv import KvGeometry
+from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.attention.tiled import TiledAttention
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.options import (
     Activated,
     ContextualFeature,
     DlrmInputs,
@@ -34,6 +33,7 @@ from workers.model.options import (
     TimeEncoding,
     TimePeriod,
 )
+from tests.workers.model_world import small_config
 
 _FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 _RESEARCH = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from schemas.headers import Headers
-from streams.consumer import Received, Token
+from relaygr.consumer import Received, Token
+from relaygr.schemas.headers import Headers
 
 
 @dataclass(slots=True)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from schemas.messages import Behaviours
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.engine import Engine, PrefixChunk, RankInputs, build_engine
-from workers.model.options import (
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import Engine, PrefixChunk, RankInputs, build_engine
+from relaygr.worker.model.options import (
     Activated,
     ContextualFeature,
     Family,

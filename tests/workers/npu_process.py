@@ -16,15 +16,15 @@ fake_npu.install()
 import numpy as np  # noqa: E402 - the device is installed above
 import torch  # noqa: E402
 
+from relaygr.worker.device import CpuDevice, Device, open_device  # noqa: E402
+from relaygr.worker.kv import KvDtype  # noqa: E402
+from relaygr.worker.model.checkpoint import random_checkpoint  # noqa: E402
+from relaygr.worker.model.config import ModelConfig  # noqa: E402
+from relaygr.worker.model.engine import build_engine  # noqa: E402
+from relaygr.worker.model.interface import PrefixChunk  # noqa: E402
+from relaygr.worker.model.precision import ComputeDtype  # noqa: E402
 from tests.workers.engine_kinds import KINDS  # noqa: E402
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config  # noqa: E402
-from workers.device import CpuDevice, Device, open_device  # noqa: E402
-from workers.kv import KvDtype  # noqa: E402
-from workers.model.checkpoint import random_checkpoint  # noqa: E402
-from workers.model.config import ModelConfig  # noqa: E402
-from workers.model.engine import build_engine  # noqa: E402
-from workers.model.interface import PrefixChunk  # noqa: E402
-from workers.model.precision import ComputeDtype  # noqa: E402
 
 OPERATOR_SIZES = small_config(attention_dim=16, hidden_dim=32)
 

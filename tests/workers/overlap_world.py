@@ -10,28 +10,35 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from schemas.headers import RankingHeaders
-from schemas.messages import Behaviours, FailureReason, History, HistoryVersion, LatencyCoefficients, RankingRequest
-from streams.consumer import Received, Token
-from streams.latency import Corrector, LatencyModel
-from streams.trigger.settings import AdmissionSettings
+from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import Received, Token
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
+    Behaviours,
+    FailureReason,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    RankingRequest,
+)
+from relaygr.worker.admission import JobAdmission
+from relaygr.worker.cache import PrefixCache
+from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache.build import BuiltCache, build_cache
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.executor import Executor
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.kv import DramKvDtype, KvDtype
+from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.engine import Engine, build_engine
+from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.work import RankingWork
 from tests.workers.model_world import VOCABULARY, small_config
 from tests.workers.simulated_device import SimulatedDevice
-from workers.admission import JobAdmission
-from workers.cache import PrefixCache
-from workers.cache.arena import copy_page
-from workers.cache.build import BuiltCache, build_cache
-from workers.device import CpuDevice
-from workers.executor import Executor
-from workers.history.record import StoredHistory
-from workers.kv import DramKvDtype, KvDtype
-from workers.measuring import bind_own_arena
-from workers.metrics import WorkerMetrics
-from workers.model.checkpoint import random_checkpoint
-from workers.model.engine import Engine, build_engine
-from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
-from workers.settings import WorkerSettings
-from workers.work import RankingWork
 
 PAGE_TOKENS = 8
 LAYERS = 4

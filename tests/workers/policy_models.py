@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.cache.policies import EntryWeight
+from relaygr.worker.cache.policies import EntryWeight
 
 
 @dataclass(slots=True)

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.worker.cache import PrefixCache, PrefixKey, Tier
+from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.journal import PageGuard, StoredEntry
+from relaygr.worker.cache.transfer import CopyRequest
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import DramGeometry
+from relaygr.worker.shared.arena import ArenaShape, SharedArena
+from relaygr.worker.shared.journal import NotTheWriterError, TornPageError
+from relaygr.worker.shared.lock import ArenaLock
 from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, SteppedMover, World, stamps
-from workers.cache import PrefixCache, PrefixKey, Tier
-from workers.cache.copy_queue import CopyLimits
-from workers.cache.journal import PageGuard, StoredEntry
-from workers.cache.transfer import CopyRequest
-from workers.device import CpuDevice
-from workers.kv import DramGeometry
-from workers.shared.arena import ArenaShape, SharedArena
-from workers.shared.journal import NotTheWriterError, TornPageError
-from workers.shared.lock import ArenaLock
 
 MODEL = b"model-1"
 DRAM_PAGES = 64

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from workers.device import CpuDevice, Event, Stream
+from relaygr.worker.device import CpuDevice, Event, Stream
 
 _REAL_PATIENCE_S = 20.0
 

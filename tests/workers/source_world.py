@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint, compute_revision
+from relaygr.worker.model.convert import Converted
+from relaygr.worker.model.engine import Engine, PrefixChunk, build_engine
 from tests.workers.vector_world import Floats, Made, attend, mask_of, norm, silu
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.model.checkpoint import Checkpoint, compute_revision
-from workers.model.convert import Converted
-from workers.model.engine import Engine, PrefixChunk, build_engine
 
 _INT64 = np.dtype(np.int64)
 Tensors = dict[str, torch.Tensor]

@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.exits import Exit
-from workers.supervisor.beats import Beat, Phase
-from workers.supervisor.leash import Leash
-from workers.supervisor.settings import SupervisorSettings
-from workers.supervisor.supervisor import Supervisor
+from relaygr.worker.exits import Exit
+from relaygr.worker.supervisor.beats import Beat, Phase
+from relaygr.worker.supervisor.leash import Leash
+from relaygr.worker.supervisor.settings import SupervisorSettings
+from relaygr.worker.supervisor.supervisor import Supervisor
 
 SILENCE_S = 3.0
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention import rec_sdk, triton_attention
+from relaygr.worker.model.attention.accelerated import accelerated_attention
+from relaygr.worker.model.attention.choose import choose_attention
+from relaygr.worker.model.attention.rec_sdk import RecSdkAttention
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.attention.triton_attention import TritonAttention, warm_up
 from tests.workers.triton_world import BLOCKS, DEVICE
-from workers.device import CpuDevice
-from workers.kv import KvDtype, KvGeometry
-from workers.model.attention import rec_sdk, triton_attention
-from workers.model.attention.accelerated import accelerated_attention
-from workers.model.attention.choose import choose_attention
-from workers.model.attention.rec_sdk import RecSdkAttention
-from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.triton_attention import TritonAttention, warm_up
 
 SPEC = AttentionSpec(2, 16, 32, 0.25, 37.0)
 GEOMETRY = KvGeometry(2, 2, 16, 32, 8, KvDtype.FLOAT32)
@@ -62,7 +62,7 @@ def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch, group: int, reason: s
 
 
 def test_without_triton_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "workers.model.attention.triton_attention", None)
+    monkeypatch.setitem(sys.modules, "relaygr.worker.model.attention.triton_attention", None)
     with capture_logs() as logs:
         chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
     assert chosen.name == "blocked torch"

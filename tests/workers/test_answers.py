@@ -7,9 +7,11 @@ import pytest
 from confluent_kafka import KafkaError
 from prometheus_client import CollectorRegistry
 
-from schemas import codec
-from schemas.headers import RankingHeaders
-from schemas.messages import (
+from relaygr.consumer import Token
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas import codec
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
     FailureReason,
@@ -19,14 +21,12 @@ from schemas.messages import (
     RankingRequest,
     RankingResult,
 )
-from streams.clock import ManualClock
-from streams.consumer import Token
+from relaygr.worker.answers import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, Answers
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.status import QueueWaits
+from relaygr.worker.work import JobOutcome, PrefixSpan, RankingWork
 from tests.workers.kafka_fakes import FakeProducer, received, refused
-from workers.answers import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, Answers
-from workers.metrics import WorkerMetrics
-from workers.model.interface import RankOutputs
-from workers.status import QueueWaits
-from workers.work import JobOutcome, PrefixSpan, RankingWork
 
 SKEW_US = 5_000
 BUDGET_US = 50_000

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from workers.model.attention.bias import bucket_edges
-from workers.model.options import RelativeBias
+from relaygr.worker.model.attention.bias import bucket_edges
+from relaygr.worker.model.options import RelativeBias
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from schemas.messages import PrefixSource
-from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
-from workers.cache import (
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache import (
     Declined,
     DeclineReason,
     Fill,
@@ -31,13 +30,14 @@ from workers.cache import (
     Tier,
     WasteReason,
 )
-from workers.cache.copy_queue import CopyLimits
-from workers.cache.entries import EntryState
-from workers.cache.events import CacheEvent, EventKind
-from workers.cache.identity import PrefixKey
-from workers.cache.metadata import MAX_ENTRIES_PER_USER
-from workers.cache.policies import PolicyName, TierPolicies
-from workers.cache.transfer import CopyForecast, CopyPriority, SpillGate, reload_pays
+from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.entries import EntryState
+from relaygr.worker.cache.events import CacheEvent, EventKind
+from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
+from relaygr.worker.cache.policies import PolicyName, TierPolicies
+from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, SpillGate, reload_pays
+from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
 
 
 @pytest.fixture
@@ -1017,18 +1017,18 @@ def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
 def test_books_need_no_torch_and_no_arena() -> None:
     """18. Metadata could not be tested where the accelerator's library was broken."""
     code = (
-        "import sys; sys.modules['torch'] = None; import workers.cache, workers.cache.mover; "
-        "assert 'workers.cache.arena' not in sys.modules; assert 'workers.device' not in sys.modules"
+        "import sys; sys.modules['torch'] = None; import relaygr.worker.cache, relaygr.worker.cache.mover; "
+        "assert 'relaygr.worker.cache.arena' not in sys.modules; assert 'relaygr.worker.device' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_bytes_do_not_know_the_books() -> None:
     code = (
-        "import sys, types; sys.modules['workers.cache'] = types.ModuleType('workers.cache'); "
-        "sys.modules['workers.cache'].__path__ = [__import__('workers').__path__[0] + '/cache']; "
-        "import workers.cache.arena, workers.cache.mover; "
-        "assert 'workers.cache.metadata' not in sys.modules and 'workers.cache.cache' not in sys.modules"
+        "import sys, types; sys.modules['relaygr.worker.cache'] = types.ModuleType('relaygr.worker.cache'); "
+        "sys.modules['relaygr.worker.cache'].__path__ = [__import__('relaygr.worker').worker.__path__[0] + '/cache']; "
+        "import relaygr.worker.cache.arena, relaygr.worker.cache.mover; "
+        "assert 'relaygr.worker.cache.metadata' not in sys.modules and 'relaygr.worker.cache.cache' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr.worker.cache import Fill, Hit, Pending, PendingOutcome, SpillOutcome
+from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.codec import PageCodec, make_codec
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from tests.workers.cache_world import LAYOUT, make_key
-from workers.cache import Fill, Hit, Pending, PendingOutcome, SpillOutcome
-from workers.cache.build import build_cache
-from workers.cache.codec import PageCodec, make_codec
-from workers.device import CpuDevice
-from workers.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 
 LOSSY = [
     (KvDtype.FLOAT32, DramKvDtype.BFLOAT16),

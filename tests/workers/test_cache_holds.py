@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from schemas.messages import Path
+from relaygr.schemas.messages import Path
+from relaygr.worker.cache import Fill, NoRoom, Pending, PendingOutcome, PrefixCache
+from relaygr.worker.cache.holds import LONGEST_HOLD_US
+from relaygr.worker.cache.metrics import CacheCollector
+from relaygr.worker.work import PrefixWork
 from tests.workers.cache_world import GEOMETRY, LAYOUT, Later, World, make_key
 from tests.workers.overlap_world import OverlapWorld, worst
-from workers.cache import Fill, NoRoom, Pending, PendingOutcome, PrefixCache
-from workers.cache.holds import LONGEST_HOLD_US
-from workers.cache.metrics import CacheCollector
-from workers.work import PrefixWork
 
 KEY = make_key(length=100)
 SECOND_US = 1_000_000

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from schemas.messages import HistoryVersion, Path, PrefixSource
+from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource
+from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, SpillOutcome
+from relaygr.worker.cache.build import build_cache
+from relaygr.worker.completions import DeviceCompletion
+from relaygr.worker.kv import DramKvDtype
 from tests.workers.cache_world import GEOMETRY, LAYOUT, make_key
 from tests.workers.overlap_world import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 from tests.workers.simulated_device import SimulatedDevice, SimulatedStream
-from workers.cache import Fill, NoRoom, PendingOutcome, SpillOutcome
-from workers.cache.build import build_cache
-from workers.completions import DeviceCompletion
-from workers.kv import DramKvDtype
 
 TOLERANCE = 2e-5
 COPY_US = 100

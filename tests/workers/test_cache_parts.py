@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from schemas.digest import digest_chain
-from streams.clock import ManualClock
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.digest import digest_chain
+from relaygr.worker.cache import Fill, Hit, PageCopy, Pending, PendingOutcome, SpillOutcome, Tier
+from relaygr.worker.cache.arena import allocate_arena, copy_page, copy_runs
+from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
+from relaygr.worker.cache.metrics import CacheCollector
+from relaygr.worker.cache.mover import ThreadMover
+from relaygr.worker.cache.pages import PagePool
+from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate
+from relaygr.worker.device import CpuDevice
 from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
-from workers.cache import Fill, Hit, PageCopy, Pending, PendingOutcome, SpillOutcome, Tier
-from workers.cache.arena import allocate_arena, copy_page, copy_runs
-from workers.cache.build import build_cache
-from workers.cache.copy_queue import CopyLimits, CopyQueue
-from workers.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
-from workers.cache.metrics import CacheCollector
-from workers.cache.mover import ThreadMover
-from workers.cache.pages import PagePool
-from workers.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate
-from workers.device import CpuDevice
 
 
 class TestPages:

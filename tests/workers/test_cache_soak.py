@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
-from schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
+from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
+from relaygr.worker.cache import Fill, Handle, Hit, Pending, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
+from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from tests.workers.cache_world import GEOMETRY, LAYOUT, SteppedMover
-from workers.cache import Fill, Handle, Hit, Pending, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
-from workers.cache.copy_queue import CopyLimits
-from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
 
 OPERATIONS = int(os.environ.get("RELAYGR_TEST_SOAK_OPERATIONS", "1000000"))
 HBM_PAGES, DRAM_PAGES = 400, 1_200

@@ -26,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from relaygr.worker.cache import Fill, Handle, Hit, Miss, Pending, PrefixKey, Presence, Purpose, SpillOutcome
+from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.entries import EntryState
+from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.cache.transfer import SpillGate
 from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
-from workers.cache import Fill, Handle, Hit, Miss, Pending, PrefixKey, Presence, Purpose, SpillOutcome
-from workers.cache.copy_queue import CopyLimits
-from workers.cache.entries import EntryState
-from workers.cache.policies import VISIT_US, PolicyName, TierPolicies
-from workers.cache.transfer import SpillGate
 
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
 # Mostly one user's one history at several lengths: there the operations meet.

@@ -14,15 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from schemas.digest import digest_chain
-from schemas.messages import LatencyCoefficients
-from streams.errors import RelayError
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.digest import digest_chain
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.cache import Purpose
+from relaygr.worker.cache.events import CacheEvent, EventKind
+from relaygr.worker.cache.policies import PolicyName
+from relaygr.worker.cache.trace import (
+    TraceHeader,
+    TraceReader,
+    TraceRecord,
+    TraceRecorder,
+    encode_header,
+    recorder,
+    sketch_of,
+)
+from relaygr.worker.kv import DramGeometry, DramKvDtype
 from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
-from workers.cache import Purpose
-from workers.cache.events import CacheEvent, EventKind
-from workers.cache.policies import PolicyName
-from workers.cache.trace import TraceHeader, TraceReader, TraceRecord, TraceRecorder, encode_header, recorder, sketch_of
-from workers.kv import DramGeometry, DramKvDtype
 
 HEADER = TraceHeader(
     geometry=DramGeometry(GEOMETRY, DramKvDtype.INT8),

@@ -13,20 +13,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from relaygr.app import app
-from schemas.messages import LatencyCoefficients
-from streams.errors import RelayError
-from streams.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel
+from relaygr.cli.app import app
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import EngineMeter
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.model.null_engine import NullEngine
+from relaygr.worker.model.options import Family
+from relaygr.worker.model.precision import ComputeDtype
 from tests.workers.model_world import make_world, small_config
-from workers.calibration import Calibration, calibrate, describe, latency_for, load_calibration, save_calibration
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.measuring import EngineMeter
-from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.interface import PrefixChunk, RankInputs, RankOutputs
-from workers.model.null_engine import NullEngine
-from workers.model.options import Family
-from workers.model.precision import ComputeDtype
 
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.messages import Behaviours
-from streams.errors import RelayError
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from relaygr.worker.model.convert.options import SourceFeature
+from relaygr.worker.model.convert.state_dict import StateDict
+from relaygr.worker.model.options import Task, TaskKind
 from tests.workers.source_world import dlrm_state_dict, item_features, load
 from tests.workers.vector_models import make_dlrm
 from tests.workers.vector_world import Made
-from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
-from workers.model.convert.options import SourceFeature
-from workers.model.convert.state_dict import StateDict
-from workers.model.options import Task, TaskKind
 
 GATE_TOKENS = 4
 TASKS = (Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.messages import Behaviours
-from streams.errors import RelayError
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from relaygr.worker.model.convert.options import ProjectionLayout, SourceFeature
+from relaygr.worker.model.convert.state_dict import StateDict
+from relaygr.worker.model.options import Task
 from tests.workers.source_world import Nvidia, Tensors, load, make_nvidia
-from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
-from workers.model.convert.options import ProjectionLayout, SourceFeature
-from workers.model.convert.state_dict import StateDict
-from workers.model.options import Task
 
 COLLECTION = "_embedding_collection._data_parallel_embedding_collection.embeddings."
 CANDIDATES = np.array([3, 19, 3, 0])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.messages import Behaviours
-from streams.errors import RelayError
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from relaygr.worker.model.convert.state_dict import StateDict
+from relaygr.worker.model.options import Task, TaskKind
 from tests.workers.source_world import Tensors, load, tensors
 from tests.workers.vector_models import make_research, research_rows
-from workers.model.convert import ConvertOptions, SourceKind, convert_state_dict
-from workers.model.convert.state_dict import StateDict
-from workers.model.options import Task, TaskKind
 
 D, SIZE, ITEMS = 6, 10, 15
 QUERY_S = 2_000_000

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from streams.clock import ManualClock, SystemClock
-from workers.device_thread import DeviceThread
+from relaygr.runtime.clock import ManualClock, SystemClock
+from relaygr.worker.device_thread import DeviceThread
 
 WATCHDOG_S = 2.0
 LOOK_US = 250_000

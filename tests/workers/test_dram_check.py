@@ -10,21 +10,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import workers.dram_check
-from relaygr.commands.model import app
-from schemas.messages import Behaviours
-from streams.errors import RelayError
+import relaygr.worker.dram_check
+from relaygr.cli.model import app
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.cache.arena import block_pages, coding_bytes
+from relaygr.worker.dram_check import SampleUser, made_sample, measure_dram_error, require_precision
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import Engine, load_engine
+from relaygr.worker.model.options import ContextualFeature
+from relaygr.worker.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
+from relaygr.worker.process.memory import plan_memory, take_memory
+from relaygr.worker.settings import WorkerSettings
 from tests.workers.model_world import small_config
-from workers.cache.arena import block_pages, coding_bytes
-from workers.dram_check import SampleUser, made_sample, measure_dram_error, require_precision
-from workers.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
-from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.engine import Engine, load_engine
-from workers.model.options import ContextualFeature
-from workers.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
-from workers.process.memory import plan_memory, take_memory
-from workers.settings import WorkerSettings
 
 PAGE_TOKENS = 16
 
@@ -108,14 +108,14 @@ class TestTheGate:
             require_precision(engine_of(model), model, DramKvDtype.INT8, max_error, min_overlap)
 
     def test_scores_that_are_no_numbers_pass_no_limit(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        rank, calls = workers.dram_check._rank, []
+        rank, calls = relaygr.worker.dram_check._rank, []
 
         def once_not_a_number(*arguments: Any) -> Any:
             scores = rank(*arguments)
             calls.append(scores)
             return scores * np.nan if len(calls) == 4 else scores
 
-        monkeypatch.setattr(workers.dram_check, "_rank", once_not_a_number)
+        monkeypatch.setattr(relaygr.worker.dram_check, "_rank", once_not_a_number)
         with pytest.raises(RelayError, match="costs this model"):
             require_precision(engine_of(model), model, DramKvDtype.INT8, 1e9, 0.01)
 

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
+from relaygr.worker.model.null_engine import null_scores
+from relaygr.worker.model.options import Family
+from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.reference import full_inference
 from tests.workers.engine_kinds import KINDS
 from tests.workers.model_world import (
     ARENA_PAGES,
@@ -24,14 +32,6 @@ from tests.workers.model_world import (
     random_behaviours,
     small_config,
 )
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
-from workers.model.null_engine import null_scores
-from workers.model.options import Family
-from workers.model.precision import ComputeDtype
-from workers.model.reference import full_inference
 
 TOLERANCE = 2e-5
 NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)

@@ -1,7 +1,7 @@
 """The contract of every engine, for every kind of model and every back end: cached inference is full inference.
 
-Full inference is what the oracle computes, dense and in float64 (`workers/model/reference`). Where a model's rules
-forbid something (chunks, a suffix, an append) it is refused, and what they allow is exact.
+Full inference is what the oracle computes, dense and in float64 (`relaygr.worker.model.reference`). What a model's
+rules forbid (chunks, a suffix, an append) is refused, and what they allow is exact.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.sight import Sight, Visible
+from relaygr.worker.model.attention.spec import AttentionSpec, spec_of
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs.tokens import Column
+from relaygr.worker.model.interface import PrefixChunk, RankInputs
+from relaygr.worker.model.masks import MaskOptions, attention_mask
+from relaygr.worker.model.options import PositionOrigin
+from relaygr.worker.model.paged_engine import PagedEngine
+from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.reference import full_inference
+from relaygr.worker.model.reference.encodings import positions_from_end
+from relaygr.worker.model.rules import RuleError
 from tests.workers.engine_kinds import BACKENDS, KINDS
 from tests.workers.model_world import ARENA_PAGES, VOCABULARY, configs
-from workers.kv import KvDtype
-from workers.model.attention.segments import Segment
-from workers.model.attention.sight import Sight, Visible
-from workers.model.attention.spec import AttentionSpec, spec_of
-from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.inputs.tokens import Column
-from workers.model.interface import PrefixChunk, RankInputs
-from workers.model.masks import MaskOptions, attention_mask
-from workers.model.options import PositionOrigin
-from workers.model.paged_engine import PagedEngine
-from workers.model.precision import ComputeDtype
-from workers.model.reference import full_inference
-from workers.model.reference.encodings import positions_from_end
-from workers.model.rules import RuleError
 
 TOLERANCE = 2e-5
 UNWRITTEN = 0xFF

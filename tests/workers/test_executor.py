@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from schemas.digest import digest_chain
-from schemas.headers import RankingHeaders
-from schemas.messages import (
+from relaygr.admission.latency import Corrector, LatencyModel, Stage
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.digest import digest_chain
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
     Behaviours,
     FailureReason,
     History,
@@ -21,22 +25,18 @@ from schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from streams.clock import ManualClock
-from streams.consumer import Received, Token
-from streams.latency import Corrector, LatencyModel, Stage
-from streams.trigger.settings import AdmissionSettings
-from workers.admission import JobAdmission
-from workers.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
-from workers.cache.transfer import CopyForecast, CopyPriority, CopyRequest
-from workers.device import CpuDevice, Device
-from workers.executor import Executor
-from workers.history.record import StoredHistory
-from workers.kv import KvDtype, KvGeometry, PrefixLayout
-from workers.metrics import WorkerMetrics
-from workers.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
-from workers.model.rules import PrefixRules
-from workers.settings import WorkerSettings
-from workers.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.admission import JobAdmission
+from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
+from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.device import CpuDevice, Device
+from relaygr.worker.executor import Executor
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
+from relaygr.worker.model.rules import PrefixRules
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.work import JobOutcome, JobWork, RankingWork
 
 PAGE_TOKENS = 16
 TOKEN_US = 10

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.messages import FailureReason, HistoryVersion, Path
-from streams.latency import LatencyModel, Stage
+from relaygr.admission.latency import LatencyModel, Stage
+from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
+from relaygr.worker.device import CpuDevice, Event
+from relaygr.worker.work import JobOutcome
 from tests.workers.test_executor import COEFFICIENTS, HIT_US, TOKEN_US, World
 from tests.workers.test_executor_rules import World as RealWorld
 from tests.workers.test_executor_rules import behaviours_of
-from workers.device import CpuDevice, Event
-from workers.work import JobOutcome
 
 
 def device_us(world: World, work_class: str) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schemas.messages import FailureReason, Path
+from relaygr.schemas.messages import FailureReason, Path
+from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.work import JobOutcome
 from tests.workers.test_executor import LIMITS, World
-from workers.model.interface import RankOutputs
-from workers.work import JobOutcome
 
 
 class BrokenError(RuntimeError):

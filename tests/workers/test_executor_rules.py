@@ -1,6 +1,6 @@
 """Real engines of every kind of prefix, through the executor: what was relayed scores as full inference does.
 
-The oracle is `workers.model.reference`: everything in one dense pass, in float64.
+The oracle is `relaygr.worker.model.reference`: everything in one dense pass, in float64.
 """
 
 from __future__ import annotations
@@ -12,28 +12,36 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from schemas.headers import RankingHeaders
-from schemas.messages import Behaviours, History, HistoryVersion, LatencyCoefficients, Path, PreInferJob, RankingRequest
-from streams.clock import ManualClock
-from streams.consumer import Received, Token
-from streams.latency import Corrector, LatencyModel
-from streams.trigger.settings import AdmissionSettings
+from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
+    Behaviours,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    Path,
+    PreInferJob,
+    RankingRequest,
+)
+from relaygr.worker.admission import JobAdmission
+from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache.build import build_cache
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.executor import Executor
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.memory import forward_bytes
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
+from relaygr.worker.model.reference import full_inference
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.work import JobOutcome, JobWork, RankingWork
 from tests.workers.model_world import VOCABULARY, small_config
-from workers.admission import JobAdmission
-from workers.cache.arena import copy_page
-from workers.cache.build import build_cache
-from workers.device import CpuDevice
-from workers.executor import Executor
-from workers.history.record import StoredHistory
-from workers.kv import KvDtype
-from workers.memory import forward_bytes
-from workers.metrics import WorkerMetrics
-from workers.model.checkpoint import Checkpoint, random_checkpoint
-from workers.model.engine import build_engine
-from workers.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
-from workers.model.reference import full_inference
-from workers.settings import WorkerSettings
-from workers.work import JobOutcome, JobWork, RankingWork
 
 PAGE_TOKENS = 16
 HBM_PAGES = 64

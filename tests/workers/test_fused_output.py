@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from structlog.testing import capture_logs
 
+from relaygr.worker.model import fused_norm
+from relaygr.worker.model import fused_output as fused_output_module
+from relaygr.worker.model.fused import if_it_runs
+from relaygr.worker.model.fused_norm import FusedNorm, input_norm
+from relaygr.worker.model.fused_output import FusedOutput, OutputShape, fused_output
+from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
+from relaygr.worker.model.norms import LayerNorm
+from relaygr.worker.model.options import Activated, OutputForm
 from tests.workers.triton_world import DEVICE, INTERPRETED
-from workers.model import fused_norm
-from workers.model import fused_output as fused_output_module
-from workers.model.fused import if_it_runs
-from workers.model.fused_norm import FusedNorm, input_norm
-from workers.model.fused_output import FusedOutput, OutputShape, fused_output
-from workers.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
-from workers.model.norms import LayerNorm
-from workers.model.options import Activated, OutputForm
 
 WIDTH = 12
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

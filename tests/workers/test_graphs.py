@@ -12,23 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import CpuDevice, Device, Recorder, Replay
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.attention.triton_attention import TritonAttention
+from relaygr.worker.model.attention.triton_plan import PlanShape
+from relaygr.worker.model.buckets import LEAST, STEPS, bucket, mean_padding
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.graphs import DirectRunner, GraphRunner
+from relaygr.worker.model.interface import PrefixChunk, RankInputs
+from relaygr.worker.model.layers import build_layers
+from relaygr.worker.model.paged_engine import PagedEngine
+from relaygr.worker.model.stack import Stack
 from tests.workers.attention_world import RaggedForward, Run
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
-from workers.device import CpuDevice, Device, Recorder, Replay
-from workers.kv import KvDtype
-from workers.model.attention.spec import AttentionSpec
-from workers.model.attention.triton_attention import TritonAttention
-from workers.model.attention.triton_plan import PlanShape
-from workers.model.buckets import LEAST, STEPS, bucket, mean_padding
-from workers.model.checkpoint import random_checkpoint
-from workers.model.engine import build_engine
-from workers.model.graphs import DirectRunner, GraphRunner
-from workers.model.interface import PrefixChunk, RankInputs
-from workers.model.layers import build_layers
-from workers.model.paged_engine import PagedEngine
-from workers.model.stack import Stack
 
 CONFIG = small_config()
 NO_FEATURES = np.empty(0, np.int64)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from schemas import codec
-from schemas.headers import RankingHeaders
-from schemas.messages import (
+from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas import codec
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     Behaviours,
     FailureReason,
@@ -21,15 +23,13 @@ from schemas.messages import (
     RankingRequest,
     RankingResult,
 )
-from streams.clock import ManualClock
-from streams.consumer import Received, Token
-from streams.partitioner import partition_for
+from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.answers import Answers
+from relaygr.worker.handler import WorkerHandler
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.status import QueueWaits
+from relaygr.worker.work import JobWork, RankingWork
 from tests.workers.kafka_fakes import FakeDeadLetters, FakeProducer, received
-from workers.answers import Answers
-from workers.handler import WorkerHandler
-from workers.metrics import WorkerMetrics
-from workers.status import QueueWaits
-from workers.work import JobWork, RankingWork
 
 PARTITIONS = 12
 SKEW_US = 5_000

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Message, Producer, TopicPartition
 
-from schemas.codec import encode
-from schemas.headers import DEAD_LETTER_REASON
-from schemas.messages import Behaviours, History
-from schemas.topics import Topic
-from streams.clients import ProducerKind, make_assigned_consumer, make_producer
-from streams.clock import ManualClock
-from streams.dead_letters import DeadLetterWriter
-from streams.partitioner import partition_for
-from streams.settings import KafkaSettings
-from workers.history import follower as follower_module
-from workers.history.follower import MAX_STORE_AGE_MS, DeadLetters, HistoryFollower
-from workers.history.store import HistoryBatch, HistoryStore
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
+from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.codec import encode
+from relaygr.schemas.headers import DEAD_LETTER_REASON
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from relaygr.worker.history import follower as follower_module
+from relaygr.worker.history.follower import MAX_STORE_AGE_MS, DeadLetters, HistoryFollower
+from relaygr.worker.history.store import HistoryBatch, HistoryStore
 
 MIB = 1024 * 1024
 PATIENCE_S = 20.0

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.codec import DecodeReason, encode
-from schemas.messages import Behaviours, History
-from streams.partitioner import partition_for
-from workers.history.incoming import KEY_MISMATCH, REASONS, WRONG_PARTITIONER, Rejected, read_record
-from workers.history.store import HistoryRecord
+from relaygr.schemas.codec import DecodeReason, encode
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.history.incoming import KEY_MISMATCH, REASONS, WRONG_PARTITIONER, Rejected, read_record
+from relaygr.worker.history.store import HistoryRecord
 
 PARTITIONS = 12
 

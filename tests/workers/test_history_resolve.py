@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.messages import Behaviours, History, HistoryVersion
-from workers.history.record import StoredHistory
-from workers.history.resolve import HistoryMismatchError, HistoryStatus, resolve, window
+from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import HistoryMismatchError, HistoryStatus, resolve, window
 
 
 def history(length: int, number: int = 5, first_item: int = 0, features: tuple[int, ...] = (1, 2)) -> History:

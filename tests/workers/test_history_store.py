@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.messages import Behaviours, History
-from streams.errors import RelayError
-from workers.history import record
-from workers.history.store import (
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.worker.history import record
+from relaygr.worker.history.store import (
     ApplyOutcome,
     HistoryBatch,
     HistoryRecord,
@@ -202,7 +202,7 @@ def test_a_store_of_another_topic_is_emptied(tmp_path: Path, other: StoreOrigin)
 def test_a_reader_in_another_process_sees_what_was_stored(tmp_path: Path, store: HistoryStore) -> None:
     store.apply(0, [entry(0, "u", number=9)], 1)
     script = f"""
-from workers.history.store import HistoryStore, StoreOrigin
+from relaygr.worker.history.store import HistoryStore, StoreOrigin
 store = HistoryStore.open({str(store.path)!r}, {store.max_bytes}, readonly=True)
 print(store.trust(StoreOrigin("other", "t", "i")), store.get("u"))
 print(store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1")), store.version("u").number)
@@ -339,8 +339,8 @@ def test_the_stored_form_is_laid_out_as_documented() -> None:
 _WRITER = """
 import sys
 import numpy as np
-from schemas.messages import Behaviours, History
-from workers.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, StoreOrigin
 store = HistoryStore.open(sys.argv[1], 16 << 20)
 store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1"))
 offset = store.next_offset(0) or 0

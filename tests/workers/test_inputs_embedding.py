@@ -9,13 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs import TokenEmbedding, TokenLookup, Tokens
+from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
 from tests.workers.model_world import small_config
 from tests.workers.vector_world import Floats, norm, sigmoid
-from workers.model.checkpoint import random_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.inputs import TokenEmbedding, TokenLookup, Tokens
-from workers.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 VALUES = np.array([1, 4, 0])

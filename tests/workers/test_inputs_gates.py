@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from schemas.messages import Behaviours, History
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import resolve
+from relaygr.worker.model.inputs import FeatureGates
+from relaygr.worker.model.options import ContextualFeature
+from relaygr.worker.spans import Scored, SpanResolver
+from relaygr.worker.work import PrefixSpan
 from tests.workers.model_world import make_world, random_behaviours, small_config
-from workers.history.record import StoredHistory
-from workers.history.resolve import resolve
-from workers.model.inputs import FeatureGates
-from workers.model.options import ContextualFeature
-from workers.spans import Scored, SpanResolver
-from workers.work import PrefixSpan
 
 FEATURES = (
     ContextualFeature(name="user_id", cardinality=9, min_tokens=6),

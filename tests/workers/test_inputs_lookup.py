@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs import Column, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.places import FromEnd, FromStart
+from relaygr.worker.model.inputs.times import age_rows
+from relaygr.worker.model.inputs.vocabulary import FeatureRows
+from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
 from tests.workers.model_world import small_config
-from workers.model.config import ModelConfig
-from workers.model.inputs import Column, TokenLookup, Vocabulary
-from workers.model.inputs.places import FromEnd, FromStart
-from workers.model.inputs.times import age_rows
-from workers.model.inputs.vocabulary import FeatureRows
-from workers.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 HISTORY = Behaviours(np.array([7, 50, 9]), np.array([2, 0, 9], np.uint16), np.array([1_000, 61_999, 120_000]))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from streams.errors import RelayError
-from workers.memory import MemoryPlan, require_host_memory
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.memory import MemoryPlan, require_host_memory
 
 GIB = 2**30
 KINDS = ("weights", "hbm", "scratch", "dram", "queues", "history", "process")

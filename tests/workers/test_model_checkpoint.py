@@ -11,19 +11,19 @@ import torch
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
-from relaygr.commands.model import app, read_item_ids
-from streams.errors import RelayError
-from tests.workers.model_world import VOCABULARY, configs, small_config
-from workers.model.checkpoint import (
+from relaygr.cli.model import app, read_item_ids
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.checkpoint import (
     compute_revision,
     expected_tensors,
     load_checkpoint,
     random_checkpoint,
     save_checkpoint,
 )
-from workers.model.config import CONFIG_FILE, ModelConfig, parse_config
-from workers.model.inputs.vocabulary import IDS_TENSOR, FeatureRows, Vocabulary
-from workers.model.options import ContextualFeature, Family
+from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config
+from relaygr.worker.model.inputs.vocabulary import IDS_TENSOR, FeatureRows, Vocabulary
+from relaygr.worker.model.options import ContextualFeature, Family
+from tests.workers.model_world import VOCABULARY, configs, small_config
 
 
 @settings(max_examples=15, deadline=None)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from relaygr.commands.model import app
-from schemas.messages import Behaviours
+from relaygr.cli.model import app
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from relaygr.worker.model.engine import PrefixChunk, build_engine
+from relaygr.worker.model.options import Activated, Family, InputForm, ReadoutForm
+from relaygr.worker.model.presets import Preset
+from relaygr.worker.model.reference import full_inference
 from tests.workers.model_world import random_behaviours
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.model.checkpoint import Checkpoint, load_checkpoint
-from workers.model.engine import PrefixChunk, build_engine
-from workers.model.options import Activated, Family, InputForm, ReadoutForm
-from workers.model.presets import Preset
-from workers.model.reference import full_inference
 
 SIZES = "--dim 16 --layers 2 --heads 2 --vocabulary 40 --max-prefix 64 --max-suffix 8"
 FEATURES = np.array([3])

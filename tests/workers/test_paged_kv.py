@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.kv import KvDtype, KvGeometry
-from workers.model.attention.paged_kv import KEY_BLOCK, PagedKv
-from workers.model.attention.segments import Segment
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv
+from relaygr.worker.model.attention.segments import Segment
 
 LAYERS, HEADS = 2, 3
 dims = st.sampled_from([1, 4, 6])

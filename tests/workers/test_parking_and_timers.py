@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.parking import ParkingLot
-from workers.timers import Timers
+from relaygr.worker.parking import ParkingLot
+from relaygr.worker.timers import Timers
 
 
 def test_parked_work_is_found_by_user_in_order_of_arrival() -> None:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.messages import LatencyCoefficients
-from streams.latency import LatencyModel
-from workers.scheduler.chunks import Chunking
-from workers.scheduler.plan import Route, plan_ranking, plan_truncation
+from relaygr.admission.latency import LatencyModel
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.scheduler.chunks import Chunking
+from relaygr.worker.scheduler.plan import Route, plan_ranking, plan_truncation
 
 PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.policy_models import SlowCostAware, SlowLru, SlowOrder, SlowS3Fifo, SlowSlru
-from workers.cache.policies import (
+from relaygr.worker.cache.policies import (
     CostAware,
     Demoting,
     EntryWeight,
@@ -27,6 +26,7 @@ from workers.cache.policies import (
     Ttl,
     make_policy,
 )
+from tests.workers.policy_models import SlowCostAware, SlowLru, SlowOrder, SlowS3Fifo, SlowSlru
 
 VISIT_US = 100
 """Of the orders below; later uses are other visits."""

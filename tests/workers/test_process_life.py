@@ -11,15 +11,15 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from streams.consumer import ConsumerSettings
-from streams.settings import KafkaSettings
-from streams.trigger.settings import AdmissionSettings
-from workers.exits import Exit
-from workers.process import WorkerConfig, life
-from workers.process.shared_folder import shared_folder
-from workers.settings import WorkerSettings
-from workers.supervisor.beats import Beat, BeatReader, Phase
-from workers.supervisor.leash import Leash
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import ConsumerSettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.worker.exits import Exit
+from relaygr.worker.process import WorkerConfig, life
+from relaygr.worker.process.shared_folder import shared_folder
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.supervisor.beats import Beat, BeatReader, Phase
+from relaygr.worker.supervisor.leash import Leash
 
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 

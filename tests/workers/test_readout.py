@@ -9,13 +9,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.workers.model_world import small_config
-from tests.workers.vector_world import Floats, norm, sigmoid, silu
-from workers.model.checkpoint import random_checkpoint
-from workers.model.config import ModelConfig
-from workers.model.inputs import Column
-from workers.model.inputs.tokens import no_tokens
-from workers.model.options import (
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs import Column
+from relaygr.worker.model.inputs.tokens import no_tokens
+from relaygr.worker.model.options import (
     DlrmInputs,
     InputForm,
     ItemFeature,
@@ -24,7 +22,9 @@ from workers.model.options import (
     ReadoutNorm,
     TimePeriod,
 )
-from workers.model.readout import Readout
+from relaygr.worker.model.readout import Readout
+from tests.workers.model_world import small_config
+from tests.workers.vector_world import Floats, norm, sigmoid, silu
 
 TODAY = 1_700_000_123
 ROWS = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)

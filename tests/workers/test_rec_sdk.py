@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention import rec_sdk
+from relaygr.worker.model.attention.rec_sdk import RecSdkAttention, load_operators
 from tests.workers import fake_rec_sdk
 from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
-from workers.device import CpuDevice
-from workers.kv import KvDtype
-from workers.model.attention import rec_sdk
-from workers.model.attention.rec_sdk import RecSdkAttention, load_operators
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,21 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from schemas.messages import PrefixSource
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome, Tier
+from relaygr.worker.cache.entries import Entry
+from relaygr.worker.cache.journal import StoredEntry
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
+from relaygr.worker.shared.arena import ArenaShape, SharedArena, make_room
+from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
+from relaygr.worker.shared.journal import TornPageError
+from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.mapped_file import map_file
+from relaygr.worker.shared.record import Record, pack
 from tests.workers.cache_world import GEOMETRY, PAGE_TOKENS, World, make_key
 from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
 from tests.workers.test_shared_index import records
-from workers.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome, Tier
-from workers.cache.entries import Entry
-from workers.cache.journal import StoredEntry
-from workers.device import CpuDevice
-from workers.kv import DramGeometry, DramKvDtype, PrefixLayout
-from workers.shared.arena import ArenaShape, SharedArena, make_room
-from workers.shared.index import HEADER_BYTES, ArenaIndex
-from workers.shared.journal import TornPageError
-from workers.shared.lock import ArenaLock
-from workers.shared.mapped_file import map_file
-from workers.shared.record import Record, pack
 
 ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 

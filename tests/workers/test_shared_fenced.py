@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.shared.fenced import note_fenced, predecessor_was_fenced
-from workers.shared.lock import ArenaLock
+from relaygr.worker.shared.fenced import note_fenced, predecessor_was_fenced
+from relaygr.worker.shared.lock import ArenaLock
 
 
 def next_holder(folder: Path, *, is_fenced: bool = False) -> bool:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from schemas.digest import BLOCK, DigestChain
-from schemas.messages import PrefixSource
-from streams.errors import RelayError
-from workers.cache.identity import MAX_MARKS, Mark, PrefixKey
-from workers.cache.journal import StoredEntry
-from workers.shared.index import ArenaIndex, Difference, Distrust, index_bytes, slot_bytes
-from workers.shared.mapped_file import allocated_bytes, map_file
-from workers.shared.record import Record, TornRecordError, most_bytes_per_page, pack, unpack
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.digest import BLOCK, DigestChain
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
+from relaygr.worker.cache.journal import StoredEntry
+from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, index_bytes, slot_bytes
+from relaygr.worker.shared.mapped_file import allocated_bytes, map_file
+from relaygr.worker.shared.record import Record, TornRecordError, most_bytes_per_page, pack, unpack
 
 PAGES = 12
 SLOT = slot_bytes(100)

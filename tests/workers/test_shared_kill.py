@@ -21,20 +21,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import workers.cache
-import workers.shared
+import relaygr.worker.cache
+import relaygr.worker.shared
+from relaygr.worker.cache import PrefixKey
+from relaygr.worker.cache.transfer import CopyRequest
+from relaygr.worker.shared.arena import SharedArena
+from relaygr.worker.shared.index import ArenaIndex
+from relaygr.worker.shared.journal import ArenaJournal, TornPageError
+from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.mapped_file import MappedFile, map_file
 from tests.workers import shared_world
 from tests.workers.cache_world import PAGE_TOKENS, make_key
 from tests.workers.shared_world import MODEL, SHAPE, GuardedMover, SharedWorld, holds
-from workers.cache import PrefixKey
-from workers.cache.transfer import CopyRequest
-from workers.shared.arena import SharedArena
-from workers.shared.index import ArenaIndex
-from workers.shared.journal import ArenaJournal, TornPageError
-from workers.shared.lock import ArenaLock
-from workers.shared.mapped_file import MappedFile, map_file
 
-WATCHED = (*workers.shared.__path__, *workers.cache.__path__, shared_world.__file__)
+WATCHED = (*relaygr.worker.shared.__path__, *relaygr.worker.cache.__path__, shared_world.__file__)
 # Few pages, so that nearly every spill takes another prefix's.
 SMALL = replace(SHAPE, num_pages=12)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from streams.errors import RelayError
-from workers.shared.lock import ArenaLock
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.shared.lock import ArenaLock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from workers.shared.lock import ArenaLock
+from relaygr.worker.shared.lock import ArenaLock
 lock = ArenaLock(Path(sys.argv[1]))
 print(lock.acquire(), flush=True)
 time.sleep(60)

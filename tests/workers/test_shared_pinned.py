@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.device import AcceleratorDevice, CpuDevice, open_device
-from workers.shared.mapped_file import map_file
+from relaygr.worker.device import AcceleratorDevice, CpuDevice, open_device
+from relaygr.worker.shared.mapped_file import map_file
 
 SIZE = 1 << 20
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.messages import Behaviours
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.interface import PrefixChunk
 from tests.workers.model_world import small_config
-from workers.measuring import bind_own_arena
-from workers.model.checkpoint import random_checkpoint, save_checkpoint
-from workers.model.engine import load_engine
-from workers.model.interface import PrefixChunk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.messages import Path
+from relaygr.schemas.messages import Path
 from tests.workers.test_executor import HIT_US, TOKEN_US, World, world_with_a_in_dram
 
 CROWD = 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError
 
-from schemas import codec
-from schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
-from streams.clock import ManualClock
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas import codec
+from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
 from tests.workers.kafka_fakes import FakeProducer, refused
-from workers.kv import KvDtype, KvGeometry, PrefixLayout
-from workers.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
 
 FACTS = WorkerFacts("worker-00", KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32), PrefixLayout(1, 2), 4096, 0)
 READING = WorkerReading(

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from streams.broker.ports import free_ports
-from workers.exits import Exit
+from relaygr.devbroker.ports import free_ports
+from relaygr.worker.exits import Exit
 
 TIMEOUT_S = 30.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from workers.exits import Exit
-from workers.supervisor.beats import Beat, BeatReader, Phase
-from workers.supervisor.judge import Judge, Verdict
-from workers.supervisor.settings import SupervisorSettings
+from relaygr.worker.exits import Exit
+from relaygr.worker.supervisor.beats import Beat, BeatReader, Phase
+from relaygr.worker.supervisor.judge import Judge, Verdict
+from relaygr.worker.supervisor.settings import SupervisorSettings
 
 SETTINGS = SupervisorSettings(silence_s=3, start_timeout_s=60, restart_pause_s=1, restarts_max=3, restart_window_s=100)
 SECOND = 1_000_000

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from workers.supervisor.beats import Phase
-from workers.supervisor.pages import ChildPage, Pages, View
+from relaygr.worker.supervisor.beats import Phase
+from relaygr.worker.supervisor.pages import ChildPage, Pages, View
 
 METRICS = b"# TYPE relaygr_worker_things_total counter\nrelaygr_worker_things_total 7\n"
 

@@ -14,14 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
-from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
-from workers.kv import KvDtype
-from workers.model.attention import triton_attention, triton_launch
-from workers.model.attention.paged_kv import PagedKv
-from workers.model.attention.segments import Segment, place
-from workers.model.attention.triton_attention import TritonAttention, TritonPass
-from workers.model.attention.triton_launch import (
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention import triton_attention, triton_launch
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment, place
+from relaygr.worker.model.attention.triton_attention import TritonAttention, TritonPass
+from relaygr.worker.model.attention.triton_launch import (
     Blocks,
     DevicePlan,
     Formula,
@@ -31,7 +29,9 @@ from workers.model.attention.triton_launch import (
     tuned,
     tuned_attend,
 )
-from workers.model.attention.triton_plan import Capacity, PlanShape, arrays_of, pack
+from relaygr.worker.model.attention.triton_plan import Capacity, PlanShape, arrays_of, pack
+from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
+from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 
 
 class Forward(RaggedForward):

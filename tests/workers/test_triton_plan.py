@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.model.attention.segments import Segment
-from workers.model.attention.triton_plan import (
+from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.triton_plan import (
     SEGMENT_FIELDS,
     Capacity,
     PlanShape,

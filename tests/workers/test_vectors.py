@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from relaygr.app import app
-from streams.errors import RelayError
+from relaygr.cli.app import app
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.vectors import KINDS, Case, CaseResult, Verdict, check_case, read_vectors
 from tests.workers.vector_models import make_dlrm, make_research
 from tests.workers.vector_world import Made, make_cached, make_mask, make_nv, make_pos, make_stu, write
-from workers.model.vectors import KINDS, Case, CaseResult, Verdict, check_case, read_vectors
 
 CASES: dict[str, Callable[[], Made]] = {
     "stu_plain": make_stu,

@@ -1,15 +1,12 @@
 """Triton in tests: on a GPU as it is, elsewhere under its interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, so this module must be imported before anything imports Triton; it
-says so if it was not. Triton 3.7's interpreter keeps bfloat16 as bare 16-bit integers: it multiplies them as such, and
-truncates where a GPU rounds to even. Both are mended here, and it is taught the few instructions of a GPU that the
-kernels name, so that what is tested is what a GPU does.
+`conftest.py` chooses the interpreter. Triton 3.7's interpreter keeps bfloat16 as bare 16-bit integers: it multiplies
+them as such, and truncates where a GPU rounds to even. This module mends both, and teaches the interpreter the few
+instructions of a GPU that the kernels name, so that what is tested is what a GPU does.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,25 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from workers.device import Device, open_device
-from workers.kv import KvGeometry
-from workers.model.attention.bias import RelativeBiases
-from workers.model.attention.spec import AttentionSpec
+from relaygr.worker.device import Device, open_device
+from relaygr.worker.kv import KvGeometry
+from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.attention.spec import AttentionSpec
 
 DEVICE: Device = open_device()
 INTERPRETED = DEVICE.torch_device.type != "cuda"
 
-if INTERPRETED:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("Triton was imported before tests.workers.triton_world: set TRITON_INTERPRET=1")
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="the kernels need Triton, which is there for Linux only")
 
 import triton.language as tl  # noqa: E402 - the interpreter is chosen above
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-from workers.model.attention.triton_attention import TritonAttention  # noqa: E402
-from workers.model.attention.triton_launch import Blocks  # noqa: E402
+from relaygr.worker.model.attention.triton_attention import TritonAttention  # noqa: E402
+from relaygr.worker.model.attention.triton_launch import Blocks  # noqa: E402
 
 BLOCKS = Blocks(keys=16)
 """The interpreter has no clock to tune by, and a GPU would tune for minutes: each small shape is a kind of its own."""

@@ -12,7 +12,7 @@ from pathlib import Path
 def _watch(wish: Path) -> None:
     while not wish.exists() or wish.read_text() != str(os.getpid()):
         time.sleep(0.05)
-    executor = sys.modules["workers.executor.executor"].Executor  # type: ignore[attr-defined]
+    executor = sys.modules["relaygr.worker.executor.executor"].Executor  # type: ignore[attr-defined]
     executor.step = lambda _: time.sleep(1e6)
 
 

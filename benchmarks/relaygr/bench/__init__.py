@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME` in a checkout, `relaygr bench NAME` where it is installed."""

@@ -1,0 +1,92 @@
+"""`python -m benchmarks.engine`: pre-infer, append, ranking on a cached prefix and full inference on this device.
+
+Every variant of every shape runs side by side, round after round; a large matrix product in the same rounds is the
+peak that they are held against. The time of each pass is taken as calibration takes it (`relaygr.worker.measuring`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaygr.bench.engine.figures import write_csv
+from relaygr.bench.engine.profile import table
+from relaygr.bench.engine.report import plot, print_tables
+from relaygr.bench.engine.run import SideBySide, Sizes, Variant
+from relaygr.bench.engine.shapes import SHAPES
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.device import open_device, set_threads
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.precision import ComputeDtype
+
+T = TypeVar("T")
+
+HERE = Path("benchmarks/results/engine")
+_DTYPES = {"float32": (ComputeDtype.FLOAT32, KvDtype.FLOAT32), "bfloat16": (ComputeDtype.BFLOAT16, KvDtype.BFLOAT16)}
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SHAPES)}.")] = "small,dlrm-v3",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    dtypes: Annotated[str, typer.Option(help="Of the products and of K,V; the first is the base.")] = (
+        "float32,bfloat16"
+    ),
+    prefixes: Annotated[str, typer.Option(help="Tokens.")] = "512,1024,2048,4096",
+    candidates: Annotated[str, typer.Option(help="Of a request.")] = "128,512",
+    appends: Annotated[str, typer.Option(help="New tokens on the longest prefix.")] = "16,64,256",
+    batches: Annotated[str, typer.Option(help="Requests of one forward, on the longest prefix.")] = "4",
+    graphs: Annotated[bool, typer.Option(help="Each once more from captured graphs.")] = False,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    out: Annotated[Path, typer.Option(help="CSV to append to.")] = HERE / "results.csv",
+    plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = HERE,
+) -> None:
+    """Measure the engine on one device."""
+    console = Console(highlight=False)
+    set_threads(threads)
+    opened = open_device(device)
+    console.print(f"device: {opened.name} ({opened.description}), {threads} threads", soft_wrap=True)
+    sizes = Sizes(_numbers(prefixes), _numbers(candidates), _numbers(appends), _numbers(batches))
+    variants = [
+        Variant(*_named(_DTYPES, name), from_graphs)
+        for name in dtypes.split(",")
+        for from_graphs in ((False, True) if graphs else (False,))
+    ]
+    for shape in shapes.split(","):
+        _named(SHAPES, shape)
+        bench = SideBySide(shape, variants, sizes, opened)
+        columns = (TextColumn(shape), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=(rounds + 1) * len(variants))
+            bench.run(rounds, lambda text, bar=bar: progress.update(bar, advance=1, description=text))  # type: ignore[misc]
+        figures = bench.figures()
+        print_tables(console, figures)
+        console.print(table(f"{shape}, {max(sizes.prefixes):,} tokens", bench.profiles()))
+        write_csv(out, figures)
+        picture = plots / f"{shape}-{opened.torch_device.type}.png"
+        plot(figures, picture)
+        console.print(f"appended to {out}; plotted in {picture}", soft_wrap=True)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError as error:
+        raise RelayError(f"{text!r} is not a list of whole numbers such as 512,2048.") from error
+
+
+def _named(known: Mapping[str, T], name: str) -> T:
+    if name not in known:
+        raise RelayError(f"{name!r} is unknown; there are {', '.join(known)}.")
+    return known[name]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,223 @@
+"""`python -m benchmarks.engine.attention`: attention alone, our back ends and peers' side by side on one device.
+
+Two kinds of work: a whole prefix computed at once, and candidates ranked on prefixes that are kept, for batches of
+users. Every contender runs every case, one after the other; the table has medians, shares of a large matrix product's
+rate and of the roofline, and how far each result is from the plain torch back end's, as a share of the largest value.
+The roofline is the time that the arithmetic takes at that rate, or the bytes at the rate of a large copy, whichever is
+longer: a few candidates read more than they compute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.engine.peers import Jagged, Work, find_peers
+from relaygr.worker.device import Device, open_device, set_threads
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.measuring import matrix_peak_gflops
+from relaygr.worker.model.attention.accelerated import accelerated_attention
+from relaygr.worker.model.attention.blocked import BlockedAttention
+from relaygr.worker.model.attention.interface import Attention
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.spec import AttentionSpec
+
+PAGE_TOKENS = 64
+BASE = "plain torch"
+_PEAK_SIZE = 8192
+"""On a CPU a product of this size takes a minute; there a smaller one reaches the peak, too."""
+_CPU_PEAK_SIZE = 2048
+_COPY_BYTES = 512 << 20
+_TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`users` prefixes of `prefix` tokens; candidates of each, or none: the prefixes themselves are computed."""
+
+    users: int
+    prefix: int
+    candidates: int
+
+    @property
+    def length(self) -> int:
+        """Of one user's tokens, candidates included. It is N, too: Meta's kernels take the two as one number."""
+        return self.prefix + self.candidates
+
+    @property
+    def rows(self) -> int:
+        """Of all users, those that are computed."""
+        return self.users * (self.candidates or self.prefix)
+
+    def flops(self, spec: AttentionSpec) -> float:
+        """Of scores and weighted sums, for each pair of a row and a key that it sees."""
+        seen = self.prefix + 1.0 if self.candidates else (self.prefix + 1) / 2
+        return 2.0 * (spec.key_width + spec.row_width) * self.rows * seen
+
+    def bytes_moved(self, spec: AttentionSpec) -> float:
+        """Each prefix's K,V read once, or stored; Q, K, V of the rows read, and A written in float32."""
+        elements = self.users * self.prefix * (spec.key_width + spec.row_width)
+        elements += self.rows * (2 * spec.key_width + spec.row_width)
+        return elements * float(spec.compute_dtype.itemsize) + self.rows * spec.row_width * 4.0
+
+
+class Contest:
+    """All contenders on one case, over the same numbers."""
+
+    def __init__(self, case: Case, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
+        """Raises ValueError for an N below the length, with which Meta's kernels leave rows out."""
+        assert spec.normalizer is not None
+        if spec.normalizer < case.length:
+            raise ValueError(f"N = {spec.normalizer} is less than the {case.length} tokens of a user")
+        geometry = KvGeometry(1, spec.num_heads, spec.attention_dim, spec.hidden_dim, PAGE_TOKENS, kv_dtype)
+        pages = geometry.pages_for(case.prefix)
+        self._kv = PagedKv(device.empty_bytes(pages * case.users, geometry.page_bytes).zero_(), geometry)
+        order = np.random.default_rng(0).permutation(pages * case.users).astype(np.int32)
+        rows = case.candidates or case.prefix
+        self._segments = [
+            Segment(
+                pages=order[user * pages : (user + 1) * pages],
+                context_tokens=case.prefix if case.candidates else 0,
+                causal_rows=0 if case.candidates else case.prefix,
+                free_rows=case.candidates,
+                stores=not case.candidates,
+                total_tokens=case.prefix,
+            )
+            for user in range(case.users)
+        ]
+        length = case.length
+        dims = [spec.attention_dim, spec.attention_dim, spec.hidden_dim]
+        z = torch.randn((case.users, length, spec.num_heads, sum(dims)), device=device.torch_device)
+        q, k, v = torch.split(z.to(spec.compute_dtype), dims, dim=-1)
+        if case.candidates:
+            self._fill(k[:, : case.prefix].flatten(0, 1), v[:, : case.prefix].flatten(0, 1), case)
+        self._own = [part[:, length - rows :].flatten(0, 1).contiguous() for part in (q, k, v)]
+        self.jagged = Jagged(
+            case.users,
+            length,
+            rows,
+            case.candidates,
+            self._own[0],
+            k.flatten(0, 1).contiguous(),
+            v.flatten(0, 1).contiguous(),
+            spec.alpha,
+            int(spec.normalizer),
+        )
+
+    def ours(self, attention: Attention) -> Work:
+        """One of our back ends, what prepares a forward included."""
+        return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
+
+    def _fill(self, k: torch.Tensor, v: torch.Tensor, case: Case) -> None:
+        stored = [
+            Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix)
+            for segment in self._segments
+        ]
+        self._kv.write(0, self._kv.slots(stored), k, v)
+
+
+def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, Attention]:
+    """The base first, then what is made for the device, if that is there."""
+    made_for_it = accelerated_attention(spec, geometry, device)
+    found: dict[str, Attention] = {BASE: BlockedAttention(spec)}
+    return found if made_for_it is None else found | {made_for_it.name: made_for_it}
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the device reaches here and now, in 1e9 a second."""
+
+    gflops: float
+    gbytes: float
+
+    def roofline_us(self, case: Case, spec: AttentionSpec) -> float:
+        """The time that nothing can undercut."""
+        return max(case.flops(spec) / self.gflops, case.bytes_moved(spec) / self.gbytes) / 1e3
+
+
+def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
+    """By a large matrix product, and by a large copy within the device's memory."""
+    gflops = matrix_peak_gflops(dtype, device, _CPU_PEAK_SIZE if device.is_cpu else _PEAK_SIZE)
+    source, target = device.empty_bytes(_COPY_BYTES).zero_(), device.empty_bytes(_COPY_BYTES)
+    copy_us = median_us(lambda: target.copy_(source), 10, device)
+    return Peaks(gflops, 2 * _COPY_BYTES / copy_us / 1e3)
+
+
+def median_us(work: Work, rounds: int, device: Device) -> float:
+    """Of `rounds` runs after one that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        device.synchronize()
+        start_ns = time.perf_counter_ns()
+        work()
+        device.synchronize()
+        times.append((time.perf_counter_ns() - start_ns) / 1e3)
+    return statistics.median(times[1:])
+
+
+def main(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"{' or '.join(_TYPES)}.")] = "bfloat16",
+    users: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,16,32",
+    prefixes: Annotated[str, typer.Option(help="Tokens.")] = "1024,4096,16384",
+    candidates: Annotated[str, typer.Option(help="Of a user; 0: the prefixes themselves.")] = "0,128,512,2048",
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Of a head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+) -> None:
+    """Compare attention back ends on one device."""
+    set_threads(threads)
+    opened = open_device(device)
+    compute, kv_dtype = _TYPES[dtype]
+    geometry = KvGeometry(1, heads, dim, dim, PAGE_TOKENS, kv_dtype)
+    peaks = measured_peaks(compute, opened)
+    table = Table(
+        title=f"{opened.description}, {dtype}, {heads} x {dim}; a matrix product reaches {peaks.gflops:,.0f} GFLOP/s, "
+        f"a copy {peaks.gbytes:,.0f} GB/s"
+    )
+    measures = ("us", "of the peak", "of the roofline", "times the base", "error")
+    for column in ("users", "prefix", "candidates", "back end", *measures):
+        table.add_column(column, justify="left" if column == "back end" else "right")
+    numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
+    user_counts, lengths, counts = numbers
+    for case in (Case(user, length, count) for count in counts for length in lengths for user in user_counts):
+        spec = AttentionSpec(heads, dim, dim, dim**-0.5, float(case.length), compute_dtype=compute)
+        back_ends = our_back_ends(spec, geometry, opened)
+        contest = Contest(case, spec, kv_dtype, opened)
+        expected, base_us = None, 0.0
+        works = {name: contest.ours(attention) for name, attention in back_ends.items()}
+        works |= {name: prepare(contest.jagged) for name, prepare in find_peers().items()}
+        for name, work in works.items():
+            out = work().float().flatten()
+            expected = out if expected is None else expected
+            took_us = median_us(work, rounds, opened)
+            base_us = base_us or took_us
+            error = float((out - expected).abs().max() / expected.abs().max())
+            table.add_row(
+                str(case.users),
+                f"{case.prefix:,}",
+                str(case.candidates or "-"),
+                name,
+                f"{took_us:,.0f}",
+                f"{case.flops(spec) / took_us / 1e3 / peaks.gflops:.0%}",
+                f"{peaks.roofline_us(case, spec) / took_us:.0%}",
+                f"{base_us / took_us:.1f}",
+                f"{error:.0e}",
+            )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,127 @@
+"""The tables and the plots of an engine run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.engine.figures import Figure, Stage
+
+
+def print_tables(console: Console, figures: Sequence[Figure]) -> None:
+    """What a person wants to know first: full against hit, the share of the peak, appends, batches, variants."""
+    for variant in _variants(figures):
+        own = [figure for figure in figures if figure.variant == variant]
+        console.print(f"\n[bold]{own[0].shape}[/], {variant}, {own[0].backend}", highlight=False)
+        console.print(_lengths(own))
+        console.print(_others(own))
+    if len(_variants(figures)) > 1:
+        console.print(_ratios(figures))
+
+
+def _lengths(figures: Sequence[Figure]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("prefix", "pre-infer", "of peak", "candidates", "hit", "full", "full / hit"):
+        table.add_column(name, justify="right")
+    pre = {figure.prefix_tokens: figure for figure in _stage(figures, Stage.PRE_INFER)}
+    hits = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, Stage.HIT) if f.requests == 1}
+    for full in _stage(figures, Stage.FULL):
+        computed, hit = pre[full.prefix_tokens], hits[full.prefix_tokens, full.candidates]
+        table.add_row(
+            f"{full.prefix_tokens:,}",
+            _ms(computed.median_us),
+            f"{computed.share_of_peak:.0%}",
+            f"{full.candidates:,}",
+            _ms(hit.median_us),
+            _ms(full.median_us),
+            f"{full.median_us / hit.median_us:.1f}",
+        )
+    return table
+
+
+def _others(figures: Sequence[Figure]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("on a prefix of", "what", "time", "of peak", "a request alone / in the batch"):
+        table.add_column(name, justify="right")
+    alone = {(f.prefix_tokens, f.candidates): f.median_us for f in _stage(figures, Stage.HIT) if f.requests == 1}
+    for figure in _stage(figures, Stage.APPEND):
+        what = f"append {figure.new_tokens:,}"
+        table.add_row(f"{figure.prefix_tokens:,}", what, _ms(figure.median_us), f"{figure.share_of_peak:.0%}", "")
+    for figure in _stage(figures, Stage.HIT):
+        if figure.requests > 1:
+            ratio = alone[figure.prefix_tokens, figure.candidates] * figure.requests / figure.median_us
+            table.add_row(
+                f"{figure.prefix_tokens:,}",
+                f"{figure.requests} requests of {figure.candidates:,}",
+                _ms(figure.median_us),
+                f"{figure.share_of_peak:.0%}",
+                f"{ratio:.2f}",
+            )
+    return table
+
+
+def _ratios(figures: Sequence[Figure]) -> Table:
+    """Each variant's speed as a multiple of the first one's, point by point."""
+    first, *others = _variants(figures)
+    table = Table(title=f"times as fast as {first}", box=None, padding=(0, 2, 0, 0))
+    for name in ("stage", "requests", "prefix", "new", "candidates", *others):
+        table.add_column(name, justify="right")
+    by_point = {(_size(figure), figure.variant): figure.median_us for figure in figures}
+    for size in dict.fromkeys(_size(figure) for figure in figures):
+        base_us = by_point[size, first]
+        ratios = (f"{base_us / by_point[size, other]:.2f}" for other in others)
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in size), *ratios)
+    return table
+
+
+def plot(figures: Sequence[Figure], path: Path) -> None:
+    """Time over prefix length of pre-infer, hit and full inference, one line a variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    candidates = sorted({figure.candidates for figure in _stage(figures, Stage.FULL)})
+    chosen = candidates[len(candidates) // 2]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    colours = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
+    for colour, variant in zip(colours, _variants(figures), strict=False):
+        own = [each for each in figures if each.variant == variant and each.requests == 1]
+        for stage, style in ((Stage.FULL, "-"), (Stage.PRE_INFER, ":"), (Stage.HIT, "--")):
+            line = [each for each in _stage(own, stage) if each.candidates in (0, chosen)]
+            lengths = [each.prefix_tokens for each in line]
+            left.plot(lengths, [each.median_us / 1e3 for each in line], style, color=colour, marker="o", markersize=3)
+        pre = list(_stage(own, Stage.PRE_INFER))
+        right.plot([e.prefix_tokens for e in pre], [100 * e.share_of_peak for e in pre], marker="o", label=variant)
+    for style, name in (("-", f"full, {chosen} candidates"), (":", "pre-infer"), ("--", f"hit, {chosen} candidates")):
+        left.plot([], [], style, color="grey", label=name)
+    left.set(xscale="log", yscale="log", xlabel="prefix tokens", ylabel="ms", title=f"{figures[0].shape}: time")
+    right.set(xscale="log", xlabel="prefix tokens", ylabel="%", title="pre-infer: share of the matrix peak")
+    right.set_ylim(0, 100)
+    for axes in (left, right):
+        axes.set_xticks(sorted({each.prefix_tokens for each in figures}))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_minor_formatter("")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _stage(figures: Iterable[Figure], stage: Stage) -> list[Figure]:
+    return [figure for figure in figures if figure.stage == stage]
+
+
+def _variants(figures: Iterable[Figure]) -> list[str]:
+    return list(dict.fromkeys(figure.variant for figure in figures))
+
+
+def _size(figure: Figure) -> tuple[str, int, int, int, int]:
+    return figure.stage, figure.requests, figure.prefix_tokens, figure.new_tokens, figure.candidates
+
+
+def _ms(duration_us: float) -> str:
+    return f"{duration_us / 1e3:,.2f} ms"

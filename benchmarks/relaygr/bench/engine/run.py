@@ -1,0 +1,166 @@
+"""Measures variants of one model side by side: in each round every variant runs every size, one after the other."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from relaygr.bench.engine.figures import Figure, Point, Stage, Times
+from relaygr.bench.engine.profile import Share, shares
+from relaygr.bench.engine.shapes import SHAPES, append_flops, rank_flops
+from relaygr.worker.device import Device
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.precision import ComputeDtype
+
+PAGE_TOKENS = 64
+CHUNK_TOKENS = 2048
+"""Of the prefixes that are computed: the worker's default bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way of running the same weights. The first of a run is what the others are compared with."""
+
+    compute_dtype: ComputeDtype
+    kv_dtype: KvDtype
+    graphs: bool = False
+    """From captured graphs, where the back end can be captured."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.compute_dtype}, K,V {self.kv_dtype}" + (", graphs" if self.graphs else "")
+
+    @property
+    def matrix_dtype(self) -> torch.dtype:
+        """Of the matrix products, and so of the peak that they are held against."""
+        return torch.float32 if self.compute_dtype is ComputeDtype.FLOAT32 else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured of each variant. Appends and batches are measured on the longest prefix."""
+
+    prefixes: tuple[int, ...]
+    candidates: tuple[int, ...]
+    appends: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+class SideBySide:
+    """Engines of one shape, one a variant, on one device."""
+
+    def __init__(self, shape: str, variants: Sequence[Variant], sizes: Sizes, device: Device) -> None:
+        self._shape = shape
+        self._sizes = sizes
+        self._device = device
+        longest = max(sizes.prefixes) + max(sizes.appends, default=0)
+        self.config: ModelConfig = SHAPES[shape].config(longest, max(sizes.candidates))
+        checkpoint = random_checkpoint(self.config, seed=0)
+        self._meters: dict[Variant, EngineMeter] = {}
+        self._backends: dict[str, str] = {}
+        for variant in variants:
+            engine = build_engine(
+                checkpoint, device, variant.kv_dtype, PAGE_TOKENS, variant.compute_dtype, variant.graphs
+            )
+            bind_own_arena(engine, max(1, *sizes.batches), longest)
+            self._meters[variant] = EngineMeter(engine)
+            self._backends[variant.name] = engine.backend
+        self.times = Times()
+        self._peaks: dict[torch.dtype, list[float]] = {variant.matrix_dtype: [] for variant in variants}
+
+    def run(self, rounds: int, on_step: Callable[[str], None]) -> None:
+        """The first round warms up, and is forgotten."""
+        for number in range(rounds + 1):
+            for dtype, rates in self._peaks.items():
+                rates.append(matrix_peak_gflops(dtype, self._device))
+            for variant, meter in self._meters.items():
+                on_step(f"round {number} of {rounds}, {variant.name}")
+                for point, duration_us in self._round(variant, meter):
+                    if number:
+                        self.times.add(point, duration_us)
+
+    def _round(self, variant: Variant, meter: EngineMeter) -> Iterator[tuple[Point, float]]:
+        def point(stage: Stage, prefix: int, new: int = 0, candidates: int = 0, requests: int = 1) -> Point:
+            return Point(self._shape, variant.name, stage, requests, prefix, new, candidates)
+
+        for tokens in self._sizes.prefixes:
+            computed_us = sum(chunk.duration_us for chunk in meter.prefix(tokens, CHUNK_TOKENS))
+            yield point(Stage.PRE_INFER, tokens, tokens), computed_us
+            for count in self._sizes.candidates:
+                hit_us = meter.rank(tokens, count).duration_us
+                yield point(Stage.HIT, tokens, 0, count), hit_us
+                yield point(Stage.FULL, tokens, tokens, count), computed_us + hit_us
+        longest = max(self._sizes.prefixes)
+        for new in self._sizes.appends:
+            yield point(Stage.APPEND, longest, new), meter.append(longest, new).duration_us
+        for requests in self._sizes.batches:
+            for count in self._sizes.candidates:
+                yield point(Stage.HIT, longest, 0, count, requests), meter.rank(longest, count, requests).duration_us
+
+    def profiles(self) -> dict[str, list[Share]]:
+        """Where pre-infer and ranking on the longest prefix spend their time, for each variant."""
+        longest, candidates = max(self._sizes.prefixes), min(self._sizes.candidates)
+        found = {}
+        for variant, meter in self._meters.items():
+            works: dict[str, Callable[[], object]] = {
+                "pre-infer": partial(meter.prefix, longest, CHUNK_TOKENS),
+                "hit": partial(meter.rank, longest, candidates),
+            }
+            for name, work in works.items():
+                found[f"{name}, {variant.name}"] = shares(self._device, work)
+        return found
+
+    def figures(self) -> list[Figure]:
+        """One a point, in order."""
+        peaks = {variant.name: statistics.median(self._peaks[variant.matrix_dtype]) for variant in self._meters}
+        measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return [self._figure(point, peaks, measured_at) for point in self.times.points()]
+
+    def _figure(self, point: Point, peaks: Mapping[str, float], measured_at: str) -> Figure:
+        times = self.times.of(point)
+        median_us = statistics.median(times)
+        gflops = self._flops(point) / median_us / 1e3
+        return Figure(
+            measured_at=measured_at,
+            machine=f"{self._device.description}, Python {platform.python_version()}, {os.cpu_count()} cores",
+            torch=str(torch.__version__),
+            threads=torch.get_num_threads(),
+            backend=self._backends[point.variant],
+            shape=point.shape,
+            variant=point.variant,
+            stage=point.stage,
+            requests=point.requests,
+            prefix_tokens=point.prefix_tokens,
+            new_tokens=point.new_tokens,
+            candidates=point.candidates,
+            rounds=len(times),
+            median_us=round(median_us, 1),
+            least_us=round(min(times), 1),
+            gflops=round(gflops, 1),
+            share_of_peak=round(gflops / peaks[point.variant], 3),
+        )
+
+    def _flops(self, point: Point) -> float:
+        config = self.config
+        match point.stage:
+            case Stage.PRE_INFER:
+                return append_flops(config, 0, point.prefix_tokens)
+            case Stage.APPEND:
+                return append_flops(config, point.prefix_tokens, point.new_tokens)
+            case Stage.HIT:
+                return point.requests * rank_flops(config, point.prefix_tokens, point.candidates)
+            case Stage.FULL:
+                return append_flops(config, 0, point.prefix_tokens) + rank_flops(
+                    config, point.prefix_tokens, point.candidates
+                )

@@ -1,0 +1,69 @@
+"""The models that are measured: shapes of published benchmarks, random weights, and what they cost in arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.options import Activated, OutputForm
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a stack of HSTU layers. Dimensions are per head."""
+
+    embedding_dim: int
+    num_layers: int
+    num_heads: int
+    attention_dim: int
+    hidden_dim: int
+    activated: Activated = Activated.U
+    output_form: OutputForm = OutputForm.U_A_UNORM
+
+    def config(self, longest_prefix: int, most_candidates: int) -> ModelConfig:
+        """A model of this shape."""
+        return ModelConfig(
+            embedding_dim=self.embedding_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            attention_dim=self.attention_dim,
+            hidden_dim=self.hidden_dim,
+            activated=self.activated,
+            output_form=self.output_form,
+            normalizer=float(longest_prefix),
+            vocabulary_size=10_000,
+            num_actions=8,
+            num_positions=longest_prefix + 128,
+            max_prefix_behaviours=longest_prefix,
+            max_candidates=most_candidates,
+        )
+
+
+SHAPES: Mapping[str, Shape] = {
+    "small": Shape(256, 4, 4, 64, 64),
+    "dlrm-v3": Shape(512, 5, 4, 128, 128),
+    "nvidia": Shape(1024, 8, 4, 256, 256, Activated.UVQK, OutputForm.UNORM),
+}
+"""`dlrm-v3`: Meta's, 10 KiB of bf16 K,V a token; `nvidia`: that of NVIDIA's HSTU benchmark, 32 KiB a token."""
+
+
+def rows_flops(config: ModelConfig, rows: int) -> float:
+    """Floating-point operations of the two projections of `rows` rows, all layers."""
+    per_row = config.embedding_dim * (config.projection_width + config.output_width)
+    return 2.0 * config.num_layers * rows * per_row
+
+
+def attention_flops(config: ModelConfig, visible_pairs: float) -> float:
+    """Of scores and weighted sums over so many (row, key) pairs, all layers and heads; SiLU is not counted."""
+    return 2.0 * config.num_layers * config.num_heads * (config.attention_dim + config.hidden_dim) * visible_pairs
+
+
+def append_flops(config: ModelConfig, cached: int, new: int) -> float:
+    """Of `new` prefix tokens after `cached`: row i sees the cached ones and i + 1 new ones."""
+    return rows_flops(config, new) + attention_flops(config, new * cached + new * (new + 1) / 2)
+
+
+def rank_flops(config: ModelConfig, prefix: int, scored: int) -> float:
+    """Of ranking `scored` rows on a cached prefix, each taken to see all of it and itself."""
+    return rows_flops(config, scored) + attention_flops(config, scored * (prefix + 1.0))

@@ -1,0 +1,33 @@
+"""The commands of `relaygr`, one module each, imported only when it is called.
+
+`relaygr --help` reads this table alone, and `relaygr topics` never imports torch. A command is a
+`typer.Typer` or one function, named here as `module:attribute`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """Where a command lives, and its line in `relaygr --help`."""
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, CommandSpec] = {
+    "demo": CommandSpec("relaygr.cli.demo:demo", "Run it all here, relay on and relay off, and compare."),
+    "topics": CommandSpec("relaygr.cli.topics:app", "Create the topics, or check them."),
+    "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank."),
+    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide what is pre-inferred."),
+    "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers."),
+    "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
+    "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds."),
+    "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint."),
+    "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace."),
+    "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device and fit its latency model."),
+    "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check our layer against a file of test vectors."),
+    "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and where each came from."),
+}  # fmt: skip

@@ -1,0 +1,22 @@
+"""Entry point of `relaygr` and `python -m relaygr`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line. A publisher may have installed the schemas alone, without what commands need."""
+    try:
+        from relaygr.cli.app import app
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"{error.name} is not installed: pip install 'relaygr[streams]'.")
+    app()
+
+
+if __name__ == "__main__":
+    main()

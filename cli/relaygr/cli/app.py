@@ -1,0 +1,97 @@
+"""The root command: finds the command that is called, imports only that one, and says errors in a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from relaygr.cli import COMMANDS
+from relaygr.runtime.errors import RelayError
+
+EXTRAS = {
+    "pydantic": "streams",
+    "yaml": "streams",
+    "confluent_kafka": "streams",
+    "faust": "streams",
+    "aiokafka": "streams",
+    "prometheus_client": "streams",
+    "structlog": "streams",
+    "starlette": "streams",
+    "uvicorn": "streams",
+    "lmdb": "workers",
+    "psutil": "workers",
+    "safetensors": "workers",
+    "torch": "workers",
+    "matplotlib": "bench",
+    "scipy": "bench",
+    "testcontainers": "bench",
+    "torch_npu": "npu",
+}
+"""Which extra brings a library that is missing."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table, and imports one when it is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, spec in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=spec.help), name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and name in COMMANDS:
+            command = _load(name)
+        return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RelayError as error:
+            _complain(str(error))
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            _complain(f"{error.name} is not installed: pip install 'relaygr[{extra}]'.")
+        raise typer.Exit(1)
+
+
+app = typer.Typer(cls=LazyGroup, name="relaygr", pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"relaygr {importlib.metadata.version('relaygr')}")
+        raise typer.Exit()
+
+
+@app.callback(no_args_is_help=True)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Relay-race inference for generative ranking, on Kafka."""
+
+
+def _load(name: str) -> Any:
+    """The command object of a name in the table."""
+    module_name, _, attribute = COMMANDS[name].target.partition(":")
+    target = getattr(importlib.import_module(module_name), attribute)
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(name)(target)
+        target = single
+    command = typer.main.get_command(target)
+    command.name = name
+    return command
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, style="red", markup=False, soft_wrap=True)

@@ -1,0 +1,181 @@
+"""`relaygr cache`: tries eviction policies and sizes on recorded or made traffic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.cli.cache_trace import trace
+from relaygr.replay.bound import HitBound
+from relaygr.replay.demand import Passage, demands_of
+from relaygr.replay.link import LinkSpeed
+from relaygr.replay.run import Arena, Candidate, Outcome
+from relaygr.replay.side_by_side import replay_all
+from relaygr.replay.tables import tables_of
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.cache.policies import PolicyName, TierPolicies
+from relaygr.worker.cache.trace import TraceHeader, TraceReader
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Try eviction policies on a trace.")
+app.command()(trace)
+
+_GIB = 2**30
+_ASSUMED = LatencyCoefficients(
+    a0=1_000, a1=5.0, a2=5e-4, b0=1_000, b1=5.0, b2=5e-4, c0=1_000, c1=5.0, c2=5e-4, d0=30, d1=5e-5
+)  # fmt: skip
+"""Where neither trace nor command line says what the device takes: some accelerator, roughly."""
+
+
+@app.command("replay")
+def replay_command(
+    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Of worker.cache_trace, or `cache trace`.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(PolicyName)}; or HBM's/DRAM's. Repeat it.", show_default="all"),
+    ] = None,
+    hbm: Annotated[
+        list[str] | None, typer.Option(help="Size, such as 1GiB. Repeat it.", show_default="as recorded")
+    ] = None,
+    dram: Annotated[list[str] | None, typer.Option(help="Likewise; 0 for none.", show_default="as recorded")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture to write.", show_default=False)] = None,
+    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="Of policy ttl.", show_default="as recorded")] = None,
+    link_gib_s: Annotated[float, typer.Option(min=0.001, help="Speed of copies between the tiers, GiB/s.")] = 20.0,
+    link_delay_us: Annotated[float, typer.Option(min=0, help="What a copy takes besides.")] = 30.0,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of `relaygr calibrate`.", show_default="as recorded")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Look-ups to replay at most, from the first.")] = 1_000_000,
+) -> None:
+    """Replay a trace against other policies and sizes, and compare.
+
+    A hit is a visit that found all of its prefix that the user's visit before had left; the rest is computed.
+    The bound is no policy: see docs/cache-policies.md.
+    """
+    console = Console(highlight=False)
+    reader = TraceReader(trace_file)
+    header = reader.header
+    coefficients = _coefficients(console, header, calibration)
+    speed = LinkSpeed(link_delay_us, link_gib_s * _GIB / 1e6)
+    arena = Arena(header.geometry, header.layout, LatencyModel(coefficients), speed)
+    ttl_us = header.ttl_us if ttl_s is None else round(ttl_s * 1e6)
+    pairs = (
+        [_policies(text, ttl_us) for text in policy]
+        if policy
+        else [TierPolicies(name, name, ttl_us) for name in PolicyName]
+    )
+    hbm_sizes = [_size("--hbm", text) for text in hbm] if hbm else [header.hbm_pages * header.geometry.kv.page_bytes]
+    dram_sizes = [_size("--dram", text) for text in dram] if dram else [header.dram_pages * header.geometry.page_bytes]
+    if min(hbm_sizes) < header.geometry.kv.page_bytes:
+        raise RelayError(f"--hbm holds no page of {header.geometry.kv.page_bytes} bytes: give more.")
+    candidates = [
+        Candidate(policies, hbm_bytes, dram_bytes)
+        for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
+    ]
+    passage, bound = _look_through(reader, limit)
+    if not passage.demands:
+        raise RelayError(f"The trace {trace_file} holds no look-ups yet: there is nothing to replay.")
+    _describe(console, trace_file, header, passage, limit)
+    outcomes = _replay_all(trace_file, passage.demands, arena, candidates)
+    if any(one.visits != bound.visits for one in outcomes):
+        raise RelayError(f"The trace {trace_file} became another one while it was replayed: try again with a copy.")
+    for table in tables_of(outcomes, bound, arena):
+        console.print()
+        console.print(table)
+    console.print(
+        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something: those "
+        f"are hits if they found it. Computed: share of the {outcomes[0].asked_tokens:,} tokens asked for, first "
+        "visits and growth included. Evicted: from HBM + from DRAM. Bound: no policy can be above.",
+        soft_wrap=True,
+    )
+    if plot is not None:
+        # Takes a second to import, and is not needed without it.
+        from relaygr.replay.plots import save_plot
+
+        save_plot(plot, outcomes, bound, arena)
+        console.print(f"plot written to {plot}", soft_wrap=True)
+
+
+def _coefficients(console: Console, header: TraceHeader, calibration: Path | None) -> LatencyCoefficients:
+    if calibration is not None:
+        # Brings torch with it.
+        from relaygr.worker.calibration import load_calibration
+
+        return load_calibration(calibration).coefficients
+    if header.latency is not None:
+        return header.latency
+    console.print(
+        "The trace does not say what its device takes; a pre-infer of 1,000 tokens is taken for "
+        f"{LatencyModel(_ASSUMED).pre_us(1000) / 1000:.1f} ms. Give --calibration for better.",
+        soft_wrap=True,
+    )
+    return _ASSUMED
+
+
+def _look_through(reader: TraceReader, limit: int) -> tuple[Passage, HitBound]:
+    """What the trace holds by now, and what no policy could have beaten."""
+    passage = Passage()
+    with _progress(TaskProgressColumn()) as progress:
+        task = progress.add_task("reading", total=reader.size_bytes)
+        records = reader.records(lambda done: progress.update(task, completed=done))
+        demands = passage.of(itertools.islice(demands_of(records), limit))
+        return passage, HitBound(demands, reader.header.layout, reader.header.geometry.kv.page_tokens)
+
+
+def _replay_all(path: Path, demands: int, arena: Arena, candidates: Sequence[Candidate]) -> list[Outcome]:
+    with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+        task = progress.add_task("replaying", total=demands * len(candidates))
+        return replay_all(path, demands, arena, candidates, lambda done: progress.update(task, completed=done))
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    return Progress(*shown, console=Console(stderr=True), transient=True)
+
+
+def _describe(console: Console, path: Path, header: TraceHeader, passage: Passage, limit: int) -> None:
+    kv = header.geometry.kv
+    console.print(
+        f"{path}: {passage.demands:,} look-ups by {passage.users:,} users in {passage.seconds:,.0f} s; "
+        f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens",
+        soft_wrap=True,
+    )
+    if passage.demands == limit:
+        console.print(f"The first {limit:,} look-ups only: give --limit for more.")
+
+
+def _policies(text: str, ttl_us: int) -> TierPolicies:
+    names = text.split("/")
+    try:
+        hbm, dram = (PolicyName(name) for name in (names if len(names) == 2 else (text, text)))
+    except ValueError:
+        known = ", ".join(PolicyName)
+        raise RelayError(f"--policy {text}: give one of {known}, or two of them as HBM/DRAM.") from None
+    return TierPolicies(hbm, dram, ttl_us)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise RelayError(f"{option} {text} is not a size: write it as 512MiB or 8GiB.") from None
+
+
+def _share(count: int, of: int) -> str:
+    return f"{100 * count / max(1, of):.1f} %"

@@ -1,0 +1,94 @@
+"""`relaygr calibrate`: measures a model on this machine, and writes the file that workers take their times from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, save_calibration
+from relaygr.worker.calibration import calibrate as measure
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.model.engine import DEFAULT_PAGE_TOKENS, load_engine
+from relaygr.worker.model.precision import ComputeDtype
+
+
+def calibrate(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    out: Annotated[Path | None, typer.Option(help="File to write (JSON).", show_default="print only")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
+    compute_dtype: Annotated[
+        ComputeDtype, typer.Option(help="Element type of the model's products.")
+    ] = ComputeDtype.FLOAT32,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Forwards from captured graphs, as worker.cuda_graphs.")
+    ] = False,
+    page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads, as the worker will have.")] = 1,
+    budget_s: Annotated[float, typer.Option(min=0.1, help="How long to measure, seconds.")] = 30.0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, as a worker does at its start.")] = False,
+) -> None:
+    """Measure a device and fit its latency model."""
+    console = Console(highlight=False)
+    engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype, cuda_graphs)
+    bind_own_arena(engine)
+    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=1.0)
+        calibration = measure(
+            engine,
+            QUICK_BUDGET_S if quick else budget_s,
+            lambda share, text: progress.update(bar, completed=share, description=text),
+        )
+    _print(console, calibration)
+    if out is not None:
+        save_calibration(calibration, out)
+        console.print(f"\nwritten to {out}; give it to workers as worker.calibration", soft_wrap=True)
+
+
+def _print(console: Console, calibration: Calibration) -> None:
+    machine, model = calibration.machine, calibration.model
+    console.print(
+        f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {machine.torch_version}, "
+        f"attention by {machine.backend}, "
+        f"products in {machine.compute_dtype}, K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("prefix", "scored", "T_pre", "T_full", "T_hit", "full / hit", "T_full fitted", "T_hit fitted"):
+        table.add_column(name, justify="right")
+    hits = {(point.prefix_tokens, point.scored_tokens): point.duration_us for point in calibration.hit}
+    for point in calibration.full:
+        n, m = point.prefix_tokens, point.scored_tokens
+        hit_us = hits[n, m]
+        table.add_row(
+            f"{n:,}",
+            f"{m:,}",
+            _ms(point.duration_us - hit_us),
+            _ms(point.duration_us),
+            _ms(hit_us),
+            f"{point.duration_us / hit_us:.1f}",
+            _ms(model.full_us(n, m)),
+            _ms(model.hit_us(n, m)),
+        )
+    console.print(table)
+    c = calibration.coefficients
+    console.print(
+        f"T_full = {c.a0:.0f} + {c.a1:.3g} (n+m) + {c.a2:.3g} (n+m)²   "
+        f"T_pre = {c.b0:.0f} + {c.b1:.3g} n + {c.b2:.3g} n²\n"
+        f"T_hit = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n+m) + {c.c3:.3g} n   "
+        f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)",
+        soft_wrap=True,
+    )
+
+
+def _ms(duration_us: float) -> str:
+    return f"{duration_us / 1e3:,.2f} ms"

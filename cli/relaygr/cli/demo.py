@@ -1,0 +1,65 @@
+"""`relaygr demo` runs everything on this machine, relay on and relay off, and compares."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.demo.plan import Wishes
+from relaygr.demo.run import DemoOptions, run_demo
+
+DEFAULTS = (
+    "log.level=warning",
+    "gateway.duration_s=24",
+    "gateway.users=60",
+    "gateway.history_median=1024",
+    "gateway.history_max=2048",
+    "gateway.items=5000",
+)
+"""What the demo wants other than the settings' own defaults; `--set` goes before these."""
+
+
+def demo(
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+    broker: Annotated[
+        str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT", help="Which broker to use.")
+    ] = "auto",
+    interactions: Annotated[
+        Path | None, typer.Option(help="An interaction log: real histories.", show_default=False)
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint of your own.", show_default="a random one")] = None,
+    deadline_ms: Annotated[int | None, typer.Option(min=1, show_default="from the calibration")] = None,
+    lead_ms: Annotated[int | None, typer.Option(min=0, show_default="from the calibration")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.1, help="Impressions/s.", show_default="by calibration")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Length of each run.", show_default="24")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the cluster given.")] = False,
+) -> None:
+    """Run the whole relay here: broker, trigger, two workers and a gateway, with the relay on, then off.
+
+    Ends with 1 if a request is lost, if cached scores differ from full ones, or if the run did not show
+    what it should.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    wanted = list(DEFAULTS)
+    if interactions is not None:
+        wanted.append(f"gateway.interactions={interactions}")
+    if seconds is not None:
+        wanted.append(f"gateway.duration_s={seconds}")
+    settings = load_settings(config, bootstrap, [*wanted, *(overrides or [])])
+    options = DemoOptions(broker, Wishes(deadline_ms, lead_ms, rate), model, keep, yes)
+    result = run_demo(Console(highlight=False), settings, options)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _end(number: int, _: object) -> None:
+    """Ends as Ctrl-C does: everything that was started is stopped, and its folder removed."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,107 @@
+"""`relaygr gateway` drives traffic: histories, retrieval events and ranking requests, and records the answers."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.client import RelayClient
+from relaygr.interactions import read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.interpreter import settle
+from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.traffic.gateway import Gateway
+from relaygr.traffic.population import LoggedPopulation, MadePopulation, Population
+from relaygr.traffic.records import Record, RecordWriter, read_records
+from relaygr.traffic.settings import TrafficSettings
+
+log = structlog.get_logger()
+
+REFERENCE_BUDGET_MS = 60_000
+
+
+def gateway(
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write one JSON line an impression to this file.", show_default=False)
+    ] = None,
+    reference_of: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rank impressions of an earlier run's records again, without a deadline.", show_default=False
+        ),
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="How many of them at most, spread evenly.")] = 240,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests in flight of such a run.")] = 4,
+) -> None:
+    """Drive open-loop traffic of returning users against the cluster, and record what comes back."""
+    settings = load_settings(config, bootstrap, overrides)
+    population = population_of(settings.gateway)
+    writer = RecordWriter(out) if out is not None else None
+    player = Gateway(
+        partial(RelayClient, settings, settings.gateway.gateway_id, settings.client),
+        settings.gateway,
+        population,
+        writer.write if writer is not None else _ignore,
+        settings.client.lost_after_ms / 1000,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: player.stop())
+    probes = ProbeServer(
+        settings.gateway.http_host,
+        settings.gateway.http_port,
+        lambda: Readiness((Check("playing", True, f"{player.recorded} requests recorded"),)),
+    )
+    settle()
+    probes.start()
+    log.info(
+        "gateway started",
+        gateway_id=settings.gateway.gateway_id,
+        users=population.size,
+        rate_per_s=settings.gateway.rate_per_s,
+        relay=settings.gateway.relay,
+        metrics=f"http://{probes.host}:{probes.port}/metrics",
+    )
+    try:
+        if reference_of is None:
+            player.play()
+        else:
+            player.replay(_sample(reference_of, sample), REFERENCE_BUDGET_MS, at_once)
+    finally:
+        if writer is not None:
+            writer.close()
+        probes.stop()
+    log.info("gateway stopped", recorded=player.recorded)
+
+
+def population_of(settings: TrafficSettings) -> Population:
+    """The users of the settings. Raises RelayError for an interaction log that cannot be used."""
+    if settings.interactions is None:
+        return MadePopulation(settings)
+    try:
+        return LoggedPopulation(read_interactions(settings.interactions), settings)
+    except ValueError as error:
+        raise RelayError(f"{settings.interactions}: {error}") from error
+
+
+def _sample(path: Path, size: int) -> frozenset[int]:
+    """Numbers of ranked, untruncated impressions, spread evenly over the run."""
+    numbers = sorted(
+        record.number
+        for record in read_records(path)
+        if record.scores is not None and record.path != "truncated" and not record.history_stale
+    )
+    step = max(1.0, len(numbers) / size)
+    return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))
+
+
+def _ignore(_: Record) -> None:
+    """Without a file the metrics tell."""

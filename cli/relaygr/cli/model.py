@@ -1,0 +1,273 @@
+"""`relaygr model init` makes a random checkpoint, `convert` one of somebody else's; `show` says what one holds, and
+`check-dram` what a DRAM tier in fewer bits would cost it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.cli.model_check_dram import check_dram_command
+from relaygr.cli.model_convert import convert_command
+from relaygr.cli.texts import parse_task
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
+from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm
+from relaygr.worker.model.presets import Preset, preset_fields
+from relaygr.worker.model.rules import rules_of
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
+app.command("convert")(convert_command)
+app.command("check-dram")(check_dram_command)
+
+_MIB = 2**20
+_BESIDE_CONFIG = frozenset({"out", "config", "items", "seed", "force"})
+"""Parameters of `init` that go with a configuration file."""
+_OPTION_OF = {"family": "null", "num_actions": "actions", "num_positions": "positions"}
+"""Parameters of `init` that are named otherwise than the fields of a configuration that they say."""
+
+
+@app.command()
+def init(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Items 0 to this - 1; or give --items.", show_default="10000")
+    ] = None,
+    items: Annotated[
+        Path | None, typer.Option(help="Item ids: one whole number a line, or a .npy of int64.", show_default=False)
+    ] = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="The form of a well-known ranker; other options say its sizes, and go first."),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 128,
+    attention_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
+    hidden_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
+    normalizer: Annotated[
+        float | None, typer.Option(help="N, one constant.", show_default="the longest prefix + suffix")
+    ] = None,
+    activated: Annotated[Activated, typer.Option(help="Which projections take SiLU.")] = Activated.U,
+    output_form: Annotated[OutputForm, typer.Option(help="What the output projection reads.")] = OutputForm.U_A_UNORM,
+    group_norm: Annotated[bool, typer.Option("--group-norm", help="Output norm per head.")] = False,
+    actions: Annotated[int, typer.Option(min=0, help="Action codes 0 to this - 1; 0: not used.")] = 16,
+    positions: Annotated[
+        int | None, typer.Option(min=0, help="Rows of the position table.", show_default="longest prefix + suffix + 1")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=CARDINALITY", help="A contextual feature; may be repeated.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:binary|:regression]", help="A task; may be repeated.", show_default="click"),
+    ] = None,
+    readout_hidden: Annotated[
+        list[int] | None, typer.Option(min=1, help="Width of a hidden layer of the read-out; may be repeated.")
+    ] = None,
+    max_prefix: Annotated[int, typer.Option(min=8, help="Longest prefix, behaviours.")] = 8192,
+    max_suffix: Annotated[int, typer.Option(min=0, help="Longest suffix, behaviours.")] = 128,
+    max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A config.json (docs/model.md) in place of the options of sizes and forms."),
+    ] = None,
+    null: Annotated[
+        bool, typer.Option("--null", help="A model that computes nothing, to measure the pipeline.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a checkpoint that is there.")] = False,
+) -> None:
+    """Make a random checkpoint."""
+    if items is not None and vocabulary is not None:
+        raise RelayError("Give --items or --vocabulary, not both.")
+    if (out / CONFIG_FILE).exists() and not force:
+        raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
+    item_ids = None if items is None else read_item_ids(items)
+    if config is not None:
+        _refuse_beside_config(context)
+        _save_random(out, read_config_file(config), seed, item_ids)
+        return
+    places = max_prefix + max_suffix
+    form = {} if preset is None else preset_fields(preset, dim, places)
+    made = _config(
+        {
+            "family": Family.NULL if null else Family.HSTU,
+            "embedding_dim": dim,
+            "num_heads": heads,
+            "attention_dim": attention_dim or max(1, dim // heads),
+            "hidden_dim": hidden_dim or max(1, dim // heads),
+            "num_layers": layers,
+            "normalizer": float(places) if normalizer is None else normalizer,
+            "activated": activated,
+            "output_form": output_form,
+            "group_norm": group_norm,
+            "vocabulary_size": item_ids.size if item_ids is not None else vocabulary or 10_000,
+            "num_actions": actions,
+            "num_positions": places + 1 if positions is None else positions,
+            "contextual_features": [_feature(text) for text in feature or ()],
+            "tasks": [parse_task(text) for text in task or ("click",)],
+            "readout_hidden": readout_hidden or (),
+            "max_prefix_behaviours": max_prefix,
+            "max_suffix_behaviours": max_suffix,
+            "max_candidates": max_candidates,
+        }
+        | {name: value for name, value in form.items() if not _is_given(context, _OPTION_OF.get(name, name))}
+    )
+    _save_random(out, made, seed, item_ids)
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
+    """Check a checkpoint and say what it holds."""
+    _print_checkpoint(load_checkpoint(path), path)
+
+
+def _refuse_beside_config(context: typer.Context) -> None:
+    """Raises RelayError for options that a configuration file stands for."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in _BESIDE_CONFIG and _is_given(context, name)
+    ]
+    if given:
+        raise RelayError(f"--config says what the model is: leave out {', '.join(given)}.")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _save_random(out: Path, config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None) -> None:
+    random = random_checkpoint(config, seed, item_ids)
+    _print_checkpoint(save_checkpoint(out, config, random.tensors), out)
+
+
+def read_item_ids(path: Path) -> NDArray[np.int64]:
+    """Distinct item ids of a file, rising. Raises RelayError that names the line that is not a whole number."""
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, allow_pickle=False)
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise RelayError(f"{path} holds {ids.dtype} {list(ids.shape)}, not one row of whole numbers.")
+            found = ids.astype(np.int64)
+        else:
+            with path.open(encoding="utf-8") as lines:
+                found = np.fromiter((_item_id(path, number, line) for number, line in enumerate(lines, 1)), np.int64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RelayError(f"{path} cannot be read as item ids: {error}.") from error
+    if found.size == 0:
+        raise RelayError(f"{path} holds no item id.")
+    return np.unique(found)
+
+
+def _item_id(path: Path, number: int, line: str) -> int:
+    try:
+        return int(line)
+    except ValueError as error:
+        raise RelayError(f"{path}, line {number}: {line.strip()!r} is not a whole number; one id a line.") from error
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        raise RelayError(f"This is not a model: {describe_problems(error)}.") from error
+
+
+def _feature(text: str) -> dict[str, str]:
+    name, equals, cardinality = text.partition("=")
+    if not (name and equals and cardinality.isdecimal()):
+        raise RelayError(f"--feature {text}: write NAME=CARDINALITY, such as country=250.")
+    return {"name": name, "cardinality": cardinality}
+
+
+def _layer(config: ModelConfig) -> str:
+    if config.family is Family.SOFTMAX:
+        return f"soft-max, MLP {config.mlp_dim}"
+    return f"SiLU on {config.activated}, output {config.output_form}"
+
+
+def _inputs(config: ModelConfig) -> str:
+    if config.dlrm_inputs is not None:
+        return f"{config.inputs}, {len(config.dlrm_inputs.action_weights)} kinds of action"
+    return f"{config.inputs}, {config.num_actions:,} actions" if config.num_actions else "items alone"
+
+
+def _describe(feature: ContextualFeature) -> str:
+    tokens = f", {feature.tokens} tokens" if feature.tokens > 1 else ""
+    return f"{feature.name} ({feature.cardinality:,}{tokens})"
+
+
+def _attention(config: ModelConfig) -> str:
+    """What the mask and the bias have beyond the plain ones."""
+    parts = {
+        "contextual tokens see the whole history": config.contextual_mask,
+        f"keys at most {config.max_attn_len} places back": config.max_attn_len,
+        f"the newest {config.min_full_attn_len} rows see all": config.min_full_attn_len,
+        f"candidates in groups of {config.target_group_size}": config.target_group_size > 1,
+        "relative bias": config.relative_bias is not None,
+    }
+    return ", ".join(text for text, is_asked in parts.items() if is_asked) or "the plain mask"
+
+
+def _rules(config: ModelConfig) -> str:
+    rules = rules_of(config)
+    return ", ".join(
+        (
+            "may grow" if rules.grows else "never grow",
+            "computed in any chunks" if rules.chunks else "computed in one piece",
+            "good for one query time" if rules.uses_query_time else "good at any time",
+        )
+    )
+
+
+def _widths(config: ModelConfig) -> str:
+    return " to ".join(str(width) for width in (config.embedding_dim, *config.readout_hidden, len(config.tasks)))
+
+
+def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    config = checkpoint.config
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+
+    def row(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    row("checkpoint", str(path))
+    row("revision", checkpoint.revision)
+    row("family", str(config.family))
+    row("layers", f"{config.num_layers} of {config.num_heads} heads, q.k {config.attention_dim}, v {config.hidden_dim}")
+    row("width", str(config.embedding_dim))
+    row("N", "none" if config.normalizer is None else f"{config.normalizer:g}")
+    row("layer form", _layer(config))
+    row("attention", _attention(config))
+    row("prefixes", _rules(config))
+    row("items", f"{config.vocabulary_size:,}")
+    row("inputs", _inputs(config))
+    row("positions", f"{config.num_positions:,}, from the {config.position_origin}" if config.num_positions else "none")
+    row("times", f"{config.num_times:,}, {config.time_encoding} of the age" if config.num_times else "none")
+    row("features", ", ".join(_describe(feature) for feature in config.contextual_features) or "none")
+    row("read-out", f"{config.readout}, norm {config.readout_norm}, MLP {_widths(config)}")
+    row("tasks", ", ".join(f"{task.name} ({task.kind})" for task in config.tasks))
+    row(
+        "limits",
+        f"{config.max_prefix_behaviours:,} prefix and {config.max_suffix_behaviours:,} suffix behaviours, "
+        f"{config.max_candidates:,} candidates",
+    )
+    row("parameters", f"{checkpoint.num_parameters:,}, {checkpoint.weights_bytes / _MIB:,.1f} MiB")
+    for dtype in KvDtype:
+        geometry = config.geometry(1, dtype)
+        longest = config.layout().tokens(config.max_prefix_behaviours) * geometry.bytes_per_token
+        row(f"K,V in {dtype}", f"{geometry.bytes_per_token:,} bytes a token, longest prefix {longest / _MIB:,.1f} MiB")
+    Console(highlight=False).print(table)

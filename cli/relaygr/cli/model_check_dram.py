@@ -1,0 +1,89 @@
+"""`relaygr model check-dram MODEL`: what a DRAM tier in fewer bits would cost this model's scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.interactions.reading import read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.dram_check import TOP_K, DramError, SampleUser, made_sample, measure_dram_error
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+from relaygr.worker.model.engine import DEFAULT_PAGE_TOKENS, Engine, load_engine
+from relaygr.worker.settings import WorkerSettings
+
+EXIT_ABOVE = 1
+CANDIDATES = 100
+_DEFAULTS = WorkerSettings.model_fields
+
+
+def check_dram_command(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    dram_kv_dtype: Annotated[
+        DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
+    ] = DramKvDtype.INT8,
+    interactions: Annotated[
+        Path | None,
+        typer.Option(help="Interaction log to take histories from.", show_default="histories made by chance"),
+    ] = None,
+    users: Annotated[int | None, typer.Option(min=1, help="How many users.", show_default="4 made, 100 read")] = None,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.FLOAT32,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    max_score_error: Annotated[float, typer.Option(min=0.0, help="As worker.dram_max_score_error.")] = float(
+        _DEFAULTS["dram_max_score_error"].default
+    ),
+    min_topk_overlap: Annotated[float, typer.Option(min=0.0, max=1.0, help="As worker.dram_min_topk_overlap.")] = float(
+        _DEFAULTS["dram_min_topk_overlap"].default
+    ),
+) -> None:
+    """Measure what a DRAM tier in fewer bits changes in a model's scores. Ends with 1 beyond the limits."""
+    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
+    made, candidates = made_sample(model, users or 4)
+    if interactions is not None:
+        made, candidates = _read_sample(interactions, engine, users or 100)
+    error = measure_dram_error(engine, dram_kv_dtype, made, candidates)
+    within = error.max_score_error <= max_score_error and error.topk_overlap >= min_topk_overlap
+    _print(engine, dram_kv_dtype, error, max_score_error, min_topk_overlap)
+    if not within:
+        raise typer.Exit(EXIT_ABOVE)
+
+
+def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
+    """Users of a log by chance, with their newest behaviours, and candidates from the log's items."""
+    read, random = read_interactions(path), np.random.default_rng(0)
+    if not read.users:
+        raise RelayError(f"{path} holds no user's interactions.")
+    chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
+    longest = engine.limits.max_prefix_behaviours
+    items = np.unique(read.behaviours.items)
+    candidates = random.choice(items, min(CANDIDATES, engine.limits.max_candidates, items.size), replace=False)
+    features = np.empty(0, np.int64)
+    return [SampleUser(features, read.of(int(index))[-longest:]) for index in chosen], candidates
+
+
+def _print(
+    engine: Engine, dtype: DramKvDtype, error: DramError, max_score_error: float, min_topk_overlap: float
+) -> None:
+    console = Console(highlight=False)
+    geometry = DramGeometry(engine.geometry, dtype)
+    times = engine.geometry.page_bytes / geometry.page_bytes
+    console.print(
+        f"K,V {engine.geometry.dtype} on the device, {dtype} in DRAM: {times:.2f} times as many prefixes in the same "
+        f"memory; {error.users} users, {error.candidates} candidates each",
+        soft_wrap=True,
+    )
+    table = Table("", "measured", "limit")
+    table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
+    table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
+    table.add_row(
+        f"of the top {TOP_K}, the part that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
+    )
+    console.print(table)
+    console.print("Changes are parts of the largest score of the same user and task.", soft_wrap=True)

@@ -1,0 +1,192 @@
+"""`relaygr model convert SOURCE OUT --from meta|nvidia|research`: a checkpoint of someone else's model as ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.cli.texts import parse_pairs, parse_task
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.checkpoint import save_checkpoint
+from relaygr.worker.model.config import CONFIG_FILE
+from relaygr.worker.model.convert import Converted, SourceKind, convert
+from relaygr.worker.model.convert.options import ProjectionLayout, read_options
+from relaygr.worker.model.convert.report import ConversionReport
+from relaygr.worker.model.options import ReadoutActivation
+
+EXIT_INCOMPLETE = 1
+
+_LINE_WIDTH = 1000
+
+
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder of such.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
+    kind: Annotated[SourceKind, typer.Option("--from", help="Whose model it is.")],
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or JSON file of these options, by name; options given here go first.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write what became of every tensor here, as JSON.")] = None,
+    allow_left_over: Annotated[
+        bool, typer.Option("--allow-left-over", help="Write it even if tensors are left over, or missing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a checkpoint that is there.")] = False,
+    strip: Annotated[str, typer.Option(help="Take this off the beginning of each tensor's name.")] = "",
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
+    normalizer: Annotated[float | None, typer.Option(help="N: the longest sequence it was made for.")] = None,
+    eps: Annotated[
+        float | None, typer.Option(help="Epsilon of the layers' norms.", show_default="the source's own")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Scale of q.k.", show_default="the source's own")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:binary|:regression]", help="A column of the scores, in order.")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=TOKENS]", help="A contextual feature, in the source's order.")
+    ] = None,
+    hide_below: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TOKENS", help="Meta: hide this feature from sequences of fewer tokens."),
+    ] = None,
+    item_feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A feature of each item beside its id, in order.")
+    ] = None,
+    item_values: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE.npy", help="The value of an item feature, a row an item.")
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TABLE|FILE.npy", help="The embedding table of item, action or a feature."),
+    ] = None,
+    table_rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TABLE=ROWS", help="Rows of a table that lies with others in one tensor."),
+    ] = None,
+    items: Annotated[
+        Path | None, typer.Option(help=".npy: the id of each row of the item table.", show_default="its place")
+    ] = None,
+    projection: Annotated[
+        ProjectionLayout | None, typer.Option(help="How the joint projection's columns lie, where names do not say.")
+    ] = None,
+    concatenated: Annotated[
+        bool | None, typer.Option("--concatenated/--not-concatenated", help="Research: the output reads three blocks.")
+    ] = None,
+    contextual_mask: Annotated[
+        bool | None, typer.Option("--contextual-mask", help="Contextual tokens see the whole history.")
+    ] = None,
+    max_attn_len: Annotated[int | None, typer.Option(min=0, help="Keys at most so many places back.")] = None,
+    min_full_attn_len: Annotated[int | None, typer.Option(min=0, help="Rows so near the end see all.")] = None,
+    target_group_size: Annotated[int | None, typer.Option(min=1, help="Candidates see their group of so many.")] = None,
+    activation: Annotated[
+        ReadoutActivation | None, typer.Option(help="Between the task MLP's layers.", show_default="the source's own")
+    ] = None,
+    action_weight: Annotated[
+        list[int] | None, typer.Option(min=1, help="Meta: the bit of a kind of action, where no tensor holds it.")
+    ] = None,
+    log_base: Annotated[float | None, typer.Option(help="Research: of the time bias.", show_default="0.301")] = None,
+    max_prefix: Annotated[
+        int | None, typer.Option(min=8, help="Longest prefix, behaviours.", show_default="what N holds")
+    ] = None,
+    max_suffix: Annotated[int | None, typer.Option(min=0, help="Longest suffix.", show_default="128")] = None,
+    max_candidates: Annotated[int | None, typer.Option(min=1, help="Most candidates.", show_default="2048")] = None,
+) -> None:
+    """Make a checkpoint of someone else's: Meta's DLRM-v3, NVIDIA's recsys-examples, the research model."""
+    if (out / CONFIG_FILE).exists() and not force:
+        raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
+    given: dict[str, Any] = {
+        "heads": heads,
+        "normalizer": normalizer,
+        "eps": eps,
+        "alpha": alpha,
+        "tasks": [parse_task(text) for text in task or ()] or None,
+        "features": _features(feature or [], parse_pairs("--hide-below", hide_below)) or None,
+        "item_features": item_feature or None,
+        "item_values": parse_pairs("--item-values", item_values) or None,
+        "tables": parse_pairs("--table", table) or None,
+        "table_rows": parse_pairs("--table-rows", table_rows) or None,
+        "items": items,
+        "projection": projection,
+        "concatenated": concatenated,
+        "contextual_mask": contextual_mask,
+        "max_attn_len": max_attn_len,
+        "min_full_attn_len": min_full_attn_len,
+        "target_group_size": target_group_size,
+        "activation": activation,
+        "action_weights": action_weight or None,
+        "log_base": log_base,
+        "max_prefix": max_prefix,
+        "max_suffix": max_suffix,
+        "max_candidates": max_candidates,
+    }
+    options = read_options(config, {name: value for name, value in given.items() if value is not None})
+    converted = convert(source, kind, options, strip)
+    print_report(converted.report)
+    if report is not None:
+        _write_report(report, converted.report)
+    if not converted.report.is_complete and not allow_left_over:
+        raise typer.Exit(EXIT_INCOMPLETE)
+    _save(out, converted)
+
+
+def _save(out: Path, converted: Converted) -> None:
+    saved = save_checkpoint(out, converted.config, converted.tensors)
+    Console(highlight=False).print(f"{out}: {saved.num_parameters:,} parameters, revision {saved.revision}")
+
+
+def print_report(report: ConversionReport) -> None:
+    """Every tensor in a line, then what the conversion changes."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "from", "to", "shape", "how"):
+        table.add_column(column, no_wrap=True)
+    for mapped in report.mapped:
+        shapes = _shape(mapped.shape)
+        if mapped.source_shape and mapped.source_shape != mapped.shape:
+            shapes = f"{_shape(mapped.source_shape)} to {shapes}"
+        table.add_row("mapped", mapped.source, mapped.target, shapes, mapped.transform)
+    for unused in report.unused:
+        table.add_row("unused", unused.source, "", _shape(unused.shape), unused.why)
+    for left in report.left_over:
+        table.add_row("[yellow]left over[/yellow]", left.source, "", _shape(left.shape), "nothing takes it")
+    for missing in report.missing:
+        looked = f"the source has no {missing.looked_for}"
+        table.add_row("[red]missing[/red]", "", missing.target, _shape(missing.shape), looked)
+    # One line a tensor, however long: the terminal may wrap it, we do not.
+    console = Console(highlight=False, width=_LINE_WIDTH)
+    console.print(table)
+    for note in report.notes:
+        console.print(f"note: {note}")
+    console.print(
+        f"{len(report.mapped)} mapped, {len(report.unused)} unused, "
+        f"{len(report.left_over)} left over, {len(report.missing)} missing"
+    )
+    if not report.is_complete:
+        console.print(
+            "With --allow-left-over it is written all the same: missing norms' weights are ones, all else zeros."
+        )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _write_report(path: Path, report: ConversionReport) -> None:
+    try:
+        path.write_text(report.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"{path} cannot be written: {error}.") from error
+
+
+def _features(texts: list[str], hidden_below: dict[str, str]) -> list[dict[str, str]]:
+    features = []
+    for text in texts:
+        name, _, tokens = text.partition("=")
+        if not name or (tokens and not tokens.isdecimal()):
+            raise RelayError(f"--feature {text}: write NAME, or NAME=TOKENS, such as genre=3.")
+        features.append({"name": name, "tokens": tokens or "1", "min_tokens": hidden_below.pop(name, "0")})
+    if hidden_below:
+        raise RelayError(f"--hide-below {next(iter(hidden_below))}: there is no such --feature.")
+    return features

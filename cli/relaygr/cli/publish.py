@@ -1,0 +1,173 @@
+"""`relaygr publish`: retrieval events and ranking requests from JSON lines, histories from interaction logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Final
+
+import typer
+
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.publish_history import history
+from relaygr.client import DeliveryReport, EventPublisher, RelayClient
+from relaygr.client.requests import RequestIds
+from relaygr.kafka.admin import require_topics
+from relaygr.publishing.json_lines import Line
+from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
+from relaygr.publishing.outcomes import Outcomes
+from relaygr.publishing.sending import Run, opened, say, send_lines, wait_until, when_there_is_room
+from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import MAX_BUDGET_MS
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Publish retrieval events, ranking requests or histories."
+)
+app.command("history")(history)
+
+# Longer than a durable producer tries: every message has its report by then.
+_DELIVERY_TIMEOUT_S: Final = 35.0
+
+FromOption = Annotated[
+    str, typer.Option("--from", metavar="FILE", help="JSON lines, see docs/publishing.md; - reads standard input.")
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--rate", min=0.001, help="Messages a second. Default: as fast as they are taken.", show_default=False
+    ),
+]
+MaxBadLinesOption = Annotated[
+    int, typer.Option("--max-bad-lines", min=0, help="Bad lines are left out; with more of them, stop.")
+]
+GatewayOption = Annotated[str, typer.Option("--gateway-id", help="Begins the request ids that lines leave out.")]
+
+
+@app.command()
+def retrieval(
+    source: FromOption,
+    rate: RateOption = None,
+    max_bad_lines: MaxBadLinesOption = 100,
+    ranking_budget_ms: Annotated[int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves it out.")] = 100,
+    expected_ranking_in_ms: Annotated[
+        int, typer.Option(min=0, max=MAX_BUDGET_MS, help="Where a line does not say when.")
+    ] = 100,
+    gateway_id: GatewayOption = "publish",
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Publish retrieval events, one for each line.
+
+    Exits with 1 if a line was bad or an event was not delivered.
+    """
+    settings = load_settings(config, bootstrap, overrides)
+    clock = SystemClock()
+    ids = _request_ids(gateway_id)
+    failures: list[int] = []
+    with opened(source) as stream:
+        require_topics(settings)
+        publisher = EventPublisher(settings, f"relaygr-publish-{gateway_id}")
+        publisher.start()
+
+        def send(line: Line) -> None:
+            event = retrieval_from_line(
+                line.parse(),
+                ids.new,
+                clock.wall_us(),
+                ranking_budget_ms=ranking_budget_ms,
+                expected_ranking_in_ms=expected_ranking_in_ms,
+            )
+
+            def report(delivery: DeliveryReport) -> None:
+                if not delivery.delivered:
+                    failures.append(line.number)
+                    say(f"line {line.number}: not delivered: {delivery.error}")
+
+            when_there_is_room(lambda: publisher.publish_retrieval(event, report), publisher.poll)
+            publisher.poll()
+
+        run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
+        wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
+        delivered = run.sent - len(failures) - publisher.close(0.0)
+    _finish(run, f"{delivered} of {run.sent} retrieval events delivered", failed=delivered < run.sent)
+
+
+@app.command()
+def ranking(
+    source: FromOption,
+    rate: RateOption = None,
+    max_bad_lines: MaxBadLinesOption = 100,
+    deadline_in_ms: Annotated[
+        int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves its deadline out.")
+    ] = 1000,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests that wait for their answer at a time.")] = 256,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line, or only send.")
+    ] = True,
+    gateway_id: GatewayOption = "publish",
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Send ranking requests, one for each line, and print each outcome as a JSON line when it comes.
+
+    Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. That a request was
+    not ranked is an outcome and no error.
+    """
+    settings = load_settings(config, bootstrap, overrides)
+    clock = SystemClock()
+    _request_ids(gateway_id)
+    show = sys.stderr.isatty() and not (wait and sys.stdout.isatty())
+    with (
+        opened(source) as stream,
+        Outcomes(min(max_in_flight, settings.client.max_in_flight)) as outcomes,
+    ):
+        require_topics(settings)
+        with RelayClient(settings, gateway_id, settings.client) as client:
+
+            def send(line: Line) -> None:
+                request = ranking_from_line(
+                    line.parse(), client.new_request_id, clock.wall_us(), deadline_in_ms=deadline_in_ms
+                )
+                if wait:
+                    outcomes.follow(line.number, request, lambda: client.submit_request(request))
+                else:
+                    when_there_is_room(lambda: client.submit_request(request), time.sleep)
+
+            run = send_lines(stream, send, rate, max_bad_lines, time.sleep, show)
+            if wait:
+                outcomes.wait()
+                # The grace tells answers that come late from requests that nobody answered.
+                client.drain(settings.client.result_grace_ms / 1000 + 1)
+            else:
+                wait_until(lambda: client.statistics().acknowledged >= run.sent, _DELIVERY_TIMEOUT_S, time.sleep)
+                client.close(0.0)
+            statistics = client.statistics()
+    if wait:
+        ended = ", ".join(f"{count} {status}" for status, count in sorted(outcomes.counts.items()))
+        silent = statistics.timed_out - statistics.late
+        late = f" ({statistics.late} of them answered late, {silent} not at all)" if statistics.timed_out else ""
+        _finish(run, f"{run.sent} ranking requests: {ended or 'none'}{late}")
+    else:
+        acknowledged = statistics.acknowledged
+        _finish(run, f"{acknowledged} of {run.sent} ranking requests delivered", failed=acknowledged < run.sent)
+
+
+def _finish(run: Run, text: str, failed: bool = False) -> None:
+    """Prints the summary. Raises Exit(1) where something was wrong."""
+    lines = "line" if run.bad == 1 else "lines"
+    bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
+    if run.stopped:
+        bad = f"; stopped after {run.bad} bad {lines} (--max-bad-lines)"
+    say(f"{text} in {time.monotonic() - run.started_s:.1f} s{bad}")
+    if run.bad or failed:
+        raise typer.Exit(1)
+
+
+def _request_ids(gateway_id: str) -> RequestIds:
+    try:
+        return RequestIds(gateway_id, SystemClock())
+    except ValueError as error:
+        raise RelayError(f"--gateway-id: {error}") from error

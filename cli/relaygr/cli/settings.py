@@ -1,0 +1,34 @@
+"""`relaygr settings`: the effective settings, and where each came from."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+import typer
+from pydantic import ByteSize
+
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption
+from relaygr.settings import load, size_text, values
+
+
+def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
+    """Print the effective settings and where each came from. Secrets are masked."""
+    loaded = load(config, os.environ, overrides or (), bootstrap)
+    rows = [(key, _shown(value), loaded.origin(key)) for key, value in values(loaded.settings).items()]
+    key_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, value, origin in rows:
+        typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, ByteSize):
+        return size_text(value)
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

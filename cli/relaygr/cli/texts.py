@@ -1,0 +1,22 @@
+"""What several commands read from their options' texts."""
+
+from __future__ import annotations
+
+from relaygr.runtime.errors import RelayError
+
+
+def parse_task(text: str) -> dict[str, str]:
+    """NAME[:binary|:regression]"""
+    name, _, kind = text.partition(":")
+    return {"name": name, "kind": kind or "binary"}
+
+
+def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+    """NAME=VALUE, each. Raises RelayError for one that is not."""
+    pairs: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise RelayError(f"{option} {text}: write NAME=VALUE.")
+        pairs[name] = value
+    return pairs

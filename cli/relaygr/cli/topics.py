@@ -1,0 +1,85 @@
+"""`relaygr topics create` makes the topics; `relaygr topics check` compares them with the catalogue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.kafka.admin import check_topics, create_topics
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Create the topics, or check them.")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+_STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+
+
+@app.command()
+def create(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be created.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Also set the settings of topics that exist.")] = False,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Create the topics that are missing. Those that exist stay; safe to run again.
+
+    Exits with 0 when all topics are (or would be) as they should be, else with 1.
+    """
+    settings = load_settings(config, bootstrap, overrides)
+    report = create_topics(settings, dry_run=dry_run, repair=repair)
+    _show(report, settings, as_json, "to create" if dry_run else "created")
+    raise typer.Exit(0 if report.ok or dry_run else 1)
+
+
+@app.command()
+def check(
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="How many workers will share the partitions.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Compare the cluster's topics with what they should be. Exits with 1 if a start would refuse them."""
+    settings = load_settings(config, bootstrap, overrides)
+    report = check_topics(settings, workers)
+    _show(report, settings, as_json, "created")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str) -> None:
+    if as_json:
+        typer.echo(json.dumps({"bootstrap": kafka.bootstrap, "ok": report.ok, **asdict(report)}, indent=2))
+        return
+    table = Table(title=f"Topics at {kafka.bootstrap}", title_justify="left")
+    table.add_column("topic", no_wrap=True)
+    table.add_column("partitions", justify="right")
+    table.add_column("wanted", justify="right")
+    table.add_column("state")
+    for row in report.rows:
+        found = "-" if row.partitions is None else str(row.partitions)
+        table.add_row(row.name, found, str(row.wanted_partitions), _state(row, created))
+    console = Console(highlight=False)
+    console.print(table)
+    for finding in report.findings:
+        text = f"{finding.severity}: {finding.what}" + (f". To mend: {finding.mend}" if finding.mend else "")
+        console.print(text, style=_STYLES[finding.severity], markup=False, soft_wrap=True)
+
+
+def _state(row: TopicRow, created: str) -> str:
+    if row.created:
+        return created
+    if row.partitions is None:
+        return "[red]missing[/red]"
+    return "exists" if row.partitions == row.wanted_partitions else "[red]other count[/red]"

@@ -1,0 +1,200 @@
+"""The live table of a run: what the gateway has got back, what each worker holds, what the trigger decides."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as FilePath
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from relaygr.demo.metrics import Reading, read_metrics
+from relaygr.demo.processes import Child
+from relaygr.demo.summary import in_time, punctuality
+from relaygr.schemas.messages import Outcome, Path
+from relaygr.traffic.records import Record, parse_record
+
+REFRESH_S = 0.5
+PLAIN_INTERVAL_S = 5.0
+_WINDOW = 500
+
+LagLines = Callable[[], Sequence[str]]
+Owners = Callable[[], Mapping[str, Sequence[int]]]
+"""Partitions by worker id."""
+
+
+class RecordTail:
+    """The records of a growing file, read as they are written."""
+
+    def __init__(self, path: FilePath) -> None:
+        self._path = path
+        self._offset = 0
+        self.records: list[Record] = []
+
+    def read(self) -> None:
+        """Takes in what is new, up to the last whole line."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as lines:
+            lines.seek(self._offset)
+            new = lines.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self.records.extend(parse_record(line) for line in whole.splitlines())
+
+
+class Board:
+    """Draws one run until it ends: a live table on a terminal, a line now and then elsewhere."""
+
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        budget_ms: int,
+        records: RecordTail,
+        workers: Sequence[Child],
+        trigger: Child | None,
+        owners: Owners,
+        lag_lines: LagLines,
+    ) -> None:
+        self._console = console
+        self._title = title
+        self._budget_ms = budget_ms
+        self._records = records
+        self._workers = workers
+        self._trigger = trigger
+        self._owners = owners
+        self._lag_lines = lag_lines
+        self._started_s = time.monotonic()
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Draws until `until()`; the last state stays on the screen."""
+        if not self._console.is_terminal:
+            self._run_plain(until)
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
+            while True:
+                done = until()
+                self._records.read()
+                live.update(self._draw(), refresh=True)
+                if done:
+                    return
+                time.sleep(REFRESH_S)
+
+    def _run_plain(self, until: Callable[[], bool]) -> None:
+        next_line_s = time.monotonic() + PLAIN_INTERVAL_S
+        while not until():
+            if time.monotonic() >= next_line_s:
+                next_line_s += PLAIN_INTERVAL_S
+                self._records.read()
+                self._console.print(self._line())
+            time.sleep(0.2)
+        self._records.read()
+
+    def _line(self) -> str:
+        records = self._records.records
+        recent = punctuality(records[-_WINDOW:])
+        late = sum(not in_time(record) for record in records)
+        mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
+        return (
+            f"{self._title}: {time.monotonic() - self._started_s:4.0f} s, {len(records)} answered, {late} late, "
+            f"P50 {recent.p50_ms:.1f} ms, P99 {recent.p99_ms:.1f} ms of {self._budget_ms}; {mix}"
+        )
+
+    def _draw(self) -> RenderableType:
+        readings = [read_metrics(worker.port) for worker in self._workers]
+        parts: list[RenderableType] = [self._gateway_table(), self._worker_table(readings)]
+        if self._trigger is not None:
+            parts.append(_decisions(read_metrics(self._trigger.port)))
+        lag = self._lag_lines()
+        if lag:
+            parts.append(Text("lag        " + "   ".join(lag), style="dim"))
+        return Group(*parts)
+
+    def _gateway_table(self) -> Table:
+        records = self._records.records
+        elapsed_s = time.monotonic() - self._started_s
+        recent = punctuality(records[-_WINDOW:])
+        table = Table(title=f"{self._title}  ·  {elapsed_s:.0f} s", title_justify="left", expand=False)
+        for name in ("answered", "per s", "late", "P50", "P99", "deadline", *(str(path) for path in Path), "other"):
+            table.add_column(name, justify="right")
+        mix = _path_mix(records)
+        late = sum(not in_time(record) for record in records)
+        table.add_row(
+            str(len(records)),
+            f"{len(records) / elapsed_s:.1f}" if elapsed_s else "",
+            f"{late / len(records):.1%}" if records else "",
+            f"{recent.p50_ms:.1f} ms",
+            Text(f"{recent.p99_ms:.1f} ms", style="green" if recent.p99_ms <= self._budget_ms else "red"),
+            f"{self._budget_ms} ms",
+            *(_share(mix.get(path, 0), len(records)) for path in Path),
+            str(sum(record.status != Outcome.RANKED for record in records)),
+        )
+        return table
+
+    def _worker_table(self, readings: Sequence[Reading]) -> Table:
+        table = Table(expand=False)
+        for name in ("worker", "owns", "HBM used", "DRAM used", "HBM hits", "reloads", "spills", "appends", "device s"):
+            table.add_column(name, justify="left" if name in ("worker", "owns") else "right")
+        owners = self._owners()
+        for worker, reading in zip(self._workers, readings, strict=True):
+            partitions = owners.get(worker.name, ())
+            table.add_row(
+                worker.name,
+                f"{len(partitions)}: {_ranges(partitions)}" if partitions else "none",
+                _used(reading, "hbm"),
+                _used(reading, "dram"),
+                _hit_ratio(reading),
+                f"{reading.total('relaygr_cache_reloads_total', outcome='published'):.0f}",
+                f"{reading.total('relaygr_cache_spills_ended_total', outcome='published'):.0f}",
+                f"{reading.total('relaygr_cache_appends_total'):.0f}",
+                f"{reading.total('relaygr_worker_device_seconds_total'):.1f}",
+            )
+        return table
+
+
+def _path_mix(records: Sequence[Record]) -> Counter[str]:
+    return Counter(record.path for record in records if record.path is not None)
+
+
+def _decisions(reading: Reading) -> Text:
+    counts = reading.by_label("relaygr_trigger_decisions_total", "reason")
+    shown = "   ".join(f"{reason} {count:.0f}" for reason, count in sorted(counts.items()) if count)
+    return Text(f"trigger    {shown or 'no events yet'}")
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} ({count / total:.0%})" if count else "-"
+
+
+def _hit_ratio(reading: Reading) -> str:
+    """Of the worker's look-ups for ranking, those that found the prefix, or its beginning, in HBM."""
+    hits = reading.total("relaygr_cache_hits_total")
+    others = reading.total("relaygr_cache_misses_total") + reading.total("relaygr_cache_joins_total")
+    return f"{hits / (hits + others):.0%}" if hits + others else "-"
+
+
+def _used(reading: Reading, tier: str) -> str:
+    held = reading.by_label("relaygr_cache_bytes", "held")
+    samples = {state: reading.total("relaygr_cache_bytes", tier=tier, held=state) for state in held}
+    total = sum(samples.values())
+    if not total:
+        return "-"
+    return f"{1 - samples.get('free', 0.0) / total:.0%} of {total / 2**20:.0f} MiB"
+
+
+def _ranges(partitions: Sequence[int]) -> str:
+    """0-5, 8, 10-11."""
+    parts: list[str] = []
+    start = end = partitions[0]
+    for partition in [*partitions[1:], -2]:
+        if partition == end + 1:
+            end = partition
+            continue
+        parts.append(str(start) if start == end else f"{start}-{end}")
+        start = end = partition
+    return ", ".join(parts)

@@ -1,0 +1,104 @@
+"""What the demo asks of this machine: deadline, lead time, rate and memory, from a calibration of its device.
+
+The calibration runs alone; in the demo two workers share the cores with the broker, the trigger and the
+gateway, so its times are stretched by `CROWDING`. The plan then asks for what the relay is for:
+
+* the deadline lies between ranking on a cached prefix and full inference on a typical one;
+* the lead time is long enough to compute the prefix of a long history;
+* with the relay on the devices take about a quarter of the cores: the broker, the trigger and the gateway need
+  theirs, and a queue that is half full already has a long tail;
+* HBM holds a part of the users' prefixes, so that some come back from DRAM, which holds all of them.
+
+Everything can be set by hand instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.worker.kv import KvGeometry, PrefixLayout
+
+CROWDING = 2.0
+LEAST_BUDGET_MS = 25
+LEAST_LEAD_MS = 100
+TARGET_LOAD = 0.25
+NEW_SHARE = 0.35
+"""Part of the impressions whose prefix is computed from its start, as a rule of thumb."""
+HBM_SHARE = 0.6
+"""Part of all prefixes that the workers' HBM tiers hold together."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """The numbers that a run is made with, and the predictions behind them. Times as measured, uncrowded."""
+
+    history_median: int
+    history_p90: int
+    history_longest: int
+    full_median_ms: float
+    full_p90_ms: float
+    pre_infer_p90_ms: float
+    hit_ms: float
+    budget_ms: int
+    lead_ms: int
+    rate_per_s: float
+    hbm_bytes: int
+    dram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user set; None leaves it to the calibration."""
+
+    budget_ms: int | None = None
+    lead_ms: int | None = None
+    rate_per_s: float | None = None
+
+
+def plan_demo(
+    latency: LatencyModel,
+    geometry: KvGeometry,
+    layout: PrefixLayout,
+    lengths: Sequence[int],
+    scored_tokens: int,
+    workers: int,
+    cores: int,
+    wishes: Wishes,
+) -> DemoPlan:
+    """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`.
+
+    Raises ValueError if there is no user.
+    """
+    if not len(lengths):
+        raise ValueError("there are no users")
+    median, p90, longest = (int(np.percentile(lengths, share)) for share in (50, 90, 100))
+    n50, n90 = layout.tokens(median), layout.tokens(p90)
+    full50_ms, full90_ms = (latency.full_us(n, scored_tokens) / 1000 for n in (n50, n90))
+    hit_ms, pre_ms = latency.hit_us(n90, scored_tokens) / 1000, latency.pre_us(n90) / 1000
+    budget_ms = wishes.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
+    lead_ms = wishes.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
+    cost_ms = (NEW_SHARE * latency.pre_us(n50) / 1000 + hit_ms) * CROWDING
+    rate_per_s = wishes.rate_per_s or min(40.0, max(2.0, TARGET_LOAD * min(workers, cores) * 1000 / cost_ms))
+    pages = [geometry.pages_for(layout.tokens(length)) for length in lengths]
+    per_worker = math.ceil(sum(pages) / workers)
+    # One prefix of the longest history must fit, and leave room for others.
+    hbm_pages = max(4 * max(pages), math.ceil(HBM_SHARE * per_worker))
+    return DemoPlan(
+        history_median=median,
+        history_p90=p90,
+        history_longest=longest,
+        full_median_ms=full50_ms,
+        full_p90_ms=full90_ms,
+        pre_infer_p90_ms=pre_ms,
+        hit_ms=hit_ms,
+        budget_ms=budget_ms,
+        lead_ms=lead_ms,
+        rate_per_s=round(rate_per_s, 1),
+        hbm_bytes=max(1 << 20, hbm_pages * geometry.page_bytes),
+        dram_bytes=max(1 << 20, 2 * sum(pages) * geometry.page_bytes),
+    )

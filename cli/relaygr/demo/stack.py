@@ -1,0 +1,165 @@
+"""The processes of one run: trigger, workers and gateway on topics of their own, and who watches them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+from rich.console import Console
+
+from relaygr.demo.board import Board, RecordTail
+from relaygr.demo.config import write_config
+from relaygr.demo.lag import LagWatch
+from relaygr.demo.metrics import Reading, read_metrics
+from relaygr.demo.processes import Child, Processes
+from relaygr.demo.summary import RunSummary, summarise
+from relaygr.devbroker import LocalBroker
+from relaygr.runtime.clock import SystemClock
+from relaygr.settings import Settings
+from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.worker.shared.place import memory_folder
+
+START_TIMEOUT_S = 40.0
+_STALE_MS = 3000
+
+
+class Stack:
+    """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
+
+    def __init__(
+        self,
+        console: Console,
+        folder: Path,
+        broker: LocalBroker,
+        settings: Settings,
+        relay: bool,
+        workers: int,
+        observed: bool = True,
+    ) -> None:
+        self._console = console
+        self._folder = folder / settings.topic_prefix
+        self._broker = broker
+        self._settings = settings
+        self._relay = relay
+        self._worker_count = workers
+        self._cleanup = ExitStack()
+        self._observed = observed
+        self._lag: LagWatch | None = None
+
+    def __enter__(self) -> Stack:
+        self._folder.mkdir(parents=True)
+        settings = self._settings
+        self._broker.create_topics(settings)
+        if not self._broker.ours:
+            self._cleanup.callback(self._broker.delete_topics, settings)
+        config = self._folder / "settings.yaml"
+        write_config(settings, config)
+        try:
+            # Entered first, so that it goes last: what outlives workers need not outlive the run.
+            self._shared = self._cleanup.enter_context(
+                TemporaryDirectory(prefix="relaygr-demo-", dir=memory_folder(), ignore_cleanup_errors=True)
+            )
+            self._processes = self._cleanup.enter_context(Processes(self._folder, config))
+            with self._console.status(
+                f"starting {self._worker_count} workers" + (" and the trigger" if self._relay else "")
+            ):
+                self._workers = [self._start_worker(number) for number in range(self._worker_count)]
+                self._trigger = self._processes.start("trigger", ["trigger"], "trigger") if self._relay else None
+                started = [*self._workers, *([self._trigger] if self._trigger is not None else [])]
+                self._processes.await_ready(started, START_TIMEOUT_S)
+            self._fleet = Fleet(_STALE_MS)
+            self._clock = SystemClock()
+            if self._observed:
+                self._observe()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    def play(
+        self, title: str, records: Path, watch: Callable[[], None] | None = None, overrides: Sequence[str] = ()
+    ) -> RunSummary:
+        """Drives the schedule once. `watch` is called now and then while it runs; `overrides` go to the gateway."""
+        before = self._device_seconds()
+        tail = RecordTail(records)
+        relay = f"gateway.relay={str(self._relay).lower()}"
+        gateway = self._start_gateway(records, [], [relay, *overrides])
+        board = Board(
+            self._console,
+            title,
+            self._settings.gateway.budget_ms,
+            tail,
+            self._workers,
+            self._trigger,
+            self._owners,
+            self._lag.lines if self._lag is not None else tuple,
+        )
+
+        def has_ended() -> bool:
+            if watch is not None:
+                watch()
+            return self._has_ended(gateway)
+
+        board.run(has_ended)
+        return summarise(tail.records, self._device_seconds() - before)
+
+    def play_reference(self, records: Path, of: Path) -> None:
+        """Ranks a sample of an earlier run's impressions again, without a deadline, for their scores."""
+        with self._console.status("ranking a sample again in full, to compare the scores"):
+            gateway = self._start_gateway(records, ["--reference-of", str(of)])
+            while not self._has_ended(gateway):
+                time.sleep(0.1)
+
+    def _observe(self) -> None:
+        """Follows who owns what, and lag: for people to see, at some cost to the broker."""
+        reader = FleetReader(self._settings, self._fleet, self._clock, f"{self._settings.topic_prefix}-demo")
+        reader.start()
+        self._cleanup.callback(reader.stop)
+        self._lag = self._cleanup.enter_context(LagWatch(self._settings))
+
+    def _start_worker(self, number: int) -> Child:
+        name = f"worker-{number:02d}"
+        own = [
+            f"worker.worker_id={name}",
+            f"worker.history_path={self._folder / f'history-{number:02d}'}",
+            f"worker.shared_path={self._shared}",
+        ]
+        if not self._relay:
+            own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
+        return self._processes.start(name, ["worker"], "worker", own)
+
+    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> Child:
+        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
+
+    def _has_ended(self, child: Child) -> bool:
+        self._processes.require_running()
+        return child.process.poll() is not None
+
+    def worker_readings(self) -> list[Reading]:
+        """What each worker counts now."""
+        return [read_metrics(worker.port) for worker in self._workers]
+
+    def processes(self) -> list[Child]:
+        """Those that run now."""
+        return self._processes.running
+
+    def _device_seconds(self) -> float:
+        return sum(reading.total("relaygr_worker_device_seconds_total") for reading in self.worker_readings())
+
+    def _owners(self) -> Mapping[str, Sequence[int]]:
+        now_us = self._clock.wall_us()
+        owners: dict[str, list[int]] = {}
+        for partition in range(self._settings.partitions):
+            owner = self._fleet.owner_of(partition, now_us)
+            if owner is not None:
+                owners.setdefault(owner.worker_id, []).append(partition)
+        return owners

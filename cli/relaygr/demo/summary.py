@@ -1,0 +1,180 @@
+"""What a run showed, and whether that is enough: pure functions over records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relaygr.schemas.messages import Outcome, Path, PrefixSource
+from relaygr.traffic.records import LOST, Record
+
+COLD_SHARE = 1 / 3
+"""Of the schedule, its beginning: processes warm up, and most users come for the first time."""
+LEAST_RANKED_SHARE = 0.90
+LEAST_HBM_SHARE = 0.30
+LEAST_COMPARED = 200
+SCORE_TOLERANCE = 2e-5
+"""Of the largest score, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Punctuality:
+    """Of some requests: how long those took that were answered, and how many got less than they asked for in time."""
+
+    offered: int
+    late: int
+    """Everything but an untruncated answer within the deadline."""
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def late_share(self) -> float:
+        """Of the offered requests."""
+        return self.late / self.offered if self.offered else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run over the schedule. Shares are of all offered requests."""
+
+    ranked: int
+    lost: int
+    whole: Punctuality
+    settled: Punctuality
+    """Without the first COLD_SHARE of the schedule."""
+    endings: Mapping[str, int]
+    """Paths of ranked requests; status, with its reason, of the others."""
+    from_dram: int
+    send_lag_p99_ms: float
+    device_seconds: float
+
+    @property
+    def offered(self) -> int:
+        return self.whole.offered
+
+    def share(self, count: int) -> float:
+        """`count` of the offered requests."""
+        return count / self.offered if self.offered else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreComparison:
+    """Scores of one run against another's, for the impressions that both ranked in full."""
+
+    compared: int
+    skipped: int
+    worst_error: float
+    """Largest difference, relative to the largest score of its request."""
+    different: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Something that the demo must show."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+def summarise(records: Sequence[Record], device_seconds: float) -> RunSummary:
+    """The figures of one run."""
+    # Numbered in the order of the schedule: the same impressions in every run over it.
+    cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
+    lags = [record.send_lag_us / 1000 for record in records]
+    return RunSummary(
+        ranked=sum(record.status == Outcome.RANKED for record in records),
+        lost=sum(record.status == LOST for record in records),
+        whole=punctuality(records),
+        settled=punctuality([record for record in records if record.number >= cold]),
+        endings=Counter(_ending(record) for record in records),
+        from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
+        send_lag_p99_ms=percentile(lags, 99),
+        device_seconds=device_seconds,
+    )
+
+
+def punctuality(records: Sequence[Record]) -> Punctuality:
+    """Of these requests."""
+    latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
+    late = sum(not in_time(record) for record in records)
+    return Punctuality(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
+
+
+def in_time(record: Record) -> bool:
+    """Whether the request got the whole answer within its deadline."""
+    return record.status == Outcome.RANKED and not record.late and record.path != Path.TRUNCATED
+
+
+def compare_scores(ours: Iterable[Record], reference: Iterable[Record]) -> ScoreComparison:
+    """Full float scores, untruncated on both sides, for the same impression and the same history version."""
+    theirs = {record.number: record for record in reference}
+    compared = skipped = different = 0
+    worst = 0.0
+    for record in ours:
+        other = theirs.get(record.number)
+        if other is None:
+            continue
+        scores, expected = record.score_array(), other.score_array()
+        if scores is None or expected is None or not _comparable(record, other):
+            skipped += 1
+            continue
+        compared += 1
+        if scores.shape != expected.shape:
+            different += 1
+            continue
+        largest = float(np.abs(expected).max(initial=0.0)) or 1.0
+        error = float(np.abs(scores - expected).max(initial=0.0)) / largest
+        worst = max(worst, error)
+        different += error > SCORE_TOLERANCE
+    return ScoreComparison(compared, skipped, worst, different)
+
+
+def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison) -> tuple[Gate, ...]:
+    """What must hold for the demo to have shown the relay."""
+    hbm = relay.endings.get(Path.HBM, 0)
+    return (
+        Gate("no request lost", relay.lost + full.lost == 0, f"{relay.lost} with the relay, {full.lost} without"),
+        Gate(
+            f"at least {LEAST_RANKED_SHARE:.0%} ranked",
+            relay.share(relay.ranked) >= LEAST_RANKED_SHARE,
+            f"{relay.share(relay.ranked):.1%}",
+        ),
+        Gate(
+            f"at least {LEAST_HBM_SHARE:.0%} hit in HBM", relay.share(hbm) >= LEAST_HBM_SHARE, f"{relay.share(hbm):.1%}"
+        ),
+        Gate("some prefixes came from DRAM", relay.from_dram > 0, f"{relay.from_dram} requests"),
+        Gate(
+            f"at least {LEAST_COMPARED} requests compared",
+            comparison.compared >= LEAST_COMPARED,
+            str(comparison.compared),
+        ),
+        Gate(
+            "cached scores equal full scores",
+            comparison.different == 0,
+            f"{comparison.different} differ, worst error {comparison.worst_error:.1e} of the largest score",
+        ),
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The percentile, NaN of nothing."""
+    return float(np.percentile(values, share)) if len(values) else float("nan")
+
+
+def _ending(record: Record) -> str:
+    if record.status == Outcome.RANKED and record.path is not None:
+        return record.path
+    return f"{record.status}: {record.reason}" if record.reason else record.status
+
+
+def _comparable(record: Record, other: Record) -> bool:
+    return (
+        Path.TRUNCATED not in (record.path, other.path)
+        and record.model_revision == other.model_revision
+        and not (record.history_stale or other.history_stale)
+        and (record.history_number, record.history_length) == (other.history_number, other.history_length)
+    )

@@ -1,0 +1,247 @@
+"""Which layout an interaction log has, told by its first lines. Its name decides nothing.
+
+| layout | told by | user, item, time |
+|---|---|---|
+| RecBole `.inter` | tab-separated header of `name:type` | `user_id`, `item_id`, `timestamp` |
+| MovieLens `ratings.csv` | comma-separated header with user and item | `userId`, `movieId`, `timestamp` |
+| MovieLens `u.data` | four values between tabs, the last two numbers | in that order |
+| MovieLens `ratings.dat` | four values between `::`, the last two numbers | in that order |
+| KuaiRand `log_*.csv` | comma-separated header with `video_id`, `time_ms` | `user_id`, `video_id`, `time_ms` |
+
+The action comes from `rating`, the third value, or for KuaiRand from the flags of `KUAIRAND_BITS`. Without
+`item_id` the one other token `*_id` of a RecBole file is the item. CSV header names are compared without
+case and underscores.
+"""
+
+from __future__ import annotations
+
+import csv
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from relaygr.interactions.lines import read_blocks
+from relaygr.runtime.errors import RelayError
+
+KUAIRAND_BITS: Final = {
+    "is_click": 1,
+    "is_like": 2,
+    "is_follow": 4,
+    "is_comment": 8,
+    "is_forward": 16,
+    "is_hate": 32,
+    "long_view": 64,
+    "is_profile_enter": 128,
+}
+"""A KuaiRand behaviour's action code is the sum of the bits of the flags that are set."""
+
+RECBOLE_TYPES: Final = ("token", "token_seq", "float", "float_seq")
+_SAMPLE_BYTES: Final = 256 * 1024
+_SAMPLE_LINES: Final = 20
+_RECBOLE_FIELD = re.compile(r"[^:\s]+:\w+")
+_USER_NAMES: Final = ("userid", "user")
+_ITEM_NAMES: Final = ("movieid", "itemid", "item", "movie", "videoid")
+_TIME_NAMES: Final = ("timestamp", "ts", "time", "timems")
+_KNOWN: Final = (
+    "Known are RecBole .inter (tabs, header such as user_id:token), MovieLens ratings.csv, u.data and "
+    "ratings.dat, KuaiRand log_*.csv, each also as .gz"
+)
+
+
+class LayoutKind(enum.StrEnum):
+    """The layouts that are known."""
+
+    RECBOLE = "RecBole .inter"
+    MOVIELENS_CSV = "MovieLens ratings.csv"
+    MOVIELENS_TAB = "MovieLens u.data"
+    MOVIELENS_DAT = "MovieLens ratings.dat"
+    KUAIRAND = "KuaiRand log"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a line's fields are. Columns count from 0."""
+
+    kind: LayoutKind
+    separator: str
+    has_header: bool
+    column_count: int
+    user: int
+    item: int
+    time: int | None
+    rating: int | None = None
+    flags: tuple[tuple[int, int], ...] = ()
+    """(column, bit) of the action code."""
+    time_is_ms: bool = False
+    """The unit is known; else it is told from the values."""
+    latin1_ids: bool = False
+    """Bytes that are not UTF-8 are read as latin-1."""
+    quoted: bool = False
+    because: str = ""
+    notes: tuple[str, ...] = ()
+
+    def split(self, line: str) -> list[str]:
+        """The fields of a line. Raises csv.Error for broken quotes."""
+        if self.quoted and '"' in line:
+            return next(csv.reader((line,), strict=True))
+        return line.split(self.separator)
+
+    def columns(self, lines: list[str]) -> list[Sequence[str]]:
+        """The fields of lines by column. Raises ValueError unless every line has `column_count` of them."""
+        text = "\n".join(lines)
+        if self.quoted and '"' in text:
+            columns: list[Sequence[str]] = list(zip(*map(self.split, lines), strict=True))
+            if len(columns) != self.column_count:
+                raise ValueError(f"{len(columns)} fields, expected {self.column_count}")
+            return columns
+        separators = self.column_count - 1
+        if any(line.count(self.separator) != separators for line in lines):
+            raise ValueError(f"a line has not {self.column_count} fields")
+        # One flat split: a list for every line would cost more than all else together.
+        fields = text.replace("\n", self.separator).split(self.separator)
+        return [fields[column :: self.column_count] for column in range(self.column_count)]
+
+
+def recognise(path: Path) -> Layout:
+    """The layout of the file. Raises RelayError, which says what was seen, if it is none that is known."""
+    lines = _first_lines(path)
+    header = lines[0]
+    if "\t" in header and all(_RECBOLE_FIELD.fullmatch(name.strip()) for name in header.split("\t")):
+        return _recbole(path, [name.strip() for name in header.split("\t")])
+    layout = _values(lines, "::", LayoutKind.MOVIELENS_DAT) or _values(lines, "\t", LayoutKind.MOVIELENS_TAB)
+    if layout is not None:
+        return layout
+    if "," in header:
+        return _with_names(path, header)
+    seen = f"its first line is {header[:80]!r}"
+    if re.search(r"\w:(token|float)\b", header):
+        raise RelayError(f"{path}: the header looks like RecBole's, but its fields are not separated by tabs: {seen}")
+    raise RelayError(f"{path}: the layout is not known, {seen}. {_KNOWN}")
+
+
+def _first_lines(path: Path) -> list[str]:
+    if path.is_dir():
+        raise RelayError(f"{path} is a folder: name the file of interactions in it")
+    text = ""
+    for block in read_blocks(path, _SAMPLE_BYTES):
+        text = block.text
+        break
+    if not text.strip():
+        raise RelayError(f"{path} is empty")
+    if text.startswith("PK\x03\x04"):
+        raise RelayError(f"{path} is a zip archive: unpack it and name the file of interactions in it")
+    if text.encode("utf-8", "surrogateescape").startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise RelayError(f"{path} is UTF-16 text: convert it to UTF-8 (iconv -f utf-16 -t utf-8)")
+    if "\x00" in text:
+        raise RelayError(f"{path} is not text. {_KNOWN}")
+    return [line for line in text.split("\n") if line.strip()][:_SAMPLE_LINES]
+
+
+def _recbole(path: Path, fields: Sequence[str]) -> Layout:
+    names, types = zip(*(field.rsplit(":", 1) for field in fields), strict=True)
+    for name, kind in zip(names, types, strict=True):
+        if kind not in RECBOLE_TYPES:
+            raise RelayError(f"{path}: header field {name}:{kind}: RecBole's types are {', '.join(RECBOLE_TYPES)}")
+    if len(set(names)) != len(names):
+        raise RelayError(f"{path}: a name comes twice in the header: {', '.join(names)}")
+
+    def column(name: str, wanted: str) -> int | None:
+        if name not in names:
+            return None
+        at = names.index(name)
+        if types[at] != wanted:
+            raise RelayError(f"{path}: header says {name}:{types[at]}, this reader needs {name}:{wanted}")
+        return at
+
+    notes = []
+    user, item = column("user_id", "token"), column("item_id", "token")
+    if user is None:
+        raise RelayError(f"{path}: header has no user_id:token, only {', '.join(fields)}: is it the .inter file?")
+    if item is None:
+        others = [
+            at
+            for at, (name, kind) in enumerate(zip(names, types, strict=True))
+            if at != user and name.endswith("_id") and kind == "token"
+        ]
+        if len(others) != 1:
+            raise RelayError(f"{path}: header has no item_id:token, only {', '.join(fields)}: is it the .inter file?")
+        item = others[0]
+        notes.append(f"{names[item]} is taken as the item")
+    time, rating = column("timestamp", "float"), column("rating", "float")
+    used = {user, item, time, rating}
+    ignored = [name for at, name in enumerate(names) if at not in used]
+    if ignored:
+        notes.append(f"columns not used: {', '.join(ignored)}")
+    return Layout(
+        LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating,
+        because=f"header of tab-separated name:type, {fields[user]} and {fields[item]} among them",
+        notes=(*notes, *_absent(time, rating)),
+    )  # fmt: skip
+
+
+def _with_names(path: Path, header: str) -> Layout:
+    try:
+        fields = [name.strip() for name in next(csv.reader((header,), strict=True))]
+    except csv.Error as error:
+        raise RelayError(f"{path}: the header is no line of CSV: {error}") from error
+    names = [name.lower().replace("_", "") for name in fields]
+
+    def first(known: Sequence[str]) -> int | None:
+        return next((names.index(name) for name in known if name in names), None)
+
+    user, item, time = first(_USER_NAMES), first(_ITEM_NAMES), first(_TIME_NAMES)
+    if user is None or item is None:
+        missing = " and ".join(
+            what for what, at in (("user (userId)", user), ("item (movieId, item_id, video_id)", item)) if at is None
+        )
+        raise RelayError(f"{path}: comma-separated, but no column for the {missing} in {header[:120]!r}. {_KNOWN}")
+    flags = tuple((fields.index(name), bit) for name, bit in KUAIRAND_BITS.items() if name in fields)
+    if "video_id" in fields and "time_ms" in fields:
+        absent = [name for name in KUAIRAND_BITS if name not in fields]
+        notes = (f"flags absent: {', '.join(absent)}",) if absent else ()
+        return Layout(
+            LayoutKind.KUAIRAND, ",", True, len(fields), user, item, fields.index("time_ms"),
+            flags=flags, time_is_ms=True, quoted=True, because="header with video_id and time_ms", notes=notes,
+        )  # fmt: skip
+    rating = first(("rating",))
+    return Layout(
+        LayoutKind.MOVIELENS_CSV, ",", True, len(fields), user, item, time, rating, quoted=True,
+        because=f"comma-separated header with {fields[user]} and {fields[item]}", notes=_absent(time, rating),
+    )  # fmt: skip
+
+
+def _values(lines: Sequence[str], separator: str, kind: LayoutKind) -> Layout | None:
+    """A layout without header, if most of the first lines have it: some may be broken."""
+
+    def fits(line: str) -> bool:
+        values = line.split(separator)
+        return len(values) == 4 and all(map(_is_number, values[2:]))
+
+    matching = sum(fits(line) for line in lines)
+    if matching * 2 <= len(lines):
+        return None
+    shown = "::" if separator == "::" else "tabs"
+    return Layout(
+        kind, separator, False, 4, 0, 1, 3, 2, latin1_ids=kind is LayoutKind.MOVIELENS_DAT,
+        because=f"{matching} of the first {len(lines)} lines are four values between {shown}",
+    )  # fmt: skip
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _absent(time: int | None, rating: int | None) -> tuple[str, ...]:
+    notes = []
+    if time is None:
+        notes.append("no timestamp column: the order of lines is taken as the order in time, all times are 0")
+    if rating is None:
+        notes.append("no rating column: all action codes are 0")
+    return tuple(notes)

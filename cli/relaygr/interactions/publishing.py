@@ -1,0 +1,131 @@
+"""Publishes what was read: one `History` snapshot per user to the history topic, keyed by user id.
+
+Each is acknowledged by all replicas, and every delivery report is looked at. The producer's queue is
+bounded: when it is full, publishing waits. After `MAX_FAILURES` failed deliveries it stops: the broker is
+away, and the rest would fail one time-out after the other.
+
+Publishing again is safe: within one user the larger version number wins, and of equal ones the later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from relaygr.interactions.reading import Interactions
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.codec import encode
+from relaygr.schemas.messages import MAX_BEHAVIOURS, History
+from relaygr.schemas.topics import Topic
+
+MAX_FAILURES: Final = 100
+CLIENT_ID: Final = "relaygr-publish-history"
+_FULL_QUEUE_WAIT_S: Final = 0.1
+# The durable producer gives a message up after 30 s.
+_FLUSH_S: Final = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which part of the histories is published."""
+
+    users: int | None = None
+    """The first so many; None: all."""
+    max_behaviours: int = MAX_BEHAVIOURS
+    """The newest so many of each."""
+    number: int | None = None
+    """The version number of all; None: the time of each user's newest behaviour, in ms."""
+
+
+@dataclass(slots=True)
+class PublishReport:
+    """What became of the histories."""
+
+    offered: int = 0
+    delivered: int = 0
+    failed: int = 0
+    offered_bytes: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+    """Failed deliveries by cause."""
+
+    @property
+    def complete(self) -> bool:
+        return self.delivered == self.offered
+
+
+def histories_count(interactions: Interactions, selection: Selection) -> int:
+    """How many histories `selection` leaves."""
+    count = len(interactions.users)
+    return count if selection.users is None else min(count, selection.users)
+
+
+def history_of(interactions: Interactions, index: int, selection: Selection) -> History:
+    """The snapshot of user `index`."""
+    behaviours = interactions.of(index)[-min(selection.max_behaviours, MAX_BEHAVIOURS) :]
+    newest_ms = int(behaviours.timestamps_ms[-1])
+    number = newest_ms if selection.number is None else selection.number
+    return History(interactions.users[index], number, np.empty(0, "<i8"), behaviours)
+
+
+def publish_histories(
+    kafka: KafkaSettings,
+    interactions: Interactions,
+    selection: Selection,
+    on_progress: Callable[[int], None] | None = None,
+) -> PublishReport:
+    """Publishes and waits for every report. `on_progress` gets the number of histories handed over."""
+    report = PublishReport()
+    topic = kafka.topic(Topic.HISTORY)
+    producer = make_producer(kafka, ProducerKind.DURABLE, CLIENT_ID)
+
+    def delivered(error: KafkaError | None, _message: Message) -> None:
+        if error is None:
+            report.delivered += 1
+        else:
+            _fail(report, error)
+
+    for index in range(histories_count(interactions, selection)):
+        if report.failed >= MAX_FAILURES:
+            break
+        history = history_of(interactions, index, selection)
+        value = encode(history)
+        report.offered += 1
+        report.offered_bytes += len(value)
+        _produce(producer, topic, history.user_id.encode(), value, delivered, report)
+        producer.poll(0)
+        if on_progress is not None:
+            on_progress(index + 1)
+    left = producer.flush(_FLUSH_S)
+    if left:
+        report.failed += left
+        report.causes["no delivery report"] = left
+    return report
+
+
+def _produce(
+    producer: Producer,
+    topic: str,
+    key: bytes,
+    value: bytes,
+    on_delivery: Callable[[KafkaError | None, Message], None],
+    report: PublishReport,
+) -> None:
+    while True:
+        try:
+            producer.produce(topic, value=value, key=key, on_delivery=on_delivery)
+            return
+        except BufferError:
+            producer.poll(_FULL_QUEUE_WAIT_S)
+        except KafkaException as error:
+            _fail(report, error.args[0])
+            return
+
+
+def _fail(report: PublishReport, error: KafkaError) -> None:
+    report.failed += 1
+    report.causes[error.str()] = report.causes.get(error.str(), 0) + 1

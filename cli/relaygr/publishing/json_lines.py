@@ -1,0 +1,96 @@
+"""Reading JSON lines: one object a line, each line bounded, and a count of those that are broken.
+
+Lines are numbered from 1; empty ones are passed over. A name given twice in one object, NaN and Infinity
+are errors: JSON readers disagree on what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+
+MAX_LINE_BYTES: Final = 4 * MAX_MESSAGE_BYTES
+"""A message of the largest size, its numbers written out."""
+
+
+class LineError(ValueError):
+    """A line that is not one JSON object. The text is the reason."""
+
+
+class TooManyBadLines(Exception):  # noqa: N818 - it ends the reading, and is no fault of the program
+    """More bad lines than are allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: its number, its bytes, and how many were read up to its end."""
+
+    number: int
+    content: bytes
+    read_bytes: int
+
+    def parse(self) -> dict[str, Any]:
+        """The object on the line. Raises LineError."""
+        if len(self.content) > MAX_LINE_BYTES:
+            raise LineError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+        try:
+            content = json.loads(self.content.rstrip(), object_pairs_hook=_unique, parse_constant=_refuse)
+        except RecursionError as error:
+            raise LineError("nested too deeply") from error
+        except UnicodeDecodeError as error:
+            raise LineError("not UTF-8") from error
+        except json.JSONDecodeError as error:
+            raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
+        except ValueError as error:
+            raise LineError(str(error).partition(";")[0]) from error
+        if not isinstance(content, dict):
+            raise LineError("not a JSON object")
+        return content
+
+
+class BadLines:
+    """Reports bad lines, and stops at a limit."""
+
+    def __init__(self, limit: int, report: Callable[[str], None]) -> None:
+        self._limit = limit
+        self._report = report
+        self.count = 0
+
+    def add(self, number: int, reason: str) -> None:
+        """Raises TooManyBadLines beyond the limit."""
+        self.count += 1
+        self._report(f"line {number}: {reason}")
+        if self.count > self._limit:
+            raise TooManyBadLines
+
+
+def read_lines(stream: BinaryIO) -> Iterator[Line]:
+    """The lines of a stream. Of one that is too long only the beginning is kept."""
+    number = read_bytes = 0
+    while content := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        read_bytes += len(content)
+        ended = content.endswith(b"\n")
+        while not ended and len(content) > MAX_LINE_BYTES:
+            rest = stream.readline(MAX_LINE_BYTES)
+            read_bytes += len(rest)
+            ended = not rest or rest.endswith(b"\n")
+        if content.strip():
+            yield Line(number, content, read_bytes)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:80]} is given twice")
+    return content
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")

@@ -1,0 +1,79 @@
+"""From the object on a line to the message that is sent: what may be left out, and what it is then.
+
+Ids and times may be left out, and a time may be given relative to the moment of sending: the format is
+described in `docs/publishing.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from relaygr.publishing.json_messages import from_json, refuse_unknown
+from relaygr.schemas.codec import field_specs
+from relaygr.schemas.fields import FieldError, UInt
+from relaygr.schemas.messages import MAX_BUDGET_MS, RankingRequest, RetrievalEvent
+
+_EXPECTED_IN: Final = "expected_ranking_in_ms"
+_DEADLINE_IN: Final = "deadline_in_ms"
+
+
+def retrieval_from_line(
+    content: dict[str, Any],
+    new_id: Callable[[], str],
+    now_us: int,
+    *,
+    ranking_budget_ms: int,
+    expected_ranking_in_ms: int,
+) -> RetrievalEvent:
+    """The retrieval event of a line that is sent now. Raises FieldError."""
+    refuse_unknown(content, [*_names(RetrievalEvent), _EXPECTED_IN])
+    content = _with_history_user(content)
+    content.setdefault("retrieval_at_us", now_us)
+    content.setdefault("ranking_budget_ms", ranking_budget_ms)
+    _resolve(content, _EXPECTED_IN, "expected_ranking_at_us", "retrieval_at_us", expected_ranking_in_ms)
+    return from_json(RetrievalEvent, _with_id(content, new_id))
+
+
+def ranking_from_line(
+    content: dict[str, Any], new_id: Callable[[], str], now_us: int, *, deadline_in_ms: int
+) -> RankingRequest:
+    """The ranking request of a line that is sent now. Raises FieldError."""
+    refuse_unknown(content, [*_names(RankingRequest), _DEADLINE_IN])
+    content = _with_history_user(content)
+    content.setdefault("sent_at_us", now_us)
+    content.setdefault("query_time_ms", now_us // 1000)
+    content.setdefault("suffix", {"items": [], "actions": [], "timestamps_ms": []})
+    _resolve(content, _DEADLINE_IN, "deadline_us", "sent_at_us", deadline_in_ms)
+    return from_json(RankingRequest, _with_id(content, new_id))
+
+
+def _names(message: type[Any]) -> list[str]:
+    return [spec.name for spec in field_specs(message)]
+
+
+def _with_history_user(content: dict[str, Any]) -> dict[str, Any]:
+    """A copy without nulls, in which an inline history belongs to the line's user unless it says otherwise."""
+    content = {name: value for name, value in content.items() if value is not None}
+    history = content.get("history")
+    if isinstance(history, dict) and "user_id" in content:
+        content["history"] = {"user_id": content["user_id"], **history}
+    return content
+
+
+def _with_id(content: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:
+    return content if "request_id" in content else {**content, "request_id": new_id()}
+
+
+def _resolve(content: dict[str, Any], relative: str, absolute: str, start: str, default_ms: int) -> None:
+    """Puts the absolute time in the place of the relative one."""
+    if relative in content and absolute in content:
+        raise FieldError(f".{relative}: give it or {absolute}, not both")
+    if absolute in content:
+        return
+    try:
+        duration_ms = UInt("ms", MAX_BUDGET_MS).unpack(content.pop(relative, default_ms))
+        start_us = UInt("µs since the epoch").unpack(content[start])
+    except FieldError as error:
+        raise FieldError(f".{relative}: {error}") from error
+    content[absolute] = start_us + duration_ms * 1000

@@ -1,0 +1,158 @@
+"""Who asked for which prefix, and when: all of a trace that does not depend on the cache that was there.
+
+A *visit* is a user asking for a prefix; look-ups of the same history within `VISIT_US` belong to it (the
+pre-infer job's and the ranking request's of one impression do).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
+from relaygr.worker.cache.events import EventKind
+from relaygr.worker.cache.identity import Mark, PrefixKey
+from relaygr.worker.cache.policies import VISIT_US
+from relaygr.worker.cache.trace import Sketch, TraceRecord
+
+SEED = bytes(DIGEST_BYTES)
+
+
+class DemandKind(enum.StrEnum):
+    """What was asked."""
+
+    PREPARE = "prepare"
+    """A pre-infer job: have it ready."""
+    RANK = "rank"
+    FORGET = "forget"
+    """The user's prefixes may not be used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One request to the cache. `at_us` counts from the start of the trace."""
+
+    kind: DemandKind
+    at_us: int
+    user: int
+    namespace: bytes
+    sketch: Sketch
+
+
+_KINDS = {
+    EventKind.PREPARE: DemandKind.PREPARE,
+    EventKind.ACQUIRE: DemandKind.RANK,
+    EventKind.INVALIDATE: DemandKind.FORGET,
+}
+
+
+def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
+    """The demand behind recorded operations; time does not go back in it."""
+    latest_us = 0
+    for record in records:
+        kind = _KINDS.get(record.kind)
+        if kind is not None:
+            latest_us = max(latest_us, record.at_us)
+            yield Demand(kind, latest_us, record.user, record.namespace, record.sketch)
+
+
+class Passage:
+    """Counts a demand while it passes. `users` and `seconds` are of what passed so far."""
+
+    def __init__(self) -> None:
+        self.demands = 0
+        self._users: set[int] = set()
+        self._first_us = self._last_us = 0
+
+    @property
+    def users(self) -> int:
+        return len(self._users)
+
+    @property
+    def seconds(self) -> float:
+        return (self._last_us - self._first_us) / 1e6
+
+    def of(self, demands: Iterable[Demand]) -> Iterator[Demand]:
+        """The demands as they were."""
+        for demand in demands:
+            if not self.demands:
+                self._first_us = demand.at_us
+            self.demands += 1
+            self._users.add(demand.user)
+            self._last_us = demand.at_us
+            yield demand
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One visit, begun by look-up `number`. Of its prefix `reusable` behaviours were in the user's visit before, the
+    last look-up of which was number `before`; -1 for none.
+    """
+
+    number: int
+    behaviours: int
+    reusable: int
+    before: int
+
+
+class Visits:
+    """Finds visits in a demand, and what each could reuse."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, bytes], tuple[Sketch, int, int]] = {}
+        """(history, when it began, number of its last look-up) of each user's last visit."""
+        self.lookups = 0
+        """How many there were."""
+
+    def begin(self, demand: Demand) -> Visit | None:
+        """The visit that this demand begins, if it begins one."""
+        who = (demand.user, demand.namespace)
+        if demand.kind is DemandKind.FORGET:
+            self._latest.pop(who, None)
+            return None
+        number = self.lookups
+        self.lookups += 1
+        reusable, before = 0, -1
+        latest = self._latest.get(who)
+        if latest is not None:
+            sketch, begun_us, before = latest
+            if sketch == demand.sketch and demand.at_us - begun_us < VISIT_US:
+                self._latest[who] = (sketch, begun_us, number)
+                return None
+            reusable = sketch.common(demand.sketch)
+        self._latest[who] = (demand.sketch, demand.at_us, number)
+        return Visit(number, demand.sketch.behaviours, reusable, before)
+
+
+class Histories:
+    """Keys for the books, which want digest chains, from sketches: made-up digests that part where the sketches do."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, bytes], tuple[Sketch, PrefixKey]] = {}
+        self._made = 0
+
+    def key(self, demand: Demand) -> PrefixKey:
+        """The key of the demand's prefix; it shares with the user's key before it what the sketches share."""
+        who = (demand.user, demand.namespace)
+        before = self._latest.get(who)
+        if before is not None and before[0] == demand.sketch:
+            return before[1]
+        length = demand.sketch.behaviours
+        blocks: tuple[bytes, ...] = ()
+        marks: tuple[Mark, ...] = ()
+        if before is not None:
+            sketch, key = before
+            common = sketch.common(demand.sketch)
+            blocks = key.chain.blocks[: common // BLOCK]
+            known = (*key.marks, Mark(key.length, key.chain.digest))
+            marks = tuple(mark for mark in known if mark.length <= common and mark.length < length)
+        count = -(-length // BLOCK)
+        chain = DigestChain(SEED, blocks + tuple(self._digest() for _ in range(count - len(blocks))), length)
+        made = PrefixKey(f"{demand.user:016x}", demand.namespace or b"-", chain, marks=marks).held()
+        self._latest[who] = (demand.sketch, made)
+        return made
+
+    def _digest(self) -> bytes:
+        self._made += 1
+        return self._made.to_bytes(DIGEST_BYTES, "big")

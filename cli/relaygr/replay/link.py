@@ -1,0 +1,80 @@
+"""A link between the tiers on a virtual clock: copies in the order of the real queue, and no bytes.
+
+One copy after the other crosses it, each for `delay_us` + its bytes / `bytes_per_us`; `advance` ends those
+whose time has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache.tiers import Tier
+from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What a copy takes."""
+
+    delay_us: float
+    bytes_per_us: float
+
+    def duration_us(self, size_bytes: int) -> float:
+        return self.delay_us + size_bytes / self.bytes_per_us
+
+
+class VirtualLink:
+    """A `Mover`. `page_bytes` is what a page takes on the link."""
+
+    def __init__(self, page_bytes: int, speed: LinkSpeed, limits: CopyLimits | None = None) -> None:
+        self._page_bytes = page_bytes
+        self._speed = speed
+        self._queue = CopyQueue(page_bytes, limits if limits is not None else CopyLimits())
+        self._under_way: deque[tuple[float, CopyRequest]] = deque()
+        """By the time they end."""
+        self._free_us = 0.0
+        self.now_us = 0
+        self.moved_bytes = dict.fromkeys(Tier, 0)
+        """Of copies that ended, by the tier they went to."""
+
+    def submit(self, request: CopyRequest) -> bool:
+        if not self._queue.push(request):
+            return False
+        self._start()
+        return True
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        ahead = self._queue.forecast(size_bytes, priority, self.now_us)
+        return CopyForecast(ahead.wait_us, self._speed.duration_us(size_bytes))
+
+    def advance(self, now_us: int) -> None:
+        """Goes on to `now_us`; every copy that ends until then ends at its own time."""
+        while self._under_way and self._under_way[0][0] <= now_us:
+            self._end_first()
+        self.now_us = max(self.now_us, now_us)
+
+    def run(self) -> None:
+        """Goes on until no copy is left."""
+        while self._under_way:
+            self._end_first()
+
+    def close(self) -> None:
+        for request in self._queue.drain():
+            request.on_done(False)
+        self.run()
+
+    def _start(self) -> None:
+        while (request := self._queue.start(self.now_us)) is not None:
+            begins_us = max(self._free_us, float(self.now_us))
+            self._free_us = begins_us + self._speed.duration_us(request.size_bytes(self._page_bytes))
+            self._under_way.append((self._free_us, request))
+
+    def _end_first(self) -> None:
+        ends_us, request = self._under_way.popleft()
+        self.now_us = max(self.now_us, int(ends_us))
+        self.moved_bytes[request.target] += request.size_bytes(self._page_bytes)
+        self._queue.end(request, self.now_us, True)
+        self._start()
+        request.on_done(True)

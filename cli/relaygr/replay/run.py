@@ -1,0 +1,209 @@
+"""Plays a demand against the books of a cache, as a worker would: `PrefixCache`, its policies, a virtual link.
+
+| demand | what happens |
+|---|---|
+| prepare | what DRAM has more of is reloaded if that pays; the rest is computed; the prefix is leased |
+| rank | as prepare; then the lease ends and the prefix is spilled |
+| forget | the user's prefixes are invalidated |
+
+Counted once a visit, at its first look-up: how much of the prefix lay in HBM. What is reloaded and computed
+after that is counted where it happens. A *hit* is a visit that found all that it could reuse, which is what
+its history has in common with the user's visit before; a first visit can not hit. Computing takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.replay.demand import Demand, DemandKind, Histories, Visit, Visits
+from relaygr.replay.link import LinkSpeed, VirtualLink
+from relaygr.worker.cache import Fill, Hit, Pending, PendingOutcome, PrefixCache, PrefixKey, Presence, Purpose, Tier
+from relaygr.worker.cache.policies import VISIT_US, TierPolicies
+from relaygr.worker.cache.transfer import SpillGate
+from relaygr.worker.kv import DramGeometry, PrefixLayout
+
+# A spill of a replay may always go: nothing else wants the link, and its queue is bounded.
+_OPEN_GATE_US = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """What is replayed on: the shape of K,V, the device's times, and the link between the tiers."""
+
+    geometry: DramGeometry
+    layout: PrefixLayout
+    latency: LatencyModel
+    link: LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One cache to try."""
+
+    policies: TierPolicies
+    hbm_bytes: int
+    dram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the demand. Tokens are of prefixes; bytes are those that crossed the link."""
+
+    candidate: Candidate
+    visits: int
+    hbm_hits: int
+    dram_hits: int
+    """Visits whose reusable part was in HBM and DRAM together, but not in HBM."""
+    asked_tokens: int
+    hbm_tokens: int
+    """Found in HBM at the first look-up."""
+    reloaded_tokens: int
+    recomputed_tokens: int
+    """Computed, first visits and growth included."""
+    spilled_bytes: int
+    reloaded_bytes: int
+    hbm_evictions: int
+    dram_evictions: int
+    no_room: int
+    """Prefixes that were computed but could not be kept."""
+
+
+class Replay:
+    """One run. `play` each demand in its order, then take the `outcome`."""
+
+    def __init__(self, arena: Arena, candidate: Candidate) -> None:
+        self._candidate = candidate
+        self._layout = arena.layout
+        self._latency = arena.latency
+        self._link = VirtualLink(arena.geometry.page_bytes, arena.link)
+        self._cache = PrefixCache(
+            arena.geometry.kv,
+            arena.layout,
+            candidate.hbm_bytes // arena.geometry.kv.page_bytes,
+            candidate.dram_bytes // arena.geometry.page_bytes,
+            self._link if candidate.dram_bytes else None,
+            policies=candidate.policies,
+            spill_gate=SpillGate(_OPEN_GATE_US, _OPEN_GATE_US),
+            dram_geometry=arena.geometry,
+        )
+        self._cache.weigh_by(arena.latency.pre_us)
+        self._histories = Histories()
+        self._visits = Visits()
+        self._expires_us = 0
+        self._reloads: set[Pending] = set()
+        """Under way: who joins one adds no bytes."""
+        self._counted = dict.fromkeys(
+            ("visits", "hbm_hits", "dram_hits", "asked_tokens", "hbm_tokens", "reloaded_tokens", "recomputed_tokens"), 0
+        )
+
+    def play(self, demand: Demand) -> None:
+        """Times may not go back."""
+        now_us = demand.at_us
+        self._link.advance(now_us)
+        if now_us >= self._expires_us:
+            self._cache.expire_leases(now_us)
+            self._cache.expire_prefixes(now_us)
+            self._expires_us = now_us + VISIT_US
+        key = self._histories.key(demand)
+        visit = self._visits.begin(demand)
+        if demand.kind is DemandKind.FORGET:
+            self._cache.invalidate_user(key.user_id)
+            return
+        presence = self._cache.peek(key)
+        if visit is not None:
+            self._count(visit, presence)
+        ranks = demand.kind is DemandKind.RANK
+        found = self._cache.acquire(key, now_us, join=False, purpose=Purpose.RANKING if ranks else Purpose.PRE_INFER)
+        if isinstance(found, Hit):
+            self._cache.release(found.handle)
+        if presence.hbm_behaviours == key.length:
+            self._keep(key, now_us, ranks)
+        else:
+            self._prepare(key, presence, now_us, ranks)
+
+    def outcome(self) -> Outcome:
+        """Ends the copies under way and adds up."""
+        self._link.run()
+        stats = self._cache.stats()
+        self._cache.check_invariants()
+        return Outcome(
+            candidate=self._candidate,
+            **self._counted,
+            spilled_bytes=self._link.moved_bytes[Tier.DRAM],
+            reloaded_bytes=self._link.moved_bytes[Tier.HBM],
+            hbm_evictions=stats.evictions.get(Tier.HBM, 0),
+            dram_evictions=stats.evictions.get(Tier.DRAM, 0),
+            no_room=sum(stats.no_room.values()),
+        )
+
+    def _count(self, visit: Visit, presence: Presence) -> None:
+        counted = self._counted
+        counted["visits"] += 1
+        counted["asked_tokens"] += self._tokens(visit.behaviours)
+        counted["hbm_tokens"] += self._tokens(presence.hbm_behaviours)
+        if visit.reusable:
+            hbm_hit = presence.hbm_behaviours >= visit.reusable
+            counted["hbm_hits"] += hbm_hit
+            counted["dram_hits"] += not hbm_hit and presence.dram_behaviours >= visit.reusable
+
+    def _prepare(self, key: PrefixKey, presence: Presence, now_us: int, ranks: bool) -> None:
+        """Reloads what DRAM has more of, if that pays; then computes the rest."""
+        in_hbm, in_dram = self._tokens(presence.hbm_behaviours), self._tokens(presence.dram_behaviours)
+        if in_dram > in_hbm:
+            saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
+            reload = self._cache.start_reload(key, now_us + int(saved_us), now_us, saved_us)
+            if isinstance(reload, Pending):
+                self._reloads.add(reload)
+                reload.add_done_callback(partial(self._reloaded, key, in_hbm, ranks))
+                return
+        self._compute(key, ranks)
+
+    def _reloaded(self, key: PrefixKey, cached_tokens: int, ranks: bool, pending: Pending) -> None:
+        is_first = pending in self._reloads
+        self._reloads.discard(pending)
+        if is_first and pending.outcome is PendingOutcome.PUBLISHED:
+            self._counted["reloaded_tokens"] += self._tokens(pending.behaviours) - cached_tokens
+        self._compute(key, ranks)
+
+    def _compute(self, key: PrefixKey, ranks: bool) -> None:
+        """The rest of the prefix."""
+        now_us = self._link.now_us
+        fill = self._cache.reserve(key, now_us)
+        if isinstance(fill, Fill):
+            self._counted["recomputed_tokens"] += fill.tokens - fill.start_tokens
+            fill.progress(fill.tokens)
+            handle = fill.publish(now_us)
+            if handle is not None:
+                self._cache.release(handle)
+        elif not isinstance(fill, Pending):
+            self._counted["recomputed_tokens"] += self._tokens(key.length)
+        self._keep(key, now_us, ranks)
+
+    def _keep(self, key: PrefixKey, now_us: int, ranks: bool) -> None:
+        """Until its ranking; or that was it."""
+        if ranks:
+            self._cache.end_lease(key.user_id)
+            self._cache.spill(key)
+        else:
+            self._cache.lease(key, key.user_id, now_us + VISIT_US)
+
+    def _tokens(self, behaviours: int) -> int:
+        return self._layout.tokens(behaviours) if behaviours else 0
+
+
+def replay(
+    demands: Iterable[Demand],
+    arena: Arena,
+    candidate: Candidate,
+    on_progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played so far."""
+    run = Replay(arena, candidate)
+    for number, demand in enumerate(demands, 1):
+        run.play(demand)
+        if on_progress is not None and number % 256 == 0:
+            on_progress(number)
+    return run.outcome()

@@ -1,0 +1,311 @@
+"""All settings in one typed object, and where each of its values came from.
+
+Four layers, the later one wins:
+
+    default < YAML file (`--config`) < environment (`RELAYGR_...`) < command line (`--set`, `--bootstrap`)
+
+A setting's key is dotted (`worker.hbm_bytes`), and it has one variable (`RELAYGR_WORKER__HBM_BYTES`).
+The layers are merged key by key, so a file may set one field of a section and the environment another.
+A name that is no setting is an error in every layer, variables included; only those that begin with
+`RELAYGR_TEST_` are left alone, they belong to the test suite. Every error is a `RelayError` that says which
+key, from where, and what is allowed, and never shows a secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.client.settings import ClientSettings
+from relaygr.consumer.settings import ConsumerSettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag.settings import LagSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.logs import LogSettings
+from relaygr.traffic.settings import TrafficSettings
+from relaygr.trigger.settings import TriggerSettings
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.supervisor.settings import SupervisorSettings
+
+ENV_PREFIX = "RELAYGR_"
+TEST_ENV_PREFIX = "RELAYGR_TEST_"
+DEFAULT_ORIGIN = "default"
+
+
+class Settings(KafkaSettings):
+    """The root: what talks to Kafka at the top, each process's own in its section."""
+
+    log: LogSettings = LogSettings()
+    client: ClientSettings = ClientSettings()
+    consumer: ConsumerSettings = ConsumerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    trigger: TriggerSettings = TriggerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    supervisor: SupervisorSettings = SupervisorSettings()
+    gateway: TrafficSettings = TrafficSettings()
+    lag: LagSettings = LagSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class SettingField:
+    """One setting: its dotted key and the field behind it."""
+
+    key: str
+    info: FieldInfo
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return ENV_PREFIX + self.key.replace(".", "__").upper()
+
+    @property
+    def secret(self) -> bool:
+        return SecretStr in union_members(self.info.annotation)
+
+    def parse(self, text: str) -> Any:
+        """The value that a text on the command line or in a variable stands for, still to be validated."""
+        members = union_members(self.info.annotation)
+        if type(None) in members and text.lower() in ("", "none", "null"):
+            return None
+        if any(typing.get_origin(member) is not None for member in members):
+            return yaml.load(text, _StrictLoader)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Validated settings, and the origin of every value that is not a default, by key."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, DEFAULT_ORIGIN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value of one layer, and where it was written."""
+
+    value: Any
+    origin: str
+
+
+def load(
+    config: Path | None,
+    environment: Mapping[str, str],
+    overrides: Sequence[str] = (),
+    bootstrap: str | None = None,
+) -> LoadedSettings:
+    """Merges the layers and validates the whole. Raises RelayError.
+
+    `overrides` are `KEY=VALUE` texts, `bootstrap` is short for `bootstrap=...` and wins over them.
+    """
+    given: dict[str, _Given] = {}
+    if config is not None:
+        given.update(_from_file(config))
+    given.update(_from_environment(environment))
+    given.update(_from_command_line(overrides))
+    if bootstrap is not None:
+        given["bootstrap"] = _Given(bootstrap, "--bootstrap")
+    try:
+        settings = Settings.model_validate(_nest({key: entry.value for key, entry in given.items()}))
+    except ValidationError as error:
+        raise RelayError(_explain(error, given)) from None
+    return LoadedSettings(settings, {key: entry.origin for key, entry in given.items()})
+
+
+@functools.cache
+def setting_fields() -> Mapping[str, SettingField]:
+    """Every setting by its key, in the order in which they are declared, sections after plain fields."""
+    return {field.key: field for field in _walk(Settings, "")}
+
+
+def values(settings: Settings) -> dict[str, Any]:
+    """The value of every setting, by key."""
+    return {key: functools.reduce(getattr, key.split("."), settings) for key in setting_fields()}
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as one would write it, exact: `512MiB`, `1000B`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return f"{size_bytes}B"
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterable[SettingField]:
+    sections = []
+    for name, info in model.model_fields.items():
+        section = section_of(info)
+        if section is None:
+            yield SettingField(prefix + name, info)
+        else:
+            sections.append((name, section))
+    for name, section in sections:
+        yield from _walk(section, f"{prefix}{name}.")
+
+
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, None for a plain setting."""
+    annotation = info.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return union_members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(annotation) for member in union_members(part))
+    return (annotation,)
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise RelayError(f"The settings file {path} is not UTF-8 text.") from error
+    try:
+        content = yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise RelayError(f"The settings file {path} is not YAML: {_yaml_problem(error)}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise RelayError(f"The settings file {path} must hold `key: value` lines, not a {type(content).__name__}.")
+    return {key: _Given(value, str(path)) for key, value in _flatten(content, "", Settings, str(path))}
+
+
+def _flatten(content: Mapping[Any, Any], prefix: str, model: type[BaseModel], origin: str) -> Iterable[tuple[str, Any]]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        info = model.model_fields.get(name)
+        if info is None:
+            raise RelayError(_unknown(key, origin))
+        section = section_of(info)
+        if section is None:
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _flatten(value, f"{key}.", section, origin)
+        elif value is not None:
+            raise RelayError(f"{key} ({origin}) is a section: write its settings below it, indented.")
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
+    by_variable = {field.variable: field for field in setting_fields().values()}
+    given = {}
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(TEST_ENV_PREFIX):
+            continue
+        field = by_variable.get(variable)
+        if field is None:
+            raise RelayError(f"The environment variable {variable} is not a setting. {_suggest(variable, by_variable)}")
+        given[field.key] = _Given(_parse(field, text, variable), variable)
+    return given
+
+
+def _from_command_line(overrides: Iterable[str]) -> dict[str, _Given]:
+    given = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals:
+            raise RelayError(f"--set {override} has no value: write --set KEY=VALUE.")
+        field = setting_fields().get(key)
+        if field is None:
+            raise RelayError(_unknown(key, "--set"))
+        given[key] = _Given(_parse(field, text.strip(), "--set"), "--set")
+    return given
+
+
+def _parse(field: SettingField, text: str, origin: str) -> Any:
+    try:
+        return field.parse(text)
+    except yaml.YAMLError as error:
+        raise RelayError(f"{field.key} ({origin}) is not YAML: {_yaml_problem(error)}.") from error
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        level = nested
+        for section in sections:
+            level = level.setdefault(section, {})
+        level[name] = value
+    return nested
+
+
+def _unknown(key: str, origin: str) -> str:
+    return f"{key} ({origin}) is not a setting. {_suggest(key, setting_fields())}"
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """A hint at what was meant: the same field in another section first, then what is spelled alike."""
+    names = list(known)
+    separator = "__" if name.startswith(ENV_PREFIX) else "."
+    last = name.removeprefix(ENV_PREFIX).split(separator)[-1]
+    same_field = [candidate for candidate in names if candidate.removeprefix(ENV_PREFIX).split(separator)[-1] == last]
+    close = same_field or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if close:
+        return f"Did you mean {close[0]}?"
+    return "`relaygr settings` lists all of them."
+
+
+def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    """One line for each value that does not fit."""
+    return "\n".join(_explain_one(detail, given) for detail in error.errors(include_url=False))
+
+
+def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
+    location = [str(part) for part in detail["loc"]]
+    # A wrong entry of a list is located below the list's own key; a union adds its member's name.
+    lengths = range(len(location), 0, -1)
+    key = next((name for n in lengths if (name := ".".join(location[:n])) in setting_fields()), ".".join(location))
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    field = setting_fields().get(key)
+    if field is None:
+        # Said of a section as a whole: name those of its settings that were given.
+        inside = [name for name in given if not key or name.startswith(f"{key}.")]
+        origins = ", ".join(f"{name} ({given[name].origin})" for name in inside)
+        return f"{key or 'settings'}: {message}" + (f"; given: {origins}" if origins else "")
+    entry = given.get(key)
+    shown = "" if field.secret or entry is None else f" = {entry.value!r}"
+    origin = entry.origin if entry else DEFAULT_ORIGIN
+    return f"{key}{shown} ({origin}): {message[:1].lower()}{message[1:]}."
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line; never the line itself, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}"
+    return type(error).__name__
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key written twice is an error, as an unknown one is: the first would be lost silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)

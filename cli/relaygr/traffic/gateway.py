@@ -1,0 +1,344 @@
+"""A gateway: plays impressions against the clock, open loop, and records what came back.
+
+It is also the feature pipeline of its users: it publishes their histories before the first impression,
+and each longer version before the retrieval event that names it.
+
+Every request is timed from its *scheduled* ranking time, whether or not the generator or the system
+kept up, and ends as exactly one record: answered, answered late, or lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import structlog
+
+from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
+from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.traffic.population import Population, history_at
+from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
+from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
+from relaygr.traffic.settings import TrafficSettings
+
+log = structlog.get_logger()
+
+HISTORY_LEAD_US = 200_000
+"""How long before its retrieval event a longer history is published."""
+WARM_UP_REQUESTS = 24
+_BACK_PRESSURE_S = 0.02
+_LONGEST_SLEEP_US = 200_000
+
+OnRecord = Callable[[Record], None]
+
+
+@dataclass(slots=True)
+class _Open:
+    impression: Impression
+    request_id: str
+    scheduled_us: int
+    sent_us: int
+    history: History
+
+
+@dataclass(order=True, slots=True)
+class _Call:
+    """Something to do at its time, for one impression."""
+
+    at_us: int
+    sequence: int
+    number: int = field(compare=False)
+    begins: bool = field(compare=False)
+    make: Callable[[int], None] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A history, and the version that names it."""
+
+    history: History
+    version: HistoryVersion
+
+
+class Gateway:
+    """Plays one stream. `record` is called from the client's thread, once a request."""
+
+    def __init__(
+        self,
+        client_of: Callable[..., RelayClient],
+        settings: TrafficSettings,
+        population: Population,
+        record: OnRecord,
+        lost_after_s: float = 3.0,
+    ) -> None:
+        """`client_of(on_late=..., on_lost=...)` makes the client that this gateway starts and closes.
+
+        `lost_after_s`: how long after its deadline that client gives an unanswered request up.
+        """
+        self._client = client_of(on_late=self._late, on_lost=self._lost)
+        self._settings = settings
+        self._population = population
+        self._record = record
+        self._candidates = Candidates(settings, population)
+        self._open: dict[str, _Open] = {}
+        # No event: a signal handler may not take the lock that the main thread waits with.
+        self._stopping = False
+        self._lost_after_s = lost_after_s
+        self._versions: dict[int, _Named] = {}
+        self.recorded = 0
+
+    def stop(self) -> None:
+        """Begins no more impressions; those that have begun are played to their end."""
+        self._stopping = True
+
+    def play(self) -> None:
+        """Histories, warm-up, then the stream; returns when every request has ended."""
+        with self._client:
+            self._publish_first_histories()
+            self._warm_up()
+            self._settle()
+            self._play(impressions(self._settings, self._population))
+            self._client.drain(self._longest_end_s())
+        self._lose_what_is_open()
+
+    def replay(self, numbers: frozenset[int], budget_ms: int, at_once: int) -> None:
+        """Ranks chosen impressions of the stream again, a few at once and with time enough: the reference."""
+        slots = threading.Semaphore(at_once)
+        with self._client:
+            self._publish_first_histories()
+            self._warm_up()
+            for impression in self._chosen(numbers):
+                slots.acquire()
+                if self._stopping:
+                    break
+                self._publish_version(impression)
+                now_us = time.monotonic_ns() // 1000
+                future = self._rank(impression, self._client.new_request_id(), now_us, budget_ms)
+                if future is None:
+                    slots.release()
+                else:
+                    future.add_done_callback(lambda _: slots.release())
+            self._client.drain(budget_ms / 1000 + self._longest_end_s())
+        self._lose_what_is_open()
+
+    # -- the stream --------------------------------------------------------------------------------
+
+    def _play(self, stream: Iterator[Impression]) -> None:
+        """Timed calls in order; each impression puts its own into the heap one step ahead of its time."""
+        started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
+        calls: list[_Call] = []
+        sequence = itertools.count()
+        dropped: set[int] = set()
+        upcoming = next(stream, None)
+        while (upcoming is not None and not self._stopping) or calls:
+            while upcoming is not None and not self._stopping:
+                begins_us = started_us + upcoming.retrieval_us - HISTORY_LEAD_US
+                if calls and begins_us > calls[0].at_us:
+                    break
+                for place, (at_us, make) in enumerate(self._calls_of(upcoming, started_us)):
+                    heapq.heappush(calls, _Call(at_us, next(sequence), upcoming.number, place == 0, make))
+                upcoming = next(stream, None)
+            if not calls:
+                continue
+            call = heapq.heappop(calls)
+            if call.number in dropped:
+                continue
+            if self._sleep_until(call.at_us, give_up=call.begins):
+                call.make(call.at_us)
+            else:
+                dropped.add(call.number)
+
+    def _sleep_until(self, at_us: int, give_up: bool) -> bool:
+        """False if we are to stop meanwhile, and what waits has not begun."""
+        while (left_us := at_us - time.monotonic_ns() // 1000) > 0:
+            if give_up and self._stopping:
+                return False
+            time.sleep(min(left_us, _LONGEST_SLEEP_US) / 1e6)
+        return True
+
+    def _calls_of(self, impression: Impression, started_us: int) -> Iterable[tuple[int, Callable[[int], None]]]:
+        request_id = self._client.new_request_id()
+        retrieval_us, ranking_us = started_us + impression.retrieval_us, started_us + impression.ranking_us
+        yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
+        if self._settings.relay:
+            yield retrieval_us, lambda _: self._begin(impression, request_id)
+        yield ranking_us, lambda at_us: self._rank_on_schedule(impression, request_id, at_us)
+
+    def _begin(self, impression: Impression, request_id: str) -> None:
+        settings = self._settings
+        # With a queue full of what the broker does not take, its ranking request goes without the relay.
+        with suppress(QueueFull):
+            self._client.publish_retrieval(
+                self._population.user_id(impression.user),
+                ranking_budget_ms=settings.budget_ms,
+                expected_ranking_in_ms=round(settings.lead_median_ms),
+                expected_candidates=settings.candidates,
+                expected_suffix=settings.suffix,
+                history_version=self._version(impression),
+                request_id=request_id,
+            )
+
+    def _rank_on_schedule(self, impression: Impression, request_id: str, at_us: int) -> None:
+        late_us = time.monotonic_ns() // 1000 - at_us
+        self._rank(impression, request_id, at_us, max(1.0, self._settings.budget_ms - late_us / 1000))
+
+    def _rank(
+        self, impression: Impression, request_id: str, scheduled_us: int, budget_ms: float
+    ) -> Future[RankOutcome] | None:
+        """None if the client took no more: that is the request's end, and recorded."""
+        history = self._history(impression)
+        entry = _Open(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
+        self._open[request_id] = entry
+        try:
+            future = self._client.submit_rank(
+                history.user_id,
+                self._candidates.of(impression),
+                budget_ms=budget_ms,
+                suffix=suffix_of(impression, self._settings, self._population),
+                history_version=self._version(impression),
+                request_id=request_id,
+            )
+        except QueueFull:
+            self._unanswered(request_id, NOT_SENT)
+            return None
+        future.add_done_callback(lambda done: self._ended(done.result()))
+        return future
+
+    def _chosen(self, numbers: frozenset[int]) -> Iterator[Impression]:
+        left = set(numbers)
+        for impression in impressions(self._settings, self._population):
+            if not left:
+                return
+            if impression.number in left:
+                left.discard(impression.number)
+                yield impression
+
+    # -- histories ---------------------------------------------------------------------------------
+
+    def _publish_first_histories(self) -> None:
+        for index in range(self._population.size):
+            if self._stopping:
+                return
+            self._publish(history_at(self._population, index, self._population.first_length(index)))
+
+    def _publish_version(self, impression: Impression) -> None:
+        if impression.history_length > self._population.first_length(impression.user):
+            self._publish(self._history(impression))
+
+    def _publish(self, history: History) -> None:
+        while not self._stopping:
+            try:
+                return self._client.publish_history(history)
+            except QueueFull:
+                time.sleep(_BACK_PRESSURE_S)
+
+    def _history(self, impression: Impression) -> History:
+        return self._named(impression).history
+
+    def _version(self, impression: Impression) -> HistoryVersion:
+        return self._named(impression).version
+
+    def _named(self, impression: Impression) -> _Named:
+        """The version of the impression. The last of each user is kept: three messages name it."""
+        known = self._versions.get(impression.user)
+        if known is None or known.history.number != impression.history_length:
+            history = history_at(self._population, impression.user, impression.history_length)
+            known = self._versions[impression.user] = _Named(history, history.version())
+        return known
+
+    def _warm_up(self) -> None:
+        """A few requests of made-up users, unrecorded: connections, caches and compilers are warm after them."""
+        candidates = self._population.items[: self._settings.candidates]
+        futures = [
+            self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=2_000)
+            for number in range(WARM_UP_REQUESTS)
+        ]
+        answered = sum(future.result().status is RankStatus.RANKED for future in futures)
+        log.info("warmed up", answered=answered, requests=len(futures))
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _ended(self, outcome: RankOutcome) -> None:
+        """A time-out is not the end yet: the answer may come late, or the request be lost."""
+        if outcome.status is not RankStatus.TIMED_OUT:
+            self._write(outcome)
+
+    def _late(self, outcome: RankOutcome) -> None:
+        self._write(outcome)
+
+    def _lost(self, lost: LostRequest) -> None:
+        self._unanswered(lost.request_id, LOST)
+
+    def _unanswered(self, request_id: str, status: str) -> None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._write_unanswered(entry, status)
+
+    def _lose_what_is_open(self) -> None:
+        """The client forgets what ends neither in time nor in its grace; here nothing goes unrecorded."""
+        while self._open:
+            self._write_unanswered(self._open.popitem()[1], LOST)
+
+    def _write_unanswered(self, entry: _Open, status: str) -> None:
+        self._emit(
+            Record(
+                number=entry.impression.number,
+                request_id=entry.request_id,
+                user_id=entry.history.user_id,
+                status=status,
+                latency_us=None,
+                send_lag_us=entry.sent_us - entry.scheduled_us,
+                late=True,
+            )
+        )
+
+    def _write(self, outcome: RankOutcome) -> None:
+        entry = self._open.pop(outcome.request_id, None)
+        if entry is None:
+            return
+        result = outcome.result
+        send_lag_us = entry.sent_us - entry.scheduled_us
+        latency_us = send_lag_us + outcome.latency_us
+        version = result.history_version if result is not None else None
+        self._emit(
+            Record(
+                number=entry.impression.number,
+                request_id=entry.request_id,
+                user_id=entry.history.user_id,
+                status=outcome.status.value,
+                latency_us=latency_us,
+                send_lag_us=send_lag_us,
+                late=outcome.late or latency_us > self._settings.budget_ms * 1000,
+                reason=outcome.reason.value if outcome.reason is not None else None,
+                path=result.path.value if result is not None and result.path is not None else None,
+                prefix_source=result.prefix_source.value if result is not None and result.prefix_source else None,
+                worker_id=result.worker_id if result is not None else None,
+                prefix_tokens=result.prefix_tokens if result is not None else 0,
+                tokens_cached=result.tokens_cached if result is not None else 0,
+                history_number=version.number if version is not None else None,
+                history_length=version.length if version is not None else None,
+                history_stale=result.history_stale if result is not None else False,
+                history_loading=result.history_loading if result is not None else False,
+                model_revision=result.model_revision if result is not None else None,
+                timings=result.timings if result is not None else None,
+                scores=pack_scores(result.scores) if result is not None and result.scores is not None else None,
+            )
+        )
+
+    def _emit(self, record: Record) -> None:
+        self.recorded += 1
+        self._record(record)
+
+    def _longest_end_s(self) -> float:
+        return self._settings.budget_ms / 1000 + self._lost_after_s + 1.0
+
+    def _settle(self) -> None:
+        ends_s = time.monotonic() + self._settings.settle_s
+        while not self._stopping and time.monotonic() < ends_s:
+            time.sleep(0.05)

@@ -1,0 +1,116 @@
+"""The users that traffic is made of: ids, and each one's whole sequence of behaviours, oldest first."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.interactions import Interactions
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.traffic.settings import TrafficSettings
+
+_EPOCH_MS = 1_700_000_000_000
+_GAP_MS = 60_000
+_KEPT_SEQUENCES = 4096
+FIRST_SHARE = 0.8
+"""Part of a real sequence that is history at a user's first impression; the rest is how it grows."""
+
+
+class Population(Protocol):
+    """Users by index, 0 being who comes most often."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def items(self) -> NDArray[np.int64]:
+        """Item ids that candidates are drawn from."""
+
+    def user_id(self, index: int) -> str: ...
+
+    def first_length(self, index: int) -> int:
+        """Behaviours in the history at the user's first impression."""
+
+    def sequence(self, index: int) -> Behaviours:
+        """Everything the user ever does."""
+
+
+def history_at(population: Population, index: int, length: int) -> History:
+    """The snapshot of a user's first `length` behaviours; its version number is that length."""
+    return History(population.user_id(index), length, np.empty(0, dtype="<i8"), population.sequence(index)[:length])
+
+
+class MadePopulation:
+    """Users with log-normal history lengths and uniform items, made from the seed when asked for."""
+
+    def __init__(self, settings: TrafficSettings) -> None:
+        self._settings = settings
+        random = np.random.default_rng((settings.seed, 0))
+        lengths = settings.history_median * np.exp(random.normal(0.0, settings.history_sigma, settings.users))
+        longest = max(1, int(settings.history_max * FIRST_SHARE))
+        self._first_lengths = np.clip(lengths.astype(np.int64), 1, longest)
+        self._sequences = functools.lru_cache(maxsize=_KEPT_SEQUENCES)(self._make_sequence)
+
+    @property
+    def size(self) -> int:
+        return self._settings.users
+
+    @property
+    def items(self) -> NDArray[np.int64]:
+        return np.arange(self._settings.items, dtype=np.int64)
+
+    def user_id(self, index: int) -> str:
+        return f"user-{index:06d}"
+
+    def first_length(self, index: int) -> int:
+        return int(self._first_lengths[index])
+
+    def sequence(self, index: int) -> Behaviours:
+        """A pure function of seed and index; as long as the longest history that is published."""
+        return self._sequences(index)
+
+    def _make_sequence(self, index: int) -> Behaviours:
+        random = np.random.default_rng((self._settings.seed, 1, index))
+        count = self._settings.history_max + self._settings.suffix
+        return Behaviours(
+            random.integers(0, self._settings.items, count).astype("<i8"),
+            random.integers(0, 4, count).astype("<u2"),
+            (_EPOCH_MS + np.arange(count) * _GAP_MS).astype("<i8"),
+        )
+
+
+class LoggedPopulation:
+    """The users of an interaction log with the longest histories."""
+
+    def __init__(self, interactions: Interactions, settings: TrafficSettings) -> None:
+        """Raises ValueError if the log holds no user with at least two behaviours."""
+        ordered = sorted(range(len(interactions.users)), key=lambda index: -len(interactions.of(index)))
+        self._indices = [index for index in ordered[: settings.users] if len(interactions.of(index)) > 1]
+        if not self._indices:
+            raise ValueError("the log holds no user with at least two behaviours")
+        self._interactions = interactions
+        self._most = settings.history_max + settings.suffix
+        items = [interactions.of(index).items for index in self._indices]
+        self._items = np.unique(np.concatenate(items)).astype(np.int64)
+
+    @property
+    def size(self) -> int:
+        return len(self._indices)
+
+    @property
+    def items(self) -> NDArray[np.int64]:
+        return self._items
+
+    def user_id(self, index: int) -> str:
+        return self._interactions.users[self._indices[index]]
+
+    def first_length(self, index: int) -> int:
+        return max(1, int(len(self.sequence(index)) * FIRST_SHARE))
+
+    def sequence(self, index: int) -> Behaviours:
+        """The newest of what the log has."""
+        whole = self._interactions.of(self._indices[index])
+        return whole[max(0, len(whole) - self._most) :]

@@ -1,0 +1,101 @@
+"""What came back: one JSON line an impression, in a file that others can read."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import StageTimings
+
+LOST = "lost"
+"""The status of a request that no worker ever answered."""
+NOT_SENT = "not_sent"
+"""The status of a request that the client did not take, its queue being full because the broker is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One impression's end, as the gateway saw it on its monotonic clock.
+
+    `latency_us` runs from the *scheduled* time of the ranking request to the answer, so that a stalled
+    system is charged for what it delayed; None if no answer came. `send_lag_us` is what of it the
+    generator itself was late.
+    """
+
+    number: int
+    request_id: str
+    user_id: str
+    status: str
+    latency_us: int | None
+    send_lag_us: int
+    late: bool
+    reason: str | None = None
+    path: str | None = None
+    prefix_source: str | None = None
+    worker_id: str | None = None
+    prefix_tokens: int = 0
+    tokens_cached: int = 0
+    history_number: int | None = None
+    history_length: int | None = None
+    history_stale: bool = False
+    history_loading: bool = False
+    model_revision: str | None = None
+    timings: StageTimings | None = None
+    scores: str | None = None
+    """float32, little-endian, base64."""
+
+    def score_array(self) -> NDArray[np.float32] | None:
+        """The scores, float32 [candidates * tasks]."""
+        return None if self.scores is None else np.frombuffer(base64.b64decode(self.scores), dtype="<f4")
+
+
+_FIELDS = tuple(field.name for field in fields(Record))
+
+
+def pack_scores(scores: NDArray[np.float32]) -> str:
+    """The text form of `Record.scores`."""
+    return base64.b64encode(scores.astype("<f4", copy=False).tobytes()).decode()
+
+
+class RecordWriter:
+    """Writes records as they come; each line is whole once written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Line by line, so that others can read along.
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        # Not `asdict`, which copies deeply: the generator shares the machine with what it measures.
+        plain = {name: getattr(record, name) for name in _FIELDS}
+        if record.timings is not None:
+            plain["timings"] = asdict(record.timings)
+        self._file.write(json.dumps(plain, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def parse_record(line: str | bytes) -> Record:
+    """One line's record. Raises ValueError or TypeError for anything else."""
+    fields: dict[str, Any] = json.loads(line)
+    timings = fields.pop("timings", None)
+    return Record(**fields, timings=None if timings is None else StageTimings(**timings))
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file. Raises RelayError, with the line, for one that holds something else."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield parse_record(line)
+            except (ValueError, TypeError) as error:
+                raise RelayError(f"{path}, line {number}: not a record of `relaygr gateway`: {error}") from error

@@ -1,0 +1,81 @@
+"""When impressions come: a pure function of settings and population, the same for every system compared.
+
+Open loop: exponential gaps, never rescaled; users by Zipf; log-normal lead times. The stream is lazy,
+so it may be endless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.schemas.messages import Behaviours
+from relaygr.traffic.population import Population
+from relaygr.traffic.settings import TrafficSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Impression:
+    """One pass of the cascade. Times in µs since the start of the stream."""
+
+    number: int
+    user: int
+    retrieval_us: int
+    ranking_us: int
+    history_length: int
+    """Behaviours of the version that it is ranked with, which is also the version's number."""
+
+
+def impressions(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
+    """Impressions in the order of their retrieval events, until `duration_s` is over."""
+    random = np.random.default_rng((settings.seed, 2))
+    weights = (1.0 + np.arange(population.size)) ** -settings.zipf_exponent
+    cumulative = np.cumsum(weights) / weights.sum()
+    lengths: dict[int, int] = {}
+    at_us, number = 0.0, 0
+    while True:
+        at_us += random.exponential(1e6 / settings.rate_per_s)
+        if settings.duration_s and at_us > settings.duration_s * 1e6:
+            return
+        user = min(int(np.searchsorted(cumulative, random.random())), population.size - 1)
+        lead_us = settings.lead_median_ms * 1000 * float(np.exp(random.normal(0.0, settings.lead_sigma)))
+        length = _next_length(lengths.get(user), settings, population, user)
+        lengths[user] = length
+        yield Impression(number, user, int(at_us), int(at_us + lead_us), length)
+        number += 1
+
+
+def _next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:
+    if before is None:
+        return population.first_length(user)
+    most = max(population.first_length(user), len(population.sequence(user)) - settings.suffix)
+    return min(before + settings.growth, most)
+
+
+class Candidates:
+    """The item ids to rank: a stretch of one random order of all items, at another place for each impression.
+
+    Distinct where there are enough items, and cheap: the generator shares the machine with what it measures.
+    """
+
+    _STRIDE = 7919
+
+    def __init__(self, settings: TrafficSettings, population: Population) -> None:
+        items = np.random.default_rng((settings.seed, 3)).permutation(population.items).astype(np.int64)
+        self._places = items.size
+        self._count = settings.candidates
+        self._items = np.resize(items, items.size + settings.candidates)
+
+    def of(self, impression: Impression) -> NDArray[np.int64]:
+        """A pure function of the seed and the impression's number."""
+        start = impression.number * self._STRIDE % self._places
+        return self._items[start : start + self._count]
+
+
+def suffix_of(impression: Impression, settings: TrafficSettings, population: Population) -> Behaviours:
+    """The short-term behaviours: what the user does right after the history."""
+    end = impression.history_length + settings.suffix
+    return population.sequence(impression.user)[impression.history_length : end]

@@ -1,0 +1,257 @@
+"""MessagePack codec: `encode(message)` and `decode(Class, data)`.
+
+Wire form: two MessagePack values, one after the other.
+
+1. the schema version, a positive fixint (so exactly one byte, 0x01 to 0x7f);
+2. the body, a map from field name to value; nested messages are maps, arrays are packed
+   little-endian bytes.
+
+How the schema changes:
+
+* A new *optional* field keeps the version: readers ignore names that they do not know (their number
+  and size are bounded as all else), and take the field's default for a name that is absent or nil.
+* Everything else (a new required field, a changed meaning, unit, bound or enum member) takes the
+  next version. A reader refuses a version that it does not know with
+  `DecodeError(UNSUPPORTED_VERSION)`; the message goes to dead letters, where it can be replayed
+  once the readers are upgraded. So readers are upgraded before writers.
+* The golden bytes in `tests/schemas/` hold the wire form still.
+
+`decode` bounds every length before it allocates and how many maps and lists there are, so that bytes
+cannot unfold into much more memory than they take; it refuses a name given twice. It raises `DecodeError`,
+never another exception, whatever the bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import msgpack
+
+from relaygr.schemas.fields import FieldError, FieldKind
+
+SCHEMA_VERSION = 1
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+MAX_MAP_ENTRIES = 64
+MAX_LIST_ENTRIES = 4096
+MAX_TEXT_BYTES = 4096
+SMALL_MESSAGE_BYTES = 16 * 1024
+"""All of it empty maps would unfold to about a megabyte."""
+MAX_CONTAINERS = 64
+"""Maps and lists in one message. Today's messages have 5 at most; an empty one takes one byte, but 64 in memory."""
+
+M = TypeVar("M")
+
+
+class DecodeReason(enum.StrEnum):
+    """Why bytes could not be decoded: a bounded set, used as a metric label and in dead letters."""
+
+    EMPTY = "empty"
+    TOO_LARGE = "too_large"
+    UNSUPPORTED_VERSION = "unsupported_version"
+    MALFORMED = "malformed"
+    INVALID_FIELD = "invalid_field"
+
+
+class DecodeError(ValueError):
+    """Bytes are not a valid message. `reason` is bounded, the text says where and why."""
+
+    def __init__(self, reason: DecodeReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EncodeError(ValueError):
+    """A message holds a value outside its field's type or bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nested(FieldKind):
+    """A message inside a message, as a map."""
+
+    message: type[Any]
+
+    def pack(self, value: Any) -> Any:
+        if not isinstance(value, self.message):
+            raise FieldError(f"expected {self.message.__name__}, got {type(value).__name__}")
+        return _pack(value)
+
+    def unpack(self, raw: Any) -> Any:
+        return _unpack(self.message, raw)
+
+    def describe(self) -> str:
+        return f"[{self.message.__name__}](#{self.message.__name__.lower()})"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One field of a message class, read from its annotation once."""
+
+    name: str
+    kind: FieldKind
+    doc: str
+    optional: bool
+
+
+def field_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
+    """The fields of a message class in order. Raises TypeError if an annotation names no kind."""
+    specs = _SPECS.get(message)
+    if specs is None:
+        specs = _SPECS[message] = _read_specs(message)
+    return specs
+
+
+_SPECS: dict[type[Any], tuple[FieldSpec, ...]] = {}
+
+
+def _read_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
+    if not is_dataclass(message):
+        raise TypeError(f"{message.__name__} is not a message")
+    hints = typing.get_type_hints(message, include_extras=True)
+    specs = []
+    for field in fields(message):
+        annotation = hints[field.name]
+        optional = field.default is not MISSING
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
+        extras = getattr(annotation, "__metadata__", ())
+        kind = next((extra for extra in extras if isinstance(extra, FieldKind)), None)
+        doc = next((extra for extra in extras if isinstance(extra, str)), "")
+        plain = typing.get_args(annotation)[0] if extras else annotation
+        if typing.get_origin(plain) in (typing.Union, types.UnionType):
+            plain = next(arg for arg in typing.get_args(plain) if arg is not type(None))
+        if kind is None and is_dataclass(plain):
+            kind = Nested(typing.cast(type[Any], plain))
+        if kind is None:
+            raise TypeError(f"{message.__name__}.{field.name} names no field kind")
+        specs.append(FieldSpec(field.name, kind, doc, optional))
+    return tuple(specs)
+
+
+def encode(message: Any) -> bytes:
+    """The wire form of a message. Raises EncodeError, which names the field."""
+    try:
+        body = _pack(message)
+    except FieldError as error:
+        raise EncodeError(f"{type(message).__name__}{error}") from error
+    data = bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body))
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise EncodeError(f"{type(message).__name__} takes {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(message: type[M], data: bytes | None) -> M:
+    """The message that `data` holds. Raises DecodeError and nothing else."""
+    if not data:
+        raise DecodeError(DecodeReason.EMPTY, f"{message.__name__}: no bytes")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise DecodeError(
+            DecodeReason.TOO_LARGE, f"{message.__name__}: {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}"
+        )
+    if data[0] != SCHEMA_VERSION:
+        raise DecodeError(
+            DecodeReason.UNSUPPORTED_VERSION,
+            f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
+        )
+    containers = _Containers()
+    # The maps of a short message cannot unfold to much: only their names are checked.
+    is_short = len(data) <= SMALL_MESSAGE_BYTES
+    try:
+        body = msgpack.unpackb(
+            memoryview(data)[1:],
+            raw=False,
+            strict_map_key=True,
+            max_str_len=MAX_TEXT_BYTES,
+            max_bin_len=MAX_MESSAGE_BYTES,
+            max_array_len=MAX_LIST_ENTRIES,
+            max_map_len=MAX_MAP_ENTRIES,
+            max_ext_len=0,
+            object_pairs_hook=_unique if is_short else containers.map,
+            list_hook=containers.list,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
+        text = str(error)[:200] or type(error).__name__
+        raise DecodeError(DecodeReason.MALFORMED, f"{message.__name__}: not MessagePack: {text}") from error
+    try:
+        return _unpack(message, body)
+    except FieldError as error:
+        raise DecodeError(DecodeReason.INVALID_FIELD, f"{message.__name__}{error}") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a map names a field twice")
+    return body
+
+
+class _Containers:
+    """Called by msgpack for each map and list of one message, as soon as it is complete."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._one_more()
+        return _unique(pairs)
+
+    def list(self, entries: list[Any]) -> list[Any]:
+        self._one_more()
+        return entries
+
+    def _one_more(self) -> None:
+        self._count += 1
+        if self._count > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} maps and lists")
+
+
+def _pack(message: Any) -> dict[str, Any]:
+    body = {}
+    for spec in field_specs(type(message)):
+        value = getattr(message, spec.name)
+        if value is None:
+            if not spec.optional:
+                raise FieldError(f".{spec.name}: is required")
+            continue
+        try:
+            body[spec.name] = spec.kind.pack(value)
+        except FieldError as error:
+            raise _within(spec.name, error) from error
+    _check_whole(message)
+    return body
+
+
+def _unpack(message: type[M], raw: Any) -> M:
+    if not isinstance(raw, dict):
+        raise FieldError(f": expected a map, got {type(raw).__name__}")
+    values = {}
+    for spec in field_specs(message):
+        value = raw.get(spec.name)
+        if value is None:
+            if not spec.optional:
+                raise FieldError(f".{spec.name}: is required")
+            continue
+        try:
+            values[spec.name] = spec.kind.unpack(value)
+        except FieldError as error:
+            raise _within(spec.name, error) from error
+    decoded = message(**values)
+    _check_whole(decoded)
+    return decoded
+
+
+def _within(name: str, error: FieldError) -> FieldError:
+    text = str(error)
+    return FieldError(f".{name}{text}" if text.startswith((".", ":")) else f".{name}: {text}")
+
+
+def _check_whole(message: Any) -> None:
+    """What no single field can say (equal lengths, say) is a message's own `check`."""
+    check = getattr(message, "check", None)
+    if check is not None:
+        check()

@@ -1,0 +1,122 @@
+"""Digest chain of a history: the identity of a prefix, and of every shorter prefix of it.
+
+Publishers compute it (a version's digest), workers check it, and the prefix cache keys on it.
+Algorithm and byte layout, fixed by schema version 1:
+
+    seed    = blake2b-128( b"relaygr.history.1" | u32le(number of features) | features as i64le )
+    d(0)    = seed
+    d(k+1)  = blake2b-128( d(k) | items as i64le | actions as u16le | timestamps_ms as i64le )
+
+over consecutive blocks of `BLOCK` behaviours, the last of which may be shorter. The digest of a
+history is the last d; of an empty one, the seed. Since each digest covers all before it, two
+histories with the same features are equal up to the end of their last equal block.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from relaygr.schemas.messages import Behaviours
+
+BLOCK = 64
+DIGEST_BYTES = 16
+_DOMAIN = b"relaygr.history.1"
+
+
+@dataclass(frozen=True, slots=True)
+class DigestChain:
+    """Digests of one history: `seed`, `blocks[k]` after behaviours [0, min((k+1)*BLOCK, length))."""
+
+    seed: bytes
+    blocks: tuple[bytes, ...]
+    length: int
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the whole history."""
+        return self.blocks[-1] if self.blocks else self.seed
+
+    def at(self, length: int) -> bytes | None:
+        """The digest of the first `length` behaviours where the chain holds it (block ends and the whole)."""
+        if length == self.length:
+            return self.digest
+        if length == 0:
+            return self.seed
+        if length > self.length or length % BLOCK:
+            return None
+        return self.blocks[length // BLOCK - 1]
+
+    def common_length(self, other: DigestChain) -> int:
+        """How many leading behaviours are known to be equal: a multiple of BLOCK, or the whole of both."""
+        if self.seed != other.seed:
+            return 0
+        if self.length == other.length and self.digest == other.digest:
+            return self.length
+        full_blocks = min(self.length, other.length) // BLOCK
+        # Each digest covers all before it, so equality is monotone and can be bisected.
+        low, high = 0, full_blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks[middle - 1] == other.blocks[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low * BLOCK
+
+
+def digest_chain(features: NDArray, behaviours: Behaviours) -> DigestChain:  # type: ignore[type-arg]
+    """The chain of `behaviours` (oldest first) of a user with `features` (i64)."""
+    return extend_chain(DigestChain(_seed(features.astype("<i8", copy=False).tobytes()), (), 0), behaviours)
+
+
+def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
+    """The chain of a whole history of which `chain` covers the first behaviours.
+
+    Only what follows the last full block of `chain` is hashed. `behaviours` is the whole history;
+    that its start equals what `chain` covers is the caller's word.
+    """
+    length = len(behaviours)
+    full = min(chain.length, length) // BLOCK
+    digests = list(chain.blocks[:full])
+    current = digests[-1] if digests else chain.seed
+    items = memoryview(behaviours.items.astype("<i8", copy=False).tobytes())
+    actions = memoryview(behaviours.actions.astype("<u2", copy=False).tobytes())
+    timestamps = memoryview(behaviours.timestamps_ms.astype("<i8", copy=False).tobytes())
+    for start in range(full * BLOCK, length, BLOCK):
+        end = min(start + BLOCK, length)
+        digest = blake2b(current, digest_size=DIGEST_BYTES)
+        digest.update(items[start * 8 : end * 8])
+        digest.update(actions[start * 2 : end * 2])
+        digest.update(timestamps[start * 8 : end * 8])
+        current = digest.digest()
+        digests.append(current)
+    return DigestChain(chain.seed, tuple(digests), length)
+
+
+def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
+    """The digest of the first `length` behaviours of a history, at most one block hashed.
+
+    Raises ValueError if the history is shorter.
+    """
+    if length > chain.length:
+        raise ValueError(f"the history has {chain.length} behaviours, not {length}")
+    known = chain.at(length)
+    if known is not None:
+        return known
+    full = length // BLOCK
+    # A digest covers all before it: as the seed it stands for the full blocks, which are then not even copied.
+    before = DigestChain(chain.blocks[full - 1] if full else chain.seed, (), 0)
+    return extend_chain(before, behaviours[full * BLOCK : length]).digest
+
+
+@functools.lru_cache(maxsize=4096)
+def _seed(features: bytes) -> bytes:
+    count = struct.pack("<I", len(features) // 8)
+    return blake2b(_DOMAIN + count + features, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,120 @@
+"""Message headers: what a reader must know before, or without, decoding the body.
+
+A ranking message carries its reply address and deadline in headers: the deadline, so that a backlog
+of expired requests is answered without decoding it; the address, so that an undecodable request can
+still be answered `failed`. The result carries the ids, so that gateways that share a partition filter
+before decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from relaygr.schemas.codec import DecodeError, DecodeReason
+from relaygr.schemas.fields import INT64_MAX, FieldError, Text
+from relaygr.schemas.messages import REQUEST_ID_TEXT
+
+Headers = list[tuple[str, str | bytes | None]]
+RawHeaders = Iterable[tuple[str, bytes | str | None]] | None
+
+REQUEST_ID = "request_id"
+GATEWAY_ID = "gateway_id"
+REPLY_TOPIC = "reply_topic"
+REPLY_PARTITION = "reply_partition"
+DEADLINE_US = "deadline_us"
+
+DEAD_LETTER_REASON = "dead_letter_reason"
+DEAD_LETTER_DETAIL = "dead_letter_detail"
+ORIGIN_TOPIC = "origin_topic"
+ORIGIN_PARTITION = "origin_partition"
+ORIGIN_OFFSET = "origin_offset"
+DEAD_LETTERED_AT_US = "dead_lettered_at_us"
+
+MAX_HEADER_BYTES = 512
+_HEADER_TEXT = Text(MAX_HEADER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RankingHeaders:
+    """Headers of a ranking request: where its answer goes, and by when."""
+
+    request_id: str
+    gateway_id: str
+    reply_topic: str
+    reply_partition: int
+    deadline_us: int
+
+    def encode(self) -> Headers:
+        return [
+            (REQUEST_ID, self.request_id.encode()),
+            (GATEWAY_ID, self.gateway_id.encode()),
+            (REPLY_TOPIC, self.reply_topic.encode()),
+            (REPLY_PARTITION, str(self.reply_partition).encode()),
+            (DEADLINE_US, str(self.deadline_us).encode()),
+        ]
+
+    @classmethod
+    def decode(cls, raw: RawHeaders) -> RankingHeaders:
+        """Raises DecodeError if one is absent, repeated or out of bounds."""
+        values = _values(raw)
+        return cls(
+            request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
+            gateway_id=_text(values, GATEWAY_ID),
+            reply_topic=_text(values, REPLY_TOPIC),
+            reply_partition=_whole(values, REPLY_PARTITION, 2**31 - 1),
+            deadline_us=_whole(values, DEADLINE_US, INT64_MAX),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResultHeaders:
+    """Headers of a ranking result: whose answer it is."""
+
+    request_id: str
+    gateway_id: str
+
+    def encode(self) -> Headers:
+        return [(REQUEST_ID, self.request_id.encode()), (GATEWAY_ID, self.gateway_id.encode())]
+
+    @classmethod
+    def decode(cls, raw: RawHeaders) -> ResultHeaders:
+        """Raises DecodeError if one is absent, repeated or out of bounds."""
+        values = _values(raw)
+        return cls(request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT), gateway_id=_text(values, GATEWAY_ID))
+
+
+def _values(raw: RawHeaders) -> dict[str, bytes]:
+    """Headers by name. Other systems' headers (tracing, say) may repeat; ours may not."""
+    values: dict[str, bytes] = {}
+    for name, value in raw or ():
+        # What is no UTF-8 fails where it is read, so another system's header cannot get in the way.
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
+        if data is None:
+            continue
+        if name in values and values[name] != data and name in _OURS:
+            raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is given twice")
+        values[name] = data
+    return values
+
+
+def _text(values: dict[str, bytes], name: str, kind: Text = _HEADER_TEXT) -> str:
+    data = values.get(name)
+    if not data:
+        raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is absent")
+    try:
+        return kind.unpack(data.decode())
+    except UnicodeDecodeError as error:
+        raise DecodeError(DecodeReason.MALFORMED, f"header {name} is not UTF-8") from error
+    except FieldError as error:
+        raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name}: {error}") from error
+
+
+def _whole(values: dict[str, bytes], name: str, maximum: int) -> int:
+    text = _text(values, name)
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= maximum):
+        raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is not a whole number up to {maximum}")
+    return int(text)
+
+
+_OURS = frozenset((REQUEST_ID, GATEWAY_ID, REPLY_TOPIC, REPLY_PARTITION, DEADLINE_US))

@@ -1,0 +1,373 @@
+"""The messages of the relay: one class per topic, and the parts that they share.
+
+Each field's annotation states its kind (type, bounds, unit, shape) and meaning; `docs/messages.md`
+is generated from here. Times ending in `_us` are microseconds since the epoch on the writer's wall
+clock unless their text says otherwise; durations say so.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
+from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Packed, Real, Text, UInt
+
+MAX_BEHAVIOURS = 131_072
+MAX_SUFFIX_BEHAVIOURS = 4_096
+MAX_CANDIDATES = 16_384
+MAX_TASKS = 16
+MAX_FEATURES = 64
+MAX_PARTITIONS = 4_096
+MAX_BUDGET_MS = 600_000
+
+Int64Array = NDArray[np.int64]
+UInt16Array = NDArray[np.uint16]
+Float32Array = NDArray[np.float32]
+
+REQUEST_ID_TEXT = Text(128)
+RequestId = Annotated[
+    str, REQUEST_ID_TEXT, "one impression; `GATEWAY.INCARNATION.SEQUENCE`, unique over gateways and restarts"
+]
+USER_ID_TEXT = Text(256)
+UserId = Annotated[str, USER_ID_TEXT, "the user; its UTF-8 bytes are the message key"]
+WorkerId = Annotated[str, Text(128), "the worker: its `group.instance.id`"]
+ItemIds = Annotated[Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "item of each behaviour, oldest first"]
+Actions = Annotated[UInt16Array, Packed("<u2", MAX_BEHAVIOURS, "behaviours"), "action code of each behaviour"]
+Timestamps = Annotated[
+    Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "when, milliseconds since the epoch, never falling"
+]
+
+
+class Outcome(enum.StrEnum):
+    """How a ranking request ended at its worker."""
+
+    RANKED = "ranked"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+class FailureReason(enum.StrEnum):
+    """Why a ranking request failed."""
+
+    OVERLOADED = "overloaded"
+    UNDECODABLE = "undecodable"
+    WRONG_PARTITIONER = "wrong_partitioner"
+    TOO_LONG = "too_long"
+    OUT_OF_MEMORY = "out_of_memory"
+    DEVICE_ERROR = "device_error"
+    SHUTTING_DOWN = "shutting_down"
+
+
+class Path(enum.StrEnum):
+    """The way a ranking request was served."""
+
+    HBM = "hbm"
+    DRAM = "dram"
+    PENDING = "pending"
+    FULL = "full"
+    TRUNCATED = "truncated"
+
+
+class PrefixSource(enum.StrEnum):
+    """Where the prefix's K,V came from before it was ready in HBM."""
+
+    COMPUTED = "computed"
+    DRAM = "dram"
+
+
+class WorkerState(enum.StrEnum):
+    """What a worker says of itself."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Behaviours:
+    """What a user did, oldest first: three arrays of one length."""
+
+    items: ItemIds
+    actions: Actions
+    timestamps_ms: Timestamps
+
+    @classmethod
+    def empty(cls) -> Behaviours:
+        return cls(np.empty(0, "<i8"), np.empty(0, "<u2"), np.empty(0, "<i8"))
+
+    def __len__(self) -> int:
+        return int(self.items.size)
+
+    def __getitem__(self, part: slice) -> Behaviours:
+        return Behaviours(self.items[part], self.actions[part], self.timestamps_ms[part])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Behaviours)
+            and np.array_equal(self.items, other.items)
+            and np.array_equal(self.actions, other.actions)
+            and np.array_equal(self.timestamps_ms, other.timestamps_ms)
+        )
+
+    def __add__(self, later: Behaviours) -> Behaviours:
+        return Behaviours(
+            np.concatenate((self.items, later.items)),
+            np.concatenate((self.actions, later.actions)),
+            np.concatenate((self.timestamps_ms, later.timestamps_ms)),
+        )
+
+    def check(self) -> None:
+        """Raises FieldError unless all three are arrays, their lengths agree and time never falls."""
+        for name in ("items", "actions", "timestamps_ms"):
+            _check_array(name, getattr(self, name))
+        sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
+        if len(sizes) != 1:
+            raise FieldError(
+                f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
+            )
+        if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
+            raise FieldError(".timestamps_ms: time falls; behaviours are sent oldest first")
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryVersion:
+    """Which history: a number that grows with each write, the length, and the digest of all of it."""
+
+    number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
+    length: Annotated[int, UInt("behaviours", MAX_BEHAVIOURS), "how many behaviours"]
+    digest: Annotated[bytes, Digest(DIGEST_BYTES), "last digest of the chain (`relaygr.schemas.digest`)"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """A user's long-term behaviours and features at one version: the value of the history topic, or inline."""
+
+    user_id: UserId
+    number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
+    features: Annotated[
+        Int64Array,
+        Packed("<i8", MAX_FEATURES, "features"),
+        "categorical user features, in the order of the model's `contextual_features`",
+    ]
+    behaviours: Annotated[Behaviours, "long-term behaviours"]
+
+    def chain(self) -> DigestChain:
+        """The digest chain of features and behaviours."""
+        return digest_chain(self.features, self.behaviours)
+
+    def version(self) -> HistoryVersion:
+        """The version that names exactly this content."""
+        return HistoryVersion(self.number, len(self.behaviours), self.chain().digest)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, History)
+            and (self.user_id, self.number) == (other.user_id, other.number)
+            and np.array_equal(self.features, other.features)
+            and self.behaviours == other.behaviours
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalEvent:
+    """Gateway to trigger: an impression has begun, and this is when and on what it will be ranked."""
+
+    request_id: RequestId
+    user_id: UserId
+    retrieval_at_us: Annotated[int, UInt("µs since the epoch"), "when retrieval began; query-time encodings use it"]
+    expected_ranking_at_us: Annotated[int, UInt("µs since the epoch"), "estimate of when the ranking request is sent"]
+    ranking_budget_ms: Annotated[int, UInt("ms", MAX_BUDGET_MS, 1), "the ranking stage's SLO, a duration"]
+    expected_candidates: Annotated[int, UInt("candidates", MAX_CANDIDATES), "estimate"]
+    expected_suffix: Annotated[int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "estimate of short-term behaviours"]
+    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest known"] = None
+    history: Annotated[History | None, "the history itself, where the history topic does not carry it"] = None
+
+    @property
+    def history_length(self) -> int | None:
+        """Behaviours in the named or inline history, None where neither is given."""
+        if self.history is not None:
+            return len(self.history.behaviours)
+        return None if self.history_version is None else self.history_version.length
+
+    def check(self) -> None:
+        _check_history(self.user_id, self.history_version, self.history)
+
+
+@dataclass(frozen=True, slots=True)
+class PreInferJob:
+    """Trigger to worker: compute this user's prefix before the ranking request comes.
+
+    It expires at `expected_ranking_at_us + ranking_budget_ms`.
+    """
+
+    request_id: RequestId
+    user_id: UserId
+    retrieval_at_us: Annotated[int, UInt("µs since the epoch"), "copied from the retrieval event"]
+    expected_ranking_at_us: Annotated[int, UInt("µs since the epoch"), "copied from the retrieval event"]
+    ranking_budget_ms: Annotated[int, UInt("ms", MAX_BUDGET_MS, 1), "copied from the retrieval event"]
+    expected_candidates: Annotated[int, UInt("candidates", MAX_CANDIDATES), "copied from the retrieval event"]
+    expected_suffix: Annotated[int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "copied from the retrieval event"]
+    decided_at_us: Annotated[int, UInt("µs since the epoch"), "when the trigger admitted it"]
+    history_version: Annotated[HistoryVersion | None, "copied from the retrieval event"] = None
+    history: Annotated[History | None, "copied from the retrieval event"] = None
+
+    @property
+    def expires_at_us(self) -> int:
+        """When the job is of no more use, µs since the epoch."""
+        return self.expected_ranking_at_us + self.ranking_budget_ms * 1000
+
+    def check(self) -> None:
+        _check_history(self.user_id, self.history_version, self.history)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankingRequest:
+    """Gateway to worker: score these candidates for this user, by this deadline."""
+
+    request_id: RequestId
+    user_id: UserId
+    sent_at_us: Annotated[int, UInt("µs since the epoch"), "when the gateway sent it"]
+    deadline_us: Annotated[int, UInt("µs since the epoch"), "when the answer must be back at the gateway"]
+    query_time_ms: Annotated[int, UInt("ms since the epoch"), "query time of time encodings, fixed at retrieval"]
+    candidates: Annotated[Int64Array, Packed("<i8", MAX_CANDIDATES, "candidates", min_length=1), "item ids to score"]
+    suffix: Annotated[Behaviours, "short-term behaviours after the prefix"]
+    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest known"] = None
+    history: Annotated[History | None, "the history itself, where the history topic does not carry it"] = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
+
+    def check(self) -> None:
+        if len(self.suffix) > MAX_SUFFIX_BEHAVIOURS:
+            raise FieldError(f".suffix: {len(self.suffix)} behaviours, allowed are {MAX_SUFFIX_BEHAVIOURS}")
+        _check_history(self.user_id, self.history_version, self.history)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimings:
+    """Where a ranking request's time went at its worker. Durations."""
+
+    queue_us: Annotated[int, UInt("µs"), "from receipt until it was first scheduled"] = 0
+    wait_us: Annotated[int, UInt("µs"), "waiting for a prefix that was being computed or reloaded"] = 0
+    pre_infer_us: Annotated[int, UInt("µs"), "device time for prefix chunks computed on its behalf"] = 0
+    reload_us: Annotated[int, UInt("µs"), "copying its prefix from DRAM to HBM"] = 0
+    rank_us: Annotated[int, UInt("µs"), "device time of the forward pass that scored it"] = 0
+    total_us: Annotated[int, UInt("µs"), "from receipt until the result was handed to the producer"] = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankingResult:
+    """Worker to gateway: the one terminal outcome of a ranking request."""
+
+    request_id: RequestId
+    worker_id: WorkerId
+    outcome: Annotated[Outcome, Choice(Outcome), "how it ended"]
+    request_sent_at_us: Annotated[int, UInt("µs since the epoch"), "echo of `sent_at_us`; 0 if undecodable"]
+    received_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker received it"]
+    sent_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker sent this"]
+    timings: Annotated[StageTimings, "where the time went"]
+    reason: Annotated[FailureReason | None, Choice(FailureReason), "set if `failed`"] = None
+    detail: Annotated[str | None, Text(512), "a sentence for people, if `failed`"] = None
+    path: Annotated[Path | None, Choice(Path), "set if `ranked`"] = None
+    prefix_source: Annotated[PrefixSource | None, Choice(PrefixSource), "set if `ranked` with a prefix"] = None
+    num_tasks: Annotated[int, UInt("tasks", MAX_TASKS), "columns of `scores`"] = 0
+    scores: Annotated[
+        Float32Array | None,
+        Packed("<f4", MAX_CANDIDATES * MAX_TASKS, "candidates * num_tasks", finite=True),
+        "row-major, in the order of the request's candidates; set if `ranked`",
+    ] = None
+    prefix_tokens: Annotated[int, UInt("tokens"), "length of the prefix that was scored against"] = 0
+    tokens_cached: Annotated[int, UInt("tokens"), "prefix tokens that were cached when it was looked up"] = 0
+    history_version: Annotated[HistoryVersion | None, "the history that was used"] = None
+    history_stale: Annotated[bool, Flag(), "the version asked for was not known; a different one was used"] = False
+    history_loading: Annotated[bool, Flag(), "the worker was still catching up with this partition's history"] = False
+    unknown_items: Annotated[int, UInt("items"), "ids absent from the model's vocabulary"] = 0
+    model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankingResult) and _as_comparable(self) == _as_comparable(other)
+
+    def check(self) -> None:
+        if self.outcome is Outcome.RANKED:
+            missing = [name for name in ("path", "scores", "model_revision") if getattr(self, name) is None]
+            if missing:
+                raise FieldError(f": outcome is ranked, but {', '.join(missing)} is absent")
+            _check_array("scores", self.scores)
+            if self.num_tasks < 1 or (self.scores is not None and self.scores.size % self.num_tasks):
+                raise FieldError(f".scores: not a multiple of {self.num_tasks} tasks")
+        if self.outcome is Outcome.FAILED and self.reason is None:
+            raise FieldError(".reason: is required if failed")
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCoefficients:
+    """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All µs based.
+
+    T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
+    T_hit(n, m) = c0 + c1 m + c2 m (n+m) + c3 n; T_append(n, k) = b0 + b1 k + b2 k (2n+k);
+    T_reload(bytes) = d0 + d1 bytes. n: prefix tokens, m: suffix tokens + candidates.
+    """
+
+    a0: Annotated[float, Real("µs"), "full inference, constant"]
+    a1: Annotated[float, Real("µs per token"), "full inference, linear"]
+    a2: Annotated[float, Real("µs per token²"), "full inference, quadratic"]
+    b0: Annotated[float, Real("µs"), "pre-infer, constant"]
+    b1: Annotated[float, Real("µs per token"), "pre-infer, linear"]
+    b2: Annotated[float, Real("µs per token²"), "pre-infer, quadratic"]
+    c0: Annotated[float, Real("µs"), "ranking on a cached prefix, constant"]
+    c1: Annotated[float, Real("µs per token"), "ranking on a cached prefix, linear in m"]
+    c2: Annotated[float, Real("µs per token²"), "ranking on a cached prefix, m (n+m)"]
+    d0: Annotated[float, Real("µs"), "reload, constant"]
+    d1: Annotated[float, Real("µs per byte"), "reload, per byte"]
+    c3: Annotated[float, Real("µs per token"), "ranking on a cached prefix, linear in n"] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """Worker to all that route or watch: what it owns, and how much it can take."""
+
+    worker_id: WorkerId
+    state: Annotated[WorkerState, Choice(WorkerState), "what it is doing"]
+    written_at_us: Annotated[int, UInt("µs since the epoch"), "when this was written"]
+    assignment_epoch: Annotated[int, UInt(), "counts this worker's assignments"]
+    partitions: Annotated[tuple[int, ...], ListOf(UInt("", MAX_PARTITIONS), MAX_PARTITIONS), "partitions it owns"]
+    model_revision: Annotated[str, Text(64), "hash of weights and config"]
+    kv_bytes_per_token: Annotated[int, UInt("bytes"), "K,V of one token over all layers"]
+    contextual_tokens: Annotated[int, UInt("tokens"), "tokens before the behaviours"]
+    tokens_per_behaviour: Annotated[int, UInt("tokens", 16, 1), "tokens of one behaviour"]
+    max_prefix_behaviours: Annotated[int, UInt("behaviours"), "longer histories keep their newest"]
+    hbm_capacity_bytes: Annotated[int, UInt("bytes"), "size of the HBM tier"]
+    hbm_free_bytes: Annotated[int, UInt("bytes"), "free or evictable in the HBM tier"]
+    dram_capacity_bytes: Annotated[int, UInt("bytes"), "size of the DRAM tier"]
+    dram_free_bytes: Annotated[int, UInt("bytes"), "free or evictable in the DRAM tier"]
+    ranking_queue_p99_us: Annotated[int, UInt("µs"), "time ranking requests lately waited, P99"]
+    preinfer_queue_us: Annotated[int, UInt("µs"), "device time of the pre-infer work queued now"]
+    latency: Annotated[LatencyCoefficients, "its latency model, corrected on-line"]
+
+
+Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus
+
+
+def _check_history(user_id: str, version: HistoryVersion | None, history: History | None) -> None:
+    if history is None:
+        return
+    if history.user_id != user_id:
+        raise FieldError(f".history.user_id: {history.user_id!r} is not the message's user {user_id!r}")
+    if version is not None and version.length != len(history.behaviours):
+        raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version says {version.length}")
+
+
+def _check_array(name: str, value: Any) -> None:
+    """A field packs a list as well, but the messages themselves ask arrays for their sizes and parts."""
+    if not isinstance(value, np.ndarray):
+        raise FieldError(f".{name}: expected a numpy array, got {type(value).__name__}")
+
+
+def _as_comparable(message: Any) -> list[Any]:
+    values = (getattr(message, name) for name in message.__dataclass_fields__)
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]

@@ -1,0 +1,133 @@
+"""The topic catalogue: every topic's key, partitions, retention and who writes and reads it.
+
+`retrieval`, `preinfer`, `ranking` and `history` have one partition count, so that the consumer that
+owns a partition owns all of a user's messages. A retention of minutes does nothing while the active
+segment stays open, so every topic also sets when its segments close.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from relaygr.schemas.codec import MAX_MESSAGE_BYTES
+
+DEFAULT_PARTITIONS = 48
+DEFAULT_PREFIX = "relaygr"
+_PREFIX = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,99}")
+
+_MINUTE_MS = 60_000
+_DAY_MS = 24 * 60 * _MINUTE_MS
+_MIB = 1024 * 1024
+# Room for headers, key and record overhead around a message of the largest size.
+_RECORD_OVERHEAD_BYTES = 64 * 1024
+
+
+class Cleanup(enum.StrEnum):
+    """A topic's `cleanup.policy`."""
+
+    DELETE = "delete"
+    COMPACT = "compact"
+
+
+class Topic(enum.StrEnum):
+    """The topics, by the part of their name after the prefix."""
+
+    RETRIEVAL = "retrieval"
+    PREINFER = "preinfer"
+    RANKING = "ranking"
+    RESULTS = "results"
+    HISTORY = "history"
+    OVERFLOW = "ranking-overflow"
+    WORKERS = "workers"
+    DEAD_LETTERS = "dead-letters"
+
+    def named(self, prefix: str = DEFAULT_PREFIX) -> str:
+        """The topic's full name. Raises ValueError for a prefix that Kafka would refuse."""
+        return f"{check_prefix(prefix)}.{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """One topic: what it is for, and the settings that it is created and checked with."""
+
+    topic: Topic
+    key: str
+    writers: str
+    readers: str
+    value: str
+    cleanup: Cleanup
+    retention_ms: int
+    segment_ms: int
+    segment_bytes: int
+    max_message_bytes: int
+    co_partitioned: bool = False
+    partitions: int | None = None
+    """A fixed partition count; None: the deployment's partition count."""
+    max_compaction_lag_ms: int | None = None
+
+    def partition_count(self, partitions: int) -> int:
+        """How many partitions in a deployment of `partitions`."""
+        return self.partitions if self.partitions is not None else partitions
+
+    def config(self) -> dict[str, str]:
+        """The topic's settings as Kafka names them."""
+        config = {
+            "cleanup.policy": self.cleanup.value,
+            "retention.ms": str(self.retention_ms),
+            "segment.ms": str(self.segment_ms),
+            "segment.bytes": str(self.segment_bytes),
+            "max.message.bytes": str(self.max_message_bytes),
+        }
+        if self.max_compaction_lag_ms is not None:
+            config["max.compaction.lag.ms"] = str(self.max_compaction_lag_ms)
+        return config
+
+
+def _minutes(topic: Topic, key: str, writers: str, readers: str, value: str, co_partitioned: bool) -> TopicSpec:
+    return TopicSpec(
+        topic, key, writers, readers, value, Cleanup.DELETE,
+        retention_ms=10 * _MINUTE_MS, segment_ms=5 * _MINUTE_MS, segment_bytes=256 * _MIB,
+        max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=co_partitioned,
+    )  # fmt: skip
+
+
+CATALOGUE: dict[Topic, TopicSpec] = {
+    spec.topic: spec
+    for spec in (
+        _minutes(Topic.RETRIEVAL, "user id", "gateway", "trigger (group)", "RetrievalEvent", True),
+        _minutes(Topic.PREINFER, "user id", "trigger", "workers (group)", "PreInferJob", True),
+        _minutes(Topic.RANKING, "user id", "gateway", "workers (group)", "RankingRequest", True),
+        _minutes(Topic.RESULTS, "request id", "workers", "gateway (assign, no group)", "RankingResult", False),
+        TopicSpec(
+            Topic.HISTORY, "user id", "feature pipeline", "workers (assign, no group)", "History",
+            Cleanup.COMPACT, retention_ms=-1, segment_ms=60 * _MINUTE_MS, segment_bytes=256 * _MIB,
+            max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=True,
+            max_compaction_lag_ms=2 * 60 * _MINUTE_MS,
+        ),
+        _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a group of its own)", "RankingRequest", False),
+        TopicSpec(
+            Topic.WORKERS, "worker id", "workers", "all that route or watch (assign, no group)", "WorkerStatus",
+            Cleanup.COMPACT, retention_ms=-1, segment_ms=5 * _MINUTE_MS, segment_bytes=16 * _MIB,
+            max_message_bytes=_MIB, partitions=1, max_compaction_lag_ms=10 * _MINUTE_MS,
+        ),
+        TopicSpec(
+            Topic.DEAD_LETTERS, "original key", "all", "people", "the raw bytes; why, in headers",
+            Cleanup.DELETE, retention_ms=7 * _DAY_MS, segment_ms=_DAY_MS, segment_bytes=256 * _MIB,
+            max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES,
+        ),
+    )
+}  # fmt: skip
+
+CO_PARTITIONED: tuple[Topic, ...] = tuple(topic for topic, spec in CATALOGUE.items() if spec.co_partitioned)
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix. Raises ValueError, which says what is allowed, for one that Kafka would refuse."""
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError(
+            f"topic prefix {prefix!r}: allowed are 1 to 100 of a-z, A-Z, 0-9, '.', '_' and '-', "
+            "beginning with a letter or digit"
+        )
+    return prefix

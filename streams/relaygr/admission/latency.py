@@ -1,0 +1,270 @@
+"""How long a worker's device takes: the latency model that trigger, scheduler and cache decide by.
+
+    T_full(n, m)    = a0 + a1 (n+m) + a2 (n+m)²       full inference
+    T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
+    T_append(n, k)  = b0 + b1 k + b2 k (2n+k)         k new tokens on n cached ones; T_append(0, k) = T_pre(k)
+    T_hit(n, m)     = c0 + c1 m + c2 m (n+m) + c3 n   ranking on a cached prefix
+    T_reload(bytes) = d0 + d1 bytes                   a copy from DRAM to HBM
+
+n: prefix tokens, m: suffix tokens + candidates, k: new prefix tokens; all times in µs of device time.
+The linear terms are the projections, the quadratic ones the attention: k new rows see n + k/2 keys each on
+average (hence k (2n+k) / 2), m rows of a ranking see n + m. c3 is what a ranking pays for its prefix whatever it
+scores: few candidates on a long prefix spend their time fetching K,V. Splitting a prefix into appends costs b0 more per
+piece and nothing else: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0. Background: RelayGR,
+arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
+
+Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee it;
+`LatencyModel` refuses anything else. `Corrector` follows a device whose speed drifts from its calibration.
+
+Pure: numpy only, no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.schemas.messages import LatencyCoefficients
+
+MIN_POINTS = 3
+"""Fewer distinct measurements cannot say anything about a curve."""
+
+
+class Stage(enum.StrEnum):
+    """A kind of device work with coefficients of its own. Appends share PRE with pre-infer."""
+
+    FULL = "full"
+    PRE = "pre"
+    HIT = "hit"
+    RELOAD = "reload"
+
+
+_LETTERS = {Stage.FULL: "a", Stage.PRE: "b", Stage.HIT: "c", Stage.RELOAD: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankPoint:
+    """One measured ranking pass, full or on a cached prefix."""
+
+    prefix_tokens: int
+    scored_tokens: int
+    """Suffix tokens + candidates."""
+    duration_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class AppendPoint:
+    """One measured pass of pre-infer: `new_tokens` on `cached_tokens` (0: a prefix from its start)."""
+
+    cached_tokens: int
+    new_tokens: int
+    duration_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadPoint:
+    """One measured copy from DRAM to HBM."""
+
+    size_bytes: int
+    duration_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Predicted device times in µs. Raises ValueError for a coefficient that is negative or not finite."""
+
+    coefficients: LatencyCoefficients
+
+    def __post_init__(self) -> None:
+        for field in fields(self.coefficients):
+            value = getattr(self.coefficients, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"latency coefficient {field.name} is {value}; it must be finite and at least 0")
+
+    def full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
+        """Full inference over prefix, suffix and candidates."""
+        c = self.coefficients
+        tokens = prefix_tokens + scored_tokens
+        return c.a0 + c.a1 * tokens + c.a2 * tokens * tokens
+
+    def pre_us(self, prefix_tokens: int) -> float:
+        """Pre-infer of a whole prefix in one piece."""
+        return self.append_us(0, prefix_tokens)
+
+    def append_us(self, cached_tokens: int, new_tokens: int) -> float:
+        """Pre-infer of `new_tokens` after `cached_tokens` that are there already."""
+        c = self.coefficients
+        return c.b0 + c.b1 * new_tokens + c.b2 * new_tokens * (2 * cached_tokens + new_tokens)
+
+    def hit_us(self, prefix_tokens: int, scored_tokens: int) -> float:
+        """Ranking on a prefix that is ready in HBM."""
+        c = self.coefficients
+        attended = c.c2 * scored_tokens * (prefix_tokens + scored_tokens)
+        return c.c0 + c.c1 * scored_tokens + attended + c.c3 * prefix_tokens
+
+    def reload_us(self, size_bytes: int) -> float:
+        """A copy of `size_bytes` from DRAM to HBM."""
+        return self.coefficients.d0 + self.coefficients.d1 * size_bytes
+
+    def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
+        """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None: not even the fixed part."""
+        c = self.coefficients
+        spare_us = budget_us - c.b0
+        if limit_tokens < 0 or spare_us < 0:
+            return None
+        # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the form that does not cancel; asked for at every piece.
+        linear = c.b1 + 2 * c.b2 * cached_tokens
+        steepness = linear + math.sqrt(linear * linear + 4 * c.b2 * spare_us)
+        tokens = limit_tokens if steepness <= 0 else int(min(2 * spare_us / steepness, limit_tokens))
+        while tokens < limit_tokens and self.append_us(cached_tokens, tokens + 1) <= budget_us:
+            tokens += 1
+        while tokens > 0 and self.append_us(cached_tokens, tokens) > budget_us:
+            tokens -= 1
+        return tokens
+
+    def scaled(self, factors: dict[Stage, float]) -> LatencyModel:
+        """The model with each stage's times multiplied by its factor (absent: 1)."""
+        by_letter = {_LETTERS[stage]: factor for stage, factor in factors.items()}
+        values = {
+            field.name: getattr(self.coefficients, field.name) * by_letter.get(field.name[0], 1.0)
+            for field in fields(self.coefficients)
+        }
+        return LatencyModel(LatencyCoefficients(**values))
+
+
+def fit(
+    full: Sequence[RankPoint],
+    append: Sequence[AppendPoint],
+    hit: Sequence[RankPoint],
+    reload: Sequence[ReloadPoint],
+) -> LatencyModel:
+    """The model that fits a calibration run. Raises ValueError as the single fits do."""
+    a0, a1, a2 = fit_full(full)
+    b0, b1, b2 = fit_append(append)
+    c0, c1, c2, c3 = fit_hit(hit)
+    d0, d1 = fit_reload(reload)
+    return LatencyModel(LatencyCoefficients(a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1, c3))
+
+
+def fit_full(points: Sequence[RankPoint]) -> tuple[float, float, float]:
+    """(a0, a1, a2) of T_full. Raises ValueError for too few points or durations that are not positive."""
+    totals = [float(point.prefix_tokens + point.scored_tokens) for point in points]
+    return _three([(1.0, n, n * n) for n in totals], [point.duration_us for point in points])
+
+
+def fit_append(points: Sequence[AppendPoint]) -> tuple[float, float, float]:
+    """(b0, b1, b2) of T_pre and T_append, which share them. Raises ValueError as `fit_full`."""
+    rows = [(1.0, float(p.new_tokens), float(p.new_tokens) * (2 * p.cached_tokens + p.new_tokens)) for p in points]
+    return _three(rows, [point.duration_us for point in points])
+
+
+def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
+    """(c0, c1, c2, c3) of T_hit. Raises ValueError as `fit_full`."""
+    sizes = [(float(point.prefix_tokens), float(point.scored_tokens)) for point in points]
+    rows = [(1.0, m, m * (n + m), n) for n, m in sizes]
+    c0, c1, c2, c3 = _fit(rows, [point.duration_us for point in points])
+    return c0, c1, c2, c3
+
+
+def fit_reload(points: Sequence[ReloadPoint]) -> tuple[float, float]:
+    """(d0, d1) of T_reload. Raises ValueError as `fit_full`."""
+    rows = [(1.0, float(point.size_bytes)) for point in points]
+    d0, d1 = _fit(rows, [point.duration_us for point in points])
+    return d0, d1
+
+
+def _three(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> tuple[float, float, float]:
+    first, second, third = _fit(rows, durations_us)
+    return first, second, third
+
+
+def _fit(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 with the least sum of squared *relative* errors.
+
+    Relative, since durations span orders of magnitude and a decision near the deadline of a short prefix
+    matters as much as one near that of a long prefix.
+    """
+    if len(set(rows)) < MIN_POINTS:
+        raise ValueError(f"{len(set(rows))} distinct sizes were measured; a fit needs at least {MIN_POINTS}")
+    if not all(math.isfinite(duration) and duration > 0 for duration in durations_us):
+        raise ValueError("a measured duration is not a positive number")
+    durations = np.asarray(durations_us, dtype=np.float64)
+    weighted = np.asarray(rows, dtype=np.float64) / durations[:, None]
+    return [float(value) for value in non_negative_least_squares(weighted, np.ones_like(durations))]
+
+
+def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x >= 0 [columns] that minimises |matrix x - target|², for a matrix [rows, columns] of few columns.
+
+    Tries every set of columns that may be non-zero: the optimum is the plain least-squares solution on its own
+    set, so the best non-negative one of all 2^columns is exact.
+    """
+    columns = matrix.shape[1]
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    unit = matrix / scale
+    best: NDArray[np.float64] = np.zeros(columns)
+    best_error = float(target @ target)
+    for size in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), size):
+            part, *_ = np.linalg.lstsq(unit[:, chosen], target, rcond=None)
+            if (part < 0).any():
+                continue
+            error = float(np.square(unit[:, chosen] @ part - target).sum())
+            if error < best_error:
+                best, best_error = np.zeros(columns), error
+                best[list(chosen)] = part
+    solution: NDArray[np.float64] = best / scale
+    return solution
+
+
+class Corrector:
+    """Follows a device on-line: one multiplicative factor per stage, a clipped EMA of measured / calibrated.
+
+    A single observation is clipped to half or double the current factor, so that one stall moves little, and
+    the factor stays within [1/max_factor, max_factor]. The device's thread owns it; any thread may read `model`.
+    """
+
+    def __init__(self, calibrated: LatencyModel, weight: float = 0.05, max_factor: float = 8.0) -> None:
+        """`weight` is what one observation counts, in (0, 1]; `max_factor` is above 1. Raises ValueError."""
+        if not 0 < weight <= 1 or not max_factor > 1:
+            raise ValueError(f"weight {weight} must be in (0, 1] and max_factor {max_factor} above 1")
+        self.calibrated = calibrated
+        self._weight = weight
+        self._max_factor = max_factor
+        self._factors = dict.fromkeys(Stage, 1.0)
+        self._model: LatencyModel | None = calibrated
+
+    def recalibrate(self, calibrated: LatencyModel) -> None:
+        """Begins anew with another calibration."""
+        self.calibrated = self._model = calibrated
+        self._factors = dict.fromkeys(Stage, 1.0)
+
+    @property
+    def model(self) -> LatencyModel:
+        """The corrected model as of now."""
+        model = self._model
+        if model is None:
+            # Returned as it is here: an observation on the device's thread may drop it meanwhile.
+            model = self._model = self.calibrated.scaled(self._factors)
+        return model
+
+    def factor(self, stage: Stage) -> float:
+        """Measured / calibrated of one stage."""
+        return self._factors[stage]
+
+    def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
+        """One finished piece of work: what `calibrated` (not `model`) predicts for it, and what it took."""
+        if not (calibrated_us > 0 and math.isfinite(calibrated_us) and measured_us >= 0 and math.isfinite(measured_us)):
+            return
+        factor = self._factors[stage]
+        ratio = min(max(measured_us / calibrated_us, factor / 2), factor * 2)
+        moved = factor + self._weight * (ratio - factor)
+        self._factors[stage] = min(max(moved, 1 / self._max_factor), self._max_factor)
+        self._model = None

@@ -1,0 +1,318 @@
+"""The admission policy: is this impression worth a pre-infer job, and is there room for it?
+
+    at risk    P99(ranking queue) + T_full > ranking budget
+    feasible   queued pre-infer work + T_prepare <= lead_fraction × (expected ranking - now)
+    footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
+    load       admitted rate × E[T_prepare] + ranking rate × E[T_hit or T_full] <= rho
+
+Admitted is what is at risk, feasible, and has room in both buckets; when a bucket runs short, what saves the most
+time per byte comes first. An owner that is not known, or has been silent for too long, leaves a length threshold.
+Skipping is always safe: the ranking request then takes the full path. From the RelayGR paper, arXiv 2601.01712
+(sequence-aware trigger); `docs/trigger.md` works an example.
+
+The trigger decides coarsely, from metadata alone, and guesses what is cached. The worker asks the buckets again, of its
+own, with what it alone knows: a prefix in HBM is charged its tail, one in DRAM its reload and its tail.
+
+Pure: numbers in, a decision out. Only the buckets (`relaygr.admission.buckets`) hold state, and `decide` alone
+charges them. All durations are µs; `now_us` is wall time, on the same clock as the messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
+
+
+class DecisionReason(enum.StrEnum):
+    """What became of a retrieval event. Bounded: a metric label. Every event counts under exactly one."""
+
+    ADMITTED = "admitted"
+    NO_STATUS_THRESHOLD = "no_status_threshold"
+    """Admitted by its length alone: the owner is unknown or silent."""
+    BELOW_THRESHOLD = "below_threshold"
+    """Owner unknown or silent, and shorter than the threshold."""
+    NOT_AT_RISK = "not_at_risk"
+    INFEASIBLE = "infeasible"
+    """The lead time is too short to have the prefix ready."""
+    FOOTPRINT = "footprint"
+    LOAD = "load"
+    LOW_VALUE = "low_value"
+    """A bucket is short, and others lately saved more time per byte."""
+    NO_HISTORY = "no_history"
+    EXPIRED = "expired"
+    DISABLED = "disabled"
+    UNDECODABLE = "undecodable"
+    MISROUTED = "misrouted"
+    NOT_SENT = "not_sent"
+    """Admitted, but the producer could not take the job."""
+    ERROR = "error"
+    """A fault of ours; the event is in dead letters, the traceback in the log."""
+
+
+class Tier(enum.StrEnum):
+    """Where a cached prefix lies."""
+
+    NONE = "none"
+    DRAM = "dram"
+    HBM = "hbm"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What is cached of an impression's prefix: known to the worker, a guess of the trigger's."""
+
+    tier: Tier = Tier.NONE
+    tokens: int = 0
+
+
+NOTHING_CACHED = CachedPrefix()
+
+
+@dataclass(frozen=True, slots=True)
+class Impression:
+    """The metadata of one retrieval event, or of the job made from it."""
+
+    expected_ranking_at_us: int
+    ranking_budget_us: int
+    history_behaviours: int | None
+    """None: the message names no history."""
+    expected_suffix: int
+    expected_candidates: int
+
+    @classmethod
+    def of(cls, message: RetrievalEvent | PreInferJob) -> Impression:
+        """The metadata of a message."""
+        if message.history is not None:
+            length: int | None = len(message.history.behaviours)
+        else:
+            length = None if message.history_version is None else message.history_version.length
+        return cls(
+            expected_ranking_at_us=message.expected_ranking_at_us,
+            ranking_budget_us=message.ranking_budget_ms * 1000,
+            history_behaviours=length,
+            expected_suffix=message.expected_suffix,
+            expected_candidates=message.expected_candidates,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerView:
+    """What the policy needs to know of the worker that owns a partition."""
+
+    worker_id: str
+    partitions: frozenset[int]
+    latency: LatencyModel
+    kv_bytes_per_token: int
+    contextual_tokens: int
+    tokens_per_behaviour: int
+    max_prefix_behaviours: int
+    hbm_capacity_bytes: int
+    dram_capacity_bytes: int
+    ranking_queue_p99_us: int
+    preinfer_queue_us: int
+
+    @classmethod
+    def of(cls, status: WorkerStatus) -> OwnerView:
+        """The view of a status. Raises ValueError if its latency model is not one."""
+        return cls(
+            worker_id=status.worker_id,
+            partitions=frozenset(status.partitions),
+            latency=LatencyModel(status.latency),
+            kv_bytes_per_token=status.kv_bytes_per_token,
+            contextual_tokens=status.contextual_tokens,
+            tokens_per_behaviour=status.tokens_per_behaviour,
+            max_prefix_behaviours=status.max_prefix_behaviours,
+            hbm_capacity_bytes=status.hbm_capacity_bytes,
+            dram_capacity_bytes=status.dram_capacity_bytes,
+            ranking_queue_p99_us=status.ranking_queue_p99_us,
+            preinfer_queue_us=status.preinfer_queue_us,
+        )
+
+    def prefix_tokens(self, behaviours: int) -> int:
+        """Tokens of the prefix of a history, of which the newest part counts where it is too long."""
+        return self.contextual_tokens + self.tokens_per_behaviour * min(behaviours, self.max_prefix_behaviours)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLimits:
+    """The policy's settings."""
+
+    fallback_behaviours: int
+    assumed_behaviours: int
+    """Length assumed where a message names no history; 0: such messages are skipped."""
+    lead_fraction: float
+    lease_margin_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an impression costs on its owner, with and without the relay."""
+
+    prefix_tokens: int
+    scored_tokens: int
+    full_us: float
+    hit_us: float
+    prepare_us: float
+    """Device time until the prefix is ready: pre-infer, or reload and tail."""
+    new_bytes: int
+    """Cache bytes that admission takes; what lies in HBM already takes none."""
+    lead_us: int
+    """From now to the expected ranking request; at most 0 when that time has passed."""
+    alive_us: int
+    """How long those bytes stay taken: to the expected ranking request and the lease's margin."""
+
+    @property
+    def saved_us(self) -> float:
+        """Time that the ranking request gains, at least 0."""
+        return max(0.0, self.full_us - self.hit_us)
+
+    @property
+    def footprint_byte_us(self) -> float:
+        """Bytes × time alive, the charge to the footprint bucket."""
+        return float(self.new_bytes) * self.alive_us
+
+    @property
+    def saved_us_per_byte(self) -> float:
+        """The value density by which impressions compete when a bucket is short."""
+        return self.saved_us / max(1, self.new_bytes)
+
+
+class Refusal(enum.StrEnum):
+    """Which bucket had no room."""
+
+    FOOTPRINT = "footprint"
+    LOAD = "load"
+    LOW_VALUE = "low_value"
+
+
+class Buckets(Protocol):
+    """The budget of one owner, as far as this process may spend it (`relaygr.admission.buckets.OwnerBuckets`)."""
+
+    def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
+        """Charges both buckets and answers None, or says which one refuses and charges neither."""
+
+    def count_ranking(self, device_us: float, now_us: int) -> None:
+        """A ranking request that will come anyway takes this much device time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Admit or not, and why. `estimate` is None where the owner is not known or was not needed."""
+
+    admit: bool
+    reason: DecisionReason
+    estimate: Estimate | None = None
+
+
+_REFUSED = {
+    Refusal.FOOTPRINT: DecisionReason.FOOTPRINT,
+    Refusal.LOAD: DecisionReason.LOAD,
+    Refusal.LOW_VALUE: DecisionReason.LOW_VALUE,
+}
+
+
+def estimate(
+    impression: Impression,
+    behaviours: int,
+    owner: OwnerView,
+    limits: PolicyLimits,
+    now_us: int,
+    cached: CachedPrefix = NOTHING_CACHED,
+) -> Estimate:
+    """Costs of an impression with `behaviours` long-term behaviours on its owner."""
+    latency = owner.latency
+    prefix_tokens = owner.prefix_tokens(behaviours)
+    scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
+    cached_tokens = 0 if cached.tier is Tier.NONE else min(cached.tokens, prefix_tokens)
+    tail_tokens = prefix_tokens - cached_tokens
+    prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
+    if cached.tier is Tier.DRAM:
+        prepare_us += latency.reload_us(cached_tokens * owner.kv_bytes_per_token)
+    new_tokens = tail_tokens if cached.tier is Tier.HBM else prefix_tokens
+    lead_us = impression.expected_ranking_at_us - now_us
+    return Estimate(
+        prefix_tokens=prefix_tokens,
+        scored_tokens=scored_tokens,
+        full_us=latency.full_us(prefix_tokens, scored_tokens),
+        hit_us=latency.hit_us(prefix_tokens, scored_tokens),
+        prepare_us=prepare_us,
+        new_bytes=new_tokens * owner.kv_bytes_per_token,
+        lead_us=lead_us,
+        alive_us=max(0, lead_us) + limits.lease_margin_us,
+    )
+
+
+def at_risk(ranking_queue_p99_us: float, full_us: float, ranking_budget_us: float) -> bool:
+    """Would full inference miss the ranking budget?"""
+    return ranking_queue_p99_us + full_us > ranking_budget_us
+
+
+def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_fraction: float) -> bool:
+    """Can the prefix be ready before the ranking request, which may come earlier than expected?"""
+    return preinfer_queue_us + prepare_us <= lead_fraction * lead_us
+
+
+def expired(impression: Impression, now_us: int) -> bool:
+    """Is the whole impression over?"""
+    return now_us >= impression.expected_ranking_at_us + impression.ranking_budget_us
+
+
+def decide(
+    impression: Impression,
+    owner: OwnerView | None,
+    buckets: Buckets | None,
+    limits: PolicyLimits,
+    now_us: int,
+    cached: CachedPrefix = NOTHING_CACHED,
+) -> Decision:
+    """Admit this impression? Charges `buckets` for what it admits, and for the ranking request either way.
+
+    `owner` None: unknown or silent, so length alone decides. `buckets` None: nothing bounds the rate here.
+    """
+    if expired(impression, now_us):
+        return Decision(False, DecisionReason.EXPIRED)
+    behaviours = impression.history_behaviours
+    if behaviours is None:
+        behaviours = limits.assumed_behaviours
+    if owner is None:
+        if behaviours == 0:
+            return Decision(False, DecisionReason.NO_HISTORY)
+        return _by_length(impression, behaviours, limits, now_us)
+    cost = estimate(impression, behaviours, owner, limits, now_us, cached)
+    reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us)
+    if buckets is not None:
+        buckets.count_ranking(cost.hit_us if reason is None else cost.full_us, now_us)
+    if reason is None:
+        return Decision(True, DecisionReason.ADMITTED, cost)
+    return Decision(False, reason, cost)
+
+
+def _by_length(impression: Impression, behaviours: int, limits: PolicyLimits, now_us: int) -> Decision:
+    if behaviours < limits.fallback_behaviours:
+        return Decision(False, DecisionReason.BELOW_THRESHOLD)
+    if impression.expected_ranking_at_us <= now_us:
+        return Decision(False, DecisionReason.INFEASIBLE)
+    return Decision(True, DecisionReason.NO_STATUS_THRESHOLD)
+
+
+def _refused_by(
+    impression: Impression,
+    behaviours: int,
+    owner: OwnerView,
+    cost: Estimate,
+    buckets: Buckets | None,
+    limits: PolicyLimits,
+    now_us: int,
+) -> DecisionReason | None:
+    if behaviours == 0:
+        return DecisionReason.NO_HISTORY
+    if not at_risk(owner.ranking_queue_p99_us, cost.full_us, impression.ranking_budget_us):
+        return DecisionReason.NOT_AT_RISK
+    if not feasible(owner.preinfer_queue_us, cost.prepare_us, cost.lead_us, limits.lead_fraction):
+        return DecisionReason.INFEASIBLE
+    refusal = None if buckets is None else buckets.admit(cost, now_us)
+    return None if refusal is None else _REFUSED[refusal]

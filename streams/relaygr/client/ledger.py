@@ -1,0 +1,262 @@
+"""The book of a gateway's requests: who waits, what came back, what it means. No Kafka here.
+
+Every request that is opened here ends once for its caller (its future is set: answered, or `timed_out`
+at its deadline) and once for the gateway (answered, answered late, or lost). All methods may be called
+from any thread. Futures and callbacks run outside the lock, in the thread that called; what a callback
+raises is logged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+from relaygr.client.clock_offset import ClockOffset, ClockOffsets, measure
+from relaygr.client.metrics import ClientCounts, ClientStatistics, GatewayMetrics
+from relaygr.client.outcome import LostRequest, RankOutcome, RankStatus, TimeOutReason
+from relaygr.client.pending import Answer, Match, Pending, PendingTable, Timer
+from relaygr.client.publisher import notify
+from relaygr.client.settings import ClientSettings
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult
+
+OnLate = Callable[[RankOutcome], None]
+OnLost = Callable[[LostRequest], None]
+
+_STATUS: Final = {
+    Outcome.RANKED: RankStatus.RANKED,
+    Outcome.EXPIRED: RankStatus.EXPIRED,
+    Outcome.FAILED: RankStatus.FAILED,
+}
+
+
+class Ledger:
+    """Opens requests, matches answers, fires timers."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        clock: Clock,
+        metrics: GatewayMetrics,
+        on_late: OnLate | None = None,
+        on_lost: OnLost | None = None,
+    ) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._on_late = on_late
+        self._on_lost = on_lost
+        self._retry_backoff_us = settings.retry_backoff_ms * 1000
+        self._lock = threading.Lock()
+        self._table = PendingTable(
+            settings.max_in_flight,
+            settings.result_grace_ms * 1000,
+            settings.remembered_answers,
+            settings.lost_after_ms * 1000,
+        )
+        self._offsets = ClockOffsets(settings.max_workers_tracked)
+        self._counts = ClientCounts()
+
+    def open(self, request: RankingRequest, called_us: int | None = None) -> Pending:
+        """Enters a request, whose deadline is taken over to the monotonic clock. Raises QueueFull, MessageRefused.
+
+        Its latency counts from `called_us` on the monotonic clock (None: now).
+        """
+        # In this order the deadline can only come a little late: nobody is told `timed_out` before it.
+        wall_us = self._clock.wall_us()
+        now_us = self._clock.monotonic_us()
+        sent_us = now_us if called_us is None else called_us
+        future: Future[RankOutcome] = Future()
+        # What was sent can not be taken back: cancel() has no effect.
+        future.set_running_or_notify_cancel()
+        entry = Pending(
+            request_id=request.request_id,
+            sent_us=sent_us,
+            deadline_us=now_us + request.deadline_us - wall_us,
+            sent_wall_us=wall_us - (now_us - sent_us),
+            echo_us=request.sent_at_us,
+            future=future,
+        )
+        with self._lock:
+            self._table.add(entry)
+            self._counts.submitted += 1
+        self._metrics.in_flight.inc()
+        return entry
+
+    def withdraw(self, entry: Pending) -> None:
+        """Forgets a request that could not be handed to the producer, unless it has ended: the client was closed."""
+        with self._lock:
+            withdrawn = self._table.discard(entry)
+            self._counts.submitted -= withdrawn
+        if withdrawn:
+            self._metrics.in_flight.dec()
+
+    def acknowledged(self, entry: Pending) -> None:
+        """The broker has the request."""
+        with self._lock:
+            self._counts.acknowledged += not entry.acknowledged
+            entry.acknowledged = True
+
+    def not_delivered(self, entry: Pending, send_again: Callable[[], None]) -> bool:
+        """Plans to send it again after the back-off; False where its deadline comes first."""
+        with self._lock:
+            return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
+
+    def answered(self, result: RankingResult) -> Match:
+        """An answer with a readable body."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            answer = self._table.answer(result.request_id, now_us)
+            if answer.entry is not None:
+                self._measure_clock(answer.entry, result, now_us)
+        self._end(answer, _STATUS[result.outcome], result, result.reason, now_us)
+        return answer.match
+
+    def answered_undecodable(self, request_id: str | None) -> None:
+        """An answer of which only the headers could be read, or not even those (None)."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            self._counts.undecodable += 1
+            answer = self._table.answer(request_id, now_us) if request_id is not None else Answer(Match.UNKNOWN)
+        self._metrics.ignored.labels("undecodable").inc()
+        if answer.entry is not None:
+            self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
+
+    def foreign(self, reason: str) -> None:
+        """A result on our partition that is none of ours; `reason` is from a bounded set."""
+        with self._lock:
+            self._counts.foreign += 1
+        self._metrics.ignored.labels(reason).inc()
+
+    def fire(self) -> list[Pending]:
+        """Does what is due. The requests to send again now."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            fired = self._table.due(now_us)
+        retries = []
+        for due in fired:
+            if due.timer is Timer.TIME_OUT:
+                self._tell_timed_out(due.entry, now_us)
+            elif due.timer is Timer.LOSE:
+                self._tell_lost(due.entry)
+            else:
+                retries.append(due.entry)
+                self._metrics.retries.inc()
+        if retries:
+            with self._lock:
+                self._counts.retries += len(retries)
+        return retries
+
+    def time_out(self, entry: Pending) -> None:
+        """Ends the wait for a request now, if it has not ended."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            ended = self._table.time_out(entry)
+        if ended:
+            self._tell_timed_out(entry, now_us)
+
+    def us_until_due(self, at_most_us: int) -> int:
+        """How long until the next timer."""
+        with self._lock:
+            next_due_us = self._table.next_due_us
+        if next_due_us is None:
+            return at_most_us
+        return max(0, min(at_most_us, next_due_us - self._clock.monotonic_us()))
+
+    def close(self) -> None:
+        """Ends the wait for every request, and forgets those in their grace."""
+        now_us = self._clock.monotonic_us()
+        with self._lock:
+            open_requests = len(self._table)
+            waiting = self._table.clear()
+        self._metrics.in_flight.dec(open_requests)
+        for entry in waiting:
+            self._tell_timed_out(entry, now_us, TimeOutReason.CLOSED)
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose caller still waits."""
+        return self._table.waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose end is open, those in their grace included."""
+        return len(self._table)
+
+    def statistics(self) -> ClientStatistics:
+        with self._lock:
+            return self._counts.snapshot(self._table.waiting, len(self._table) - self._table.waiting)
+
+    def clock_offsets(self) -> dict[str, ClockOffset]:
+        """Estimates by worker id."""
+        with self._lock:
+            return self._offsets.all()
+
+    def _end(
+        self,
+        answer: Answer,
+        status: RankStatus,
+        result: RankingResult | None,
+        reason: FailureReason | None,
+        now_us: int,
+    ) -> None:
+        """Tells the caller, or whoever wants to know of late answers; counts the rest."""
+        entry = answer.entry
+        if entry is None:
+            if answer.match is Match.DUPLICATE:
+                self._metrics.duplicates.inc()
+                with self._lock:
+                    self._counts.duplicates += 1
+            else:
+                self.foreign(answer.match.value)
+            return
+        self._metrics.in_flight.dec()
+        latency_us = now_us - entry.sent_us
+        self._metrics.observe_answer(latency_us)
+        late = answer.match is Match.LATE
+        outcome = RankOutcome(entry.request_id, status, latency_us, result, reason, late)
+        if answer.untold:
+            self._tell_timed_out(entry, now_us)
+        if late:
+            self._metrics.count_late(status)
+            with self._lock:
+                self._counts.late += 1
+            if self._on_late is not None:
+                notify(self._on_late, outcome)
+        else:
+            self._tell(entry, outcome)
+
+    def _tell_timed_out(self, entry: Pending, now_us: int, reason: TimeOutReason | None = None) -> None:
+        if reason is None:
+            reason = TimeOutReason.NO_ANSWER if entry.acknowledged else TimeOutReason.NOT_ACKNOWLEDGED
+        latency_us = min(now_us, max(entry.deadline_us, entry.sent_us)) - entry.sent_us
+        self._tell(entry, RankOutcome(entry.request_id, RankStatus.TIMED_OUT, latency_us, reason=reason))
+
+    def _tell(self, entry: Pending, outcome: RankOutcome) -> None:
+        with self._lock:
+            setattr(self._counts, outcome.status.value, getattr(self._counts, outcome.status.value) + 1)
+        self._metrics.count_outcome(outcome)
+        entry.future.set_result(outcome)
+
+    def _tell_lost(self, entry: Pending) -> None:
+        self._metrics.in_flight.dec()
+        self._metrics.count_lost(entry.acknowledged)
+        with self._lock:
+            self._counts.lost += 1
+        if self._on_lost is not None:
+            notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
+
+    def _measure_clock(self, entry: Pending, result: RankingResult, now_us: int) -> None:
+        if result.request_sent_at_us != entry.echo_us:
+            return
+        # The return on our wall clock, taken over the monotonic one: a jump of the wall clock does not show.
+        returned_us = entry.sent_wall_us + now_us - entry.sent_us
+        sample = measure(entry.sent_wall_us, result.received_at_us, result.sent_at_us, returned_us)
+        if sample is None:
+            return
+        change = self._offsets.add(result.worker_id, sample)
+        if change.evicted is not None:
+            self._metrics.clock_offset.remove(change.evicted)
+        if change.estimate is not None:
+            self._metrics.clock_offset.labels(result.worker_id).set(change.estimate.offset_us / 1e6)

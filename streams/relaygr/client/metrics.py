@@ -1,0 +1,154 @@
+"""What a gateway's client counts, as Prometheus metrics and as a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from relaygr.client.outcome import RankOutcome, RankStatus
+from relaygr.runtime.latency_buckets import LATENCY_BUCKETS_S
+from relaygr.schemas.messages import Path
+
+NO_PATH: Final = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatistics:
+    """What one client has counted since it was made, and how many requests are open now."""
+
+    submitted: int
+    acknowledged: int
+    ranked: int
+    expired: int
+    failed: int
+    timed_out: int
+    late: int
+    lost: int
+    duplicates: int
+    foreign: int
+    undecodable: int
+    retries: int
+    waiting: int
+    in_grace: int
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """The counters behind a `ClientStatistics`. The caller serialises its writes."""
+
+    submitted: int = 0
+    acknowledged: int = 0
+    ranked: int = 0
+    expired: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    late: int = 0
+    lost: int = 0
+    duplicates: int = 0
+    foreign: int = 0
+    undecodable: int = 0
+    retries: int = 0
+
+    def snapshot(self, waiting: int, in_grace: int) -> ClientStatistics:
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ClientStatistics(waiting=waiting, in_grace=in_grace, **counts)
+
+
+class GatewayMetrics:
+    """The `relaygr_gateway_*` families. Several clients of one process share one object."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "relaygr_gateway_requests_total",
+            "Ranking requests by how they ended for their caller, and the path that served them",
+            ["status", "path"],
+            registry=registry,
+        )
+        self._by_outcome: dict[tuple[RankStatus, Path | None], Counter] = {}
+        self._latency = Histogram(
+            "relaygr_gateway_latency_seconds",
+            "From the call to the answer on the gateway's monotonic clock; answers that came late included",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._late = Counter(
+            "relaygr_gateway_late_results_total",
+            "Answers that came after their deadline, by what they say",
+            ["status"],
+            registry=registry,
+        )
+        self.duplicates = Counter(
+            "relaygr_gateway_duplicate_results_total", "Answers to requests answered before", registry=registry
+        )
+        self._lost = Counter(
+            "relaygr_gateway_lost_requests_total",
+            "Requests that no worker answered, by whether the broker had acknowledged them",
+            ["acknowledged"],
+            registry=registry,
+        )
+        self.ignored = Counter(
+            "relaygr_gateway_ignored_results_total",
+            "Results on our partition that answer no request of ours",
+            ["reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "relaygr_gateway_retries_total", "Requests sent again after a failed delivery", registry=registry
+        )
+        self.in_flight = Gauge("relaygr_gateway_in_flight_requests", "Requests whose end is open", registry=registry)
+        self.published = Counter(
+            "relaygr_gateway_published_total",
+            "Retrieval events and histories by topic and whether the broker acknowledged them",
+            ["topic", "acknowledged"],
+            registry=registry,
+        )
+        self.clock_offset = Gauge(
+            "relaygr_clock_offset_seconds",
+            "A worker's wall clock minus ours",
+            ["worker"],
+            registry=registry,
+        )
+        self.broker_reachable = Gauge(
+            "relaygr_gateway_broker_reachable", "1 while a broker is connected, else 0", registry=registry
+        )
+        for status in RankStatus:
+            if status is not RankStatus.RANKED:
+                self._requests.labels(status.value, NO_PATH)
+            if status is not RankStatus.TIMED_OUT:
+                self._late.labels(status.value)
+        for acknowledged in ("yes", "no"):
+            self._lost.labels(acknowledged)
+
+    def count_outcome(self, outcome: RankOutcome) -> None:
+        """Counts what the caller was told."""
+        path = outcome.result.path if outcome.result is not None else None
+        key = (outcome.status, path)
+        counter = self._by_outcome.get(key)
+        if counter is None:
+            counter = self._requests.labels(outcome.status.value, path.value if path is not None else NO_PATH)
+            # Finding a child by its labels costs more than counting.
+            self._by_outcome[key] = counter
+        counter.inc()
+
+    def observe_answer(self, latency_us: int) -> None:
+        """Observes how long an answer took, in time or late."""
+        self._latency.observe(latency_us / 1e6)
+
+    def count_late(self, status: RankStatus) -> None:
+        self._late.labels(status.value).inc()
+
+    def count_lost(self, acknowledged: bool) -> None:
+        self._lost.labels("yes" if acknowledged else "no").inc()
+
+
+_SHARED: dict[CollectorRegistry, GatewayMetrics] = {}
+
+
+def gateway_metrics(registry: CollectorRegistry = REGISTRY) -> GatewayMetrics:
+    """The families on `registry`: made once, since a registry takes a name only once."""
+    metrics = _SHARED.get(registry)
+    if metrics is None:
+        metrics = _SHARED[registry] = GatewayMetrics(registry)
+    return metrics

@@ -1,0 +1,253 @@
+"""The table of requests whose end is open, and the timers that end them. No I/O, no clock, no lock.
+
+    add ---> WAITING --answer--> ended, remembered                                  (ON_TIME)
+                |
+                +---deadline---> GRACE --answer--> ended, remembered                (LATE)
+                                   |
+                                   +--grace over--> OVERDUE --answer--> ended, remembered   (LATE)
+                                                      |
+                                                      +--lost_after--> ended, remembered as lost
+
+The grace is how long an unanswered request counts towards the bound of requests in flight. Lost is what no
+worker ever answered: after a worker's death its successor answers what expired meanwhile, seconds later. What
+is overdue is bounded too; beyond the bound the oldest is given up as lost.
+
+An answer to an ended request is a DUPLICATE, to a lost one AFTER_LOSS, to any other id UNKNOWN. Ended
+ids are remembered up to a number, the oldest forgotten first.
+
+Every time is in microseconds on the gateway's monotonic clock. `due` must be called at `next_due_us` or
+soon after; an answer that comes between a deadline and that call is LATE all the same. The caller of
+the table serialises its calls.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from relaygr.client.outcome import MessageRefused, QueueFull, RankOutcome
+
+# Timers of requests that were answered stay in the heap until it holds this many for each live one.
+_STALE_TIMERS_PER_REQUEST: Final = 3
+_FEW_TIMERS: Final = 1024
+
+
+class Phase(enum.StrEnum):
+    """Whether the caller still waits."""
+
+    WAITING = "waiting"
+    GRACE = "grace"
+    OVERDUE = "overdue"
+
+
+class Match(enum.StrEnum):
+    """What an answer's request id means to this client."""
+
+    ON_TIME = "on_time"
+    LATE = "late"
+    DUPLICATE = "duplicate"
+    AFTER_LOSS = "after_loss"
+    UNKNOWN = "unknown"
+
+
+class Timer(enum.StrEnum):
+    """What a timer does when it is due."""
+
+    TIME_OUT = "time_out"
+    GRACE_OVER = "grace_over"
+    LOSE = "lose"
+    RETRY = "retry"
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One request whose end is open."""
+
+    request_id: str
+    sent_us: int
+    deadline_us: int
+    sent_wall_us: int
+    """When it was sent on the wall clock, for the clock offset."""
+    echo_us: int
+    """Its `sent_at_us`, which the answer must echo for the clock offset."""
+    future: Future[RankOutcome]
+    phase: Phase = Phase.WAITING
+    acknowledged: bool = False
+    send_again: Callable[[], None] | None = None
+    """Set while it waits to be sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an answer was matched with. `entry` is set if ON_TIME or LATE."""
+
+    match: Match
+    entry: Pending | None = None
+    untold: bool = False
+    """The deadline has passed, but its timer had not come yet: the caller must still be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A timer that is due."""
+
+    timer: Timer
+    entry: Pending
+
+
+class PendingTable:
+    """Requests in flight by id, their timers, and the ids of those that ended lately."""
+
+    def __init__(self, max_in_flight: int, grace_us: int, remembered: int, lost_after_us: int = 0) -> None:
+        """A request is lost so long after its deadline, but not before its grace is over."""
+        self._max_in_flight = max_in_flight
+        self._grace_us = grace_us
+        self._lost_after_us = max(lost_after_us, grace_us)
+        self._overdue: dict[str, Pending] = {}
+        self._max_remembered = remembered
+        self._entries: dict[str, Pending] = {}
+        self._timers: list[tuple[int, int, Timer, Pending]] = []
+        self._order = itertools.count()
+        self._answered: dict[str, bool] = {}
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose caller still waits."""
+        return self._waiting
+
+    @property
+    def next_due_us(self) -> int | None:
+        """When the next timer is due. It may be the timer of a request that ended meanwhile."""
+        return self._timers[0][0] if self._timers else None
+
+    @property
+    def timer_count(self) -> int:
+        """Timers held, those of ended requests included."""
+        return len(self._timers)
+
+    def get(self, request_id: str) -> Pending | None:
+        """The request, if its end is open."""
+        return self._entries.get(request_id)
+
+    def add(self, entry: Pending) -> None:
+        """Takes a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
+        in_flight = len(self._entries) - len(self._overdue)
+        if in_flight >= self._max_in_flight:
+            raise QueueFull(
+                f"{in_flight} ranking requests are in flight: max_in_flight is {self._max_in_flight}. "
+                "Send slower, or raise it"
+            )
+        if entry.request_id in self._entries or entry.request_id in self._answered:
+            raise MessageRefused(f"request id {entry.request_id} was used already: each ranking needs its own")
+        self._entries[entry.request_id] = entry
+        self._waiting += 1
+        self._push(entry.deadline_us, Timer.TIME_OUT, entry)
+
+    def discard(self, entry: Pending) -> bool:
+        """Forgets a request that was not sent after all. False if it has ended already."""
+        if self._entries.get(entry.request_id) is not entry:
+            return False
+        del self._entries[entry.request_id]
+        self._overdue.pop(entry.request_id, None)
+        if entry.phase is Phase.WAITING:
+            self._waiting -= 1
+        return True
+
+    def retry(self, entry: Pending, send_again: Callable[[], None], at_us: int) -> bool:
+        """Plans to send a request again. False where its caller would have gone by then."""
+        if self._entries.get(entry.request_id) is not entry or entry.phase is not Phase.WAITING:
+            return False
+        if at_us >= entry.deadline_us:
+            return False
+        entry.send_again = send_again
+        self._push(at_us, Timer.RETRY, entry)
+        return True
+
+    def answer(self, request_id: str, now_us: int) -> Answer:
+        """Matches an answer with its request, which ends with it."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            answered = self._answered.get(request_id)
+            if answered is None:
+                return Answer(Match.UNKNOWN)
+            return Answer(Match.DUPLICATE if answered else Match.AFTER_LOSS)
+        self._remember(request_id, answered=True)
+        if entry.phase is not Phase.WAITING:
+            self._overdue.pop(request_id, None)
+            return Answer(Match.LATE, entry)
+        self._waiting -= 1
+        if now_us >= entry.deadline_us:
+            return Answer(Match.LATE, entry, untold=True)
+        return Answer(Match.ON_TIME, entry)
+
+    def time_out(self, entry: Pending) -> bool:
+        """Ends the wait for a request, whose answer is still matched. False if it is over already."""
+        if self._entries.get(entry.request_id) is not entry or entry.phase is not Phase.WAITING:
+            return False
+        entry.phase = Phase.GRACE
+        entry.send_again = None
+        self._waiting -= 1
+        self._push(entry.deadline_us + self._grace_us, Timer.GRACE_OVER, entry)
+        return True
+
+    def _become_overdue(self, entry: Pending) -> list[Due]:
+        """The request leaves the bound; the oldest overdue one is lost where they are too many."""
+        entry.phase = Phase.OVERDUE
+        self._overdue[entry.request_id] = entry
+        self._push(entry.deadline_us + self._lost_after_us, Timer.LOSE, entry)
+        if len(self._overdue) <= self._max_remembered:
+            return []
+        return [self._lose(next(iter(self._overdue.values())))]
+
+    def _lose(self, entry: Pending) -> Due:
+        del self._entries[entry.request_id]
+        self._overdue.pop(entry.request_id, None)
+        self._remember(entry.request_id, answered=False)
+        return Due(Timer.LOSE, entry)
+
+    def due(self, now_us: int) -> list[Due]:
+        """The timers that are due, in order, with their effect on the table done."""
+        fired = []
+        while self._timers and self._timers[0][0] <= now_us:
+            _, _, timer, entry = heapq.heappop(self._timers)
+            if self._entries.get(entry.request_id) is not entry:
+                continue
+            if timer is Timer.TIME_OUT:
+                if self.time_out(entry):
+                    fired.append(Due(timer, entry))
+            elif timer is Timer.GRACE_OVER:
+                fired.extend(self._become_overdue(entry))
+            elif timer is Timer.LOSE:
+                fired.append(self._lose(entry))
+            elif entry.phase is Phase.WAITING:
+                fired.append(Due(timer, entry))
+        return fired
+
+    def clear(self) -> list[Pending]:
+        """Forgets everything; the requests whose caller still waits."""
+        waiting = [entry for entry in self._entries.values() if entry.phase is Phase.WAITING]
+        self._entries.clear()
+        self._overdue.clear()
+        self._timers.clear()
+        self._waiting = 0
+        return waiting
+
+    def _push(self, at_us: int, timer: Timer, entry: Pending) -> None:
+        heapq.heappush(self._timers, (at_us, next(self._order), timer, entry))
+        if len(self._timers) > _FEW_TIMERS + _STALE_TIMERS_PER_REQUEST * len(self._entries):
+            self._timers = [item for item in self._timers if self._entries.get(item[3].request_id) is item[3]]
+            heapq.heapify(self._timers)
+
+    def _remember(self, request_id: str, answered: bool) -> None:
+        self._answered[request_id] = answered
+        if len(self._answered) > self._max_remembered:
+            del self._answered[next(iter(self._answered))]

@@ -1,0 +1,155 @@
+"""Publishing what need not be answered: retrieval events, histories and tombstones.
+
+`EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s) and no thread: its owner calls
+`poll` often, which is where delivery reports come, and `close` at the end. `publish*` never block: they
+raise QueueFull when the producer's queue is full, and MessageRefused for what it would never take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from relaygr.client.metrics import GatewayMetrics, gateway_metrics
+from relaygr.client.outcome import DeliveryReport, MessageRefused, NotRunning, QueueFull
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas import codec
+from relaygr.schemas.codec import EncodeError
+from relaygr.schemas.fields import FieldError
+from relaygr.schemas.headers import Headers
+from relaygr.schemas.messages import USER_ID_TEXT, History, RetrievalEvent
+from relaygr.schemas.topics import Topic
+
+# A purge only moves reports to the queue that flush() serves.
+_PURGE_TIMEOUT_S: Final = 0.5
+
+OnDelivery = Callable[[DeliveryReport], None]
+
+_log = structlog.get_logger()
+
+
+class EventPublisher:
+    """Writes to the retrieval and history topics. No network before `start`. `publish*` from any thread."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        client_id: str,
+        on_error: Callable[[KafkaError], None] | None = None,
+        metrics: GatewayMetrics | None = None,
+    ) -> None:
+        self._kafka = kafka
+        self._client_id = client_id
+        self._on_error = on_error
+        self._metrics = metrics or gateway_metrics()
+        self._retrieval = kafka.topic(Topic.RETRIEVAL)
+        self._history = kafka.topic(Topic.HISTORY)
+        self._running: Producer | None = None
+
+    def __len__(self) -> int:
+        """Messages that the broker has not acknowledged, and reports that were not polled yet."""
+        return len(self._running) if self._running is not None else 0
+
+    def start(self) -> None:
+        """Connects, so that the first event does not wait for it. Raises RelayError."""
+        producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
+        warm_up(producer, self._retrieval, self._kafka.connect_timeout_s)
+        self._running = producer
+
+    def publish_retrieval(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:
+        """Publishes a retrieval event, keyed by its user. Raises EncodeError, QueueFull, MessageRefused."""
+        self._publish(self._retrieval, event.user_id, codec.encode(event), on_delivery)
+
+    def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
+        """Publishes a user's history, which replaces the older one. Raises EncodeError, QueueFull, MessageRefused."""
+        self._publish(self._history, history.user_id, codec.encode(history), on_delivery)
+
+    def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
+        """Deletes a user everywhere. Raises EncodeError, QueueFull, MessageRefused."""
+        try:
+            USER_ID_TEXT.pack(user_id)
+        except FieldError as error:
+            raise EncodeError(f"tombstone.user_id: {error}") from error
+        self._publish(self._history, user_id, None, on_delivery)
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Runs the callbacks of the reports that have come. How many there were."""
+        return self._producer.poll(timeout_s)
+
+    def close(self, timeout_s: float) -> int:
+        """Waits until everything is delivered, at most so long. How many messages were not; their reports say so."""
+        if self._running is None:
+            return 0
+        left = self._running.flush(timeout_s)
+        if left:
+            # Without it their reports would never come, and whoever waits for one would wait for ever.
+            self._running.purge()
+            self._running.flush(_PURGE_TIMEOUT_S)
+        self._running = None
+        if left:
+            _log.warning("published messages not acknowledged at close", messages=left)
+        return left
+
+    @property
+    def _producer(self) -> Producer:
+        if self._running is None:
+            raise NotRunning("the publisher is not running: call start() first, and nothing after close()")
+        return self._running
+
+    def _publish(self, topic: str, user_id: str, value: bytes | None, on_delivery: OnDelivery | None) -> None:
+        def report(error: KafkaError | None, message: Message) -> None:
+            self._metrics.published.labels(topic, "yes" if error is None else "no").inc()
+            if on_delivery is not None:
+                notify(on_delivery, delivery_report(error, message))
+
+        produce(self._producer, topic, user_id.encode(), value, None, report)
+
+
+def delivery_report(error: KafkaError | None, message: Message) -> DeliveryReport:
+    """librdkafka's report as ours."""
+    return DeliveryReport(
+        topic=message.topic() or "",
+        partition=message.partition(),
+        offset=message.offset() if error is None else None,
+        error=error.str() if error is not None else None,
+    )
+
+
+def notify(callback: Callable[..., None], *args: object) -> None:
+    """Runs a caller's callback; what it raises is logged, since it must not stop ours."""
+    try:
+        callback(*args)
+    except Exception:
+        _log.exception("a callback raised", callback=getattr(callback, "__qualname__", repr(callback)))
+
+
+def produce(
+    producer: Producer,
+    topic: str,
+    key: bytes,
+    value: bytes | None,
+    headers: Headers | None,
+    report: Callable[[KafkaError | None, Message], None],
+) -> None:
+    """`produce` with typed errors. Raises QueueFull, MessageRefused."""
+    try:
+        producer.produce(topic, value=value, key=key, headers=[*(headers or ())], on_delivery=report)
+    except BufferError as error:
+        raise QueueFull(
+            f"{len(producer)} messages wait for the broker: send slower, or see whether it is up"
+        ) from error
+    except KafkaException as error:
+        raise MessageRefused(f"{topic} takes no such message: {error.args[0].str()}") from error
+
+
+def warm_up(producer: Producer, topic: str, timeout_s: float) -> None:
+    """Makes the producer know the topic's leaders. Raises RelayError if they do not answer in time."""
+    try:
+        producer.list_topics(topic, timeout=timeout_s)
+    except KafkaException as error:
+        raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error

@@ -1,0 +1,142 @@
+"""Making messages from what a gateway knows: ids, times, and the arrays of a request."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Required, TypedDict, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.messages import MAX_BUDGET_MS, Behaviours, History, HistoryVersion, RankingRequest, RetrievalEvent
+
+_GATEWAY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class RetrievalFields(TypedDict, total=False):
+    """Keyword arguments of `publish_retrieval`."""
+
+    ranking_budget_ms: Required[int]
+    """The ranking stage's SLO."""
+    expected_ranking_in_ms: Required[int]
+    """From now to the ranking request: what retrieval and pre-processing usually take."""
+    expected_candidates: Required[int]
+    expected_suffix: Required[int]
+    """Short-term behaviours that the ranking request will bring."""
+    history_version: HistoryVersion | None
+    """The history to use; absent: the newest known."""
+    history: History | None
+    """The history itself, where the history topic does not carry it."""
+    request_id: str | None
+    """Absent: a new one."""
+
+
+class RankFields(TypedDict, total=False):
+    """Keyword arguments of `rank`."""
+
+    budget_ms: Required[float]
+    """From now to the deadline; more than 0, at most `MAX_BUDGET_MS`."""
+    suffix: Behaviours | None
+    """Short-term behaviours after the prefix."""
+    query_time_ms: int | None
+    """`retrieval_at_us // 1000` of the impression's retrieval event; absent: now."""
+    history_version: HistoryVersion | None
+    """The history to use; absent: the newest known."""
+    history: History | None
+    """The history itself, where the history topic does not carry it."""
+    request_id: str | None
+    """That of the impression's retrieval event; absent: a new one."""
+
+
+class RequestIds:
+    """Ids `GATEWAY.INCARNATION.SEQUENCE`: unique over gateways, restarts and calls. Thread-safe.
+
+    The incarnation is the start time in milliseconds and 32 random bits, both in hexadecimal. Raises
+    ValueError for a gateway id that is not 1 to 64 of `A-Za-z0-9._-`, beginning with a letter or digit.
+    """
+
+    def __init__(self, gateway_id: str, clock: Clock) -> None:
+        if not _GATEWAY_ID.fullmatch(gateway_id):
+            raise ValueError(
+                f"gateway id {gateway_id!r}: allowed are 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', "
+                "beginning with a letter or digit"
+            )
+        self.prefix = f"{gateway_id}.{clock.wall_us() // 1000:x}{secrets.token_hex(4)}."
+        self._sequence = itertools.count(1)
+
+    def new(self) -> str:
+        """The next id."""
+        return f"{self.prefix}{next(self._sequence)}"
+
+
+def retrieval_event(request_id: str, user_id: str, now_us: int, fields: RetrievalFields) -> RetrievalEvent:
+    """The event of an impression that begins now. Raises TypeError for a field that is missing or unknown."""
+    _RETRIEVAL_NAMES.check(fields)
+    return RetrievalEvent(
+        request_id=request_id,
+        user_id=user_id,
+        retrieval_at_us=now_us,
+        expected_ranking_at_us=now_us + fields["expected_ranking_in_ms"] * 1000,
+        ranking_budget_ms=fields["ranking_budget_ms"],
+        expected_candidates=fields["expected_candidates"],
+        expected_suffix=fields["expected_suffix"],
+        history_version=fields.get("history_version"),
+        history=fields.get("history"),
+    )
+
+
+def ranking_request(
+    request_id: str, user_id: str, candidates: ArrayLike, now_us: int, fields: RankFields
+) -> RankingRequest:
+    """A request that is sent now.
+
+    Raises ValueError for a budget out of bounds, TypeError for a field that is missing or unknown.
+    """
+    _RANK_NAMES.check(fields)
+    if not 0 < fields["budget_ms"] <= MAX_BUDGET_MS:
+        raise ValueError(f"budget_ms is {fields['budget_ms']}: allowed is more than 0, up to {MAX_BUDGET_MS}")
+    query_time_ms = fields.get("query_time_ms")
+    suffix = fields.get("suffix")
+    return RankingRequest(
+        request_id=request_id,
+        user_id=user_id,
+        sent_at_us=now_us,
+        deadline_us=now_us + round(fields["budget_ms"] * 1000),
+        query_time_ms=now_us // 1000 if query_time_ms is None else query_time_ms,
+        candidates=np.asarray(candidates),
+        suffix=Behaviours.empty() if suffix is None else suffix,
+        history_version=fields.get("history_version"),
+        history=fields.get("history"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of a TypedDict. Its own sets do not see `Required` in annotations that are text."""
+
+    required: frozenset[str]
+    allowed: frozenset[str]
+
+    @classmethod
+    def of(cls, fields: type[Any]) -> _Names:
+        hints = get_type_hints(fields, include_extras=True)
+        required = frozenset(name for name, hint in hints.items() if get_origin(hint) is Required)
+        return cls(required, frozenset(hints))
+
+    def check(self, given: Mapping[str, object]) -> None:
+        """What Python checks of a signature: it takes any name for `**fields`, and a misspelt one would do nothing."""
+        unknown = given.keys() - self.allowed
+        if unknown:
+            raise TypeError(f"there is no argument {min(unknown)!r}; there are {', '.join(sorted(self.allowed))}")
+        missing = self.required - given.keys()
+        if missing:
+            raise TypeError(f"the argument {min(missing)!r} is missing")
+
+
+_RETRIEVAL_NAMES: Final = _Names.of(RetrievalFields)
+_RANK_NAMES: Final = _Names.of(RankFields)

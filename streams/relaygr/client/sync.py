@@ -1,0 +1,241 @@
+"""`RelayClient`: how a gateway talks to the relay, from plain threads.
+
+    with RelayClient(kafka, gateway_id="gw-0") as client:
+        event = client.publish_retrieval(user, ranking_budget_ms=50, ...)      # retrieval begins
+        ...                                                                    # retrieval, pre-processing
+        outcome = client.rank(user, candidates, budget_ms=50, request_id=event.request_id,
+                              query_time_ms=event.retrieval_at_us // 1000)
+
+What a caller can rely on:
+
+* `rank` returns at its deadline at the latest, and gives an outcome for every end that a request can
+  have: `ranked`, `expired`, `failed`, `timed_out`. It raises only where nothing was sent: EncodeError,
+  ValueError or TypeError (an argument), NotRunning, QueueFull, MessageRefused.
+* An answer that comes within `result_grace_ms` after the deadline is given to `on_late`; a request that
+  was never answered, to `on_lost`. A second answer is dropped and counted.
+* A broker that is away makes `timed_out`, no exception: a failed delivery is tried again until the
+  deadline. A failed delivery does not mean that the request did not arrive.
+* One thread does all I/O, timers and callbacks (futures' callbacks too). They must be short and must not
+  block: while one runs, no answer is read.
+
+`submit_rank` gives a future instead; on it a deadline is kept to about a millisecond, or to
+`MAX_WAIT_MS` (5) where the budget is shorter than that.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from types import TracebackType
+from typing import Final, Unpack
+
+from numpy.typing import ArrayLike
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from relaygr.client.clock_offset import ClockOffset
+from relaygr.client.ledger import Ledger, OnLate, OnLost
+from relaygr.client.link import GatewayLink
+from relaygr.client.metrics import ClientStatistics, gateway_metrics
+from relaygr.client.outcome import ClientError, NotRunning, RankOutcome
+from relaygr.client.pending import Pending
+from relaygr.client.publisher import OnDelivery
+from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
+from relaygr.client.settings import ClientSettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.schemas import codec
+from relaygr.schemas.messages import MAX_BUDGET_MS, History, RankingRequest, RetrievalEvent
+
+_STEP_S: Final = 0.002
+
+
+class _State(enum.StrEnum):
+    NEW = "not started"
+    RUNNING = "running"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class RelayClient:
+    """A gateway's client. `start` and `close` once; everything else in between, from any thread."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        gateway_id: str,
+        settings: ClientSettings | None = None,
+        *,
+        on_late: OnLate | None = None,
+        on_lost: OnLost | None = None,
+        clock: Clock | None = None,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """No network here. Raises ValueError for a gateway id with other letters than `A-Za-z0-9._-`."""
+        self._settings = settings or ClientSettings()
+        self._clock = clock or SystemClock()
+        self._ids = RequestIds(gateway_id, self._clock)
+        metrics = gateway_metrics(registry)
+        self._ledger = Ledger(self._settings, self._clock, metrics, on_late, on_lost)
+        self._link = GatewayLink(kafka, gateway_id, self._settings.results_partition, self._ledger, metrics)
+        self._state = _State.NEW
+        self._lifecycle = threading.Lock()
+
+    def start(self) -> None:
+        """Connects; when it returns, requests can be sent and no answer to them is missed.
+
+        Raises RelayError if the cluster can not be reached within `connect_timeout_s`, a topic is missing,
+        or the results partition does not exist; NotRunning if the client was started before.
+        """
+        with self._lifecycle:
+            if self._state is not _State.NEW:
+                raise NotRunning(f"the client is {self._state}: make a new one to start again")
+            self._state = _State.CLOSED
+            self._link.connect()
+            self._state = _State.RUNNING
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for what is in flight and undelivered, at most `timeout_s` and about a second more.
+
+        None: the setting `close_timeout_s`. Who then still waits is told `timed_out` with reason `closed`, and
+        `on_delivery` of what is not acknowledged gets an error. Requests in their grace are forgotten, not
+        counted lost: `drain` first to know. Raises ClientError in a callback.
+        """
+        self._refuse_in_callback("close")
+        with self._lifecycle:
+            if self._state is not _State.RUNNING:
+                self._state = _State.CLOSED
+                return
+            self._state = _State.CLOSING
+            ends_s = time.monotonic() + (self._settings.close_timeout_s if timeout_s is None else timeout_s)
+            while self._ledger.waiting and time.monotonic() < ends_s:
+                time.sleep(_STEP_S)
+            self._link.disconnect(max(0.0, ends_s - time.monotonic()))
+            self._ledger.close()
+            self._state = _State.CLOSED
+
+    def __enter__(self) -> RelayClient:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until every request has ended, those in their grace included. False if time ran out.
+
+        Raises ClientError in a callback.
+        """
+        self._refuse_in_callback("drain")
+        ends_s = time.monotonic() + timeout_s
+        while self._ledger.in_flight:
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(_STEP_S)
+        return True
+
+    @property
+    def results_partition(self) -> int:
+        """The partition of the results topic that this client reads; -1 before `start`."""
+        return self._link.results_partition
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose end is open, those in their grace included."""
+        return self._ledger.in_flight
+
+    def statistics(self) -> ClientStatistics:
+        """What this client has counted."""
+        return self._ledger.statistics()
+
+    def clock_offsets(self) -> dict[str, ClockOffset]:
+        """Each worker's wall clock against ours, by worker id."""
+        return self._ledger.clock_offsets()
+
+    def new_request_id(self) -> str:
+        """An id `GATEWAY.INCARNATION.SEQUENCE` for a new impression."""
+        return self._ids.new()
+
+    def publish_retrieval(
+        self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]
+    ) -> RetrievalEvent:
+        """Says that an impression begins now. The event holds the request id for its `rank`.
+
+        Does not wait; `on_delivery` is told what became of it. Raises EncodeError, TypeError, NotRunning,
+        QueueFull, MessageRefused.
+        """
+        request_id = fields.get("request_id") or self.new_request_id()
+        event = retrieval_event(request_id, user_id, self._clock.wall_us(), fields)
+        self.publish_event(event, on_delivery)
+        return event
+
+    def publish_event(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:
+        """Publishes a retrieval event as it is. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        self._require_running()
+        self._link.events.publish_retrieval(event, on_delivery)
+
+    def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
+        """Replaces a user's history. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        self._require_running()
+        self._link.events.publish_history(history, on_delivery)
+
+    def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
+        """Deletes a user everywhere. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        self._require_running()
+        self._link.events.tombstone(user_id, on_delivery)
+
+    def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
+        """Ranks `candidates` (item ids, int64, shape [candidates]) and waits, `budget_ms` at most.
+
+        Raises EncodeError, ValueError, TypeError, NotRunning, QueueFull, MessageRefused, all before anything is
+        sent; ClientError in a callback.
+        """
+        self._refuse_in_callback("rank")
+        called_us = self._clock.monotonic_us()
+        entry = self._submit(self._request(user_id, candidates, fields), called_us)
+        left_us = entry.deadline_us - self._clock.monotonic_us()
+        try:
+            return entry.future.result(timeout=max(0, left_us) / 1e6)
+        except FutureTimeoutError:
+            # The caller keeps its own time, so that a busy I/O thread makes nobody late.
+            self._ledger.time_out(entry)
+            return entry.future.result()
+
+    def submit_rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> Future[RankOutcome]:
+        """`rank` without the wait: the future gets an outcome, never an exception. It can not be cancelled."""
+        called_us = self._clock.monotonic_us()
+        return self._submit(self._request(user_id, candidates, fields), called_us).future
+
+    def submit_request(self, request: RankingRequest) -> Future[RankOutcome]:
+        """Sends a request as it is; its `deadline_us` is on our wall clock. Raises as `rank` does."""
+        return self._submit(request, self._clock.monotonic_us()).future
+
+    def _request(self, user_id: str, candidates: ArrayLike, fields: RankFields) -> RankingRequest:
+        request_id = fields.get("request_id") or self.new_request_id()
+        return ranking_request(request_id, user_id, candidates, self._clock.wall_us(), fields)
+
+    def _submit(self, request: RankingRequest, called_us: int) -> Pending:
+        self._require_running()
+        if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
+            raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")
+        message = codec.encode(request)
+        entry = self._ledger.open(request, called_us)
+        try:
+            self._link.send(entry, request.user_id.encode(), message, request.deadline_us)
+        except ClientError:
+            self._ledger.withdraw(entry)
+            raise
+        return entry
+
+    def _refuse_in_callback(self, name: str) -> None:
+        if self._link.is_io_thread():
+            mend = "use submit_rank()" if name == "rank" else "call it from another thread"
+            raise ClientError(f"{name}() in a callback would wait for its own thread: {mend}")
+
+    def _require_running(self) -> None:
+        if self._state is not _State.RUNNING:
+            raise NotRunning(f"the client is {self._state}: use it between start() and close()")

@@ -1,0 +1,669 @@
+"""The worker's consumer loop: one thread owns the Kafka consumer, and never computes.
+
+Contract:
+
+* `start()` subscribes and starts the poll thread. All calls of the `Handler` come from that thread, so they
+  must not block: they put work elsewhere, or answer it at once.
+* Each message is handed over once (`on_message`), with a `token`. When its work is done, whatever its end, any
+  thread calls `finish(token)`. What may be committed is the contiguous watermark of finished offsets
+  (`relaygr.consumer.watermark`), handed to the client's auto-commit a few times a second.
+* A rebalance: the watermark is committed before the partitions go, and everything known is kept.
+  What comes back and is delivered again is skipped if it is in flight or finished here; the work of lost
+  partitions may go on, but never touches an offset. A message that was begun and not finished when the
+  process dies is delivered again to whoever owns the partition then.
+* What is finished is also noted in a `FinishedLog`, if one is given, and at the first assignment the predecessor's
+  notes count as finished here, where they may be believed (`relaygr.consumer.finished`).
+* `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
+  Partitions that are not owned on all topics alike (an owner split) are counted and logged.
+* `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
+  A partition whose span reaches `max_span` is paused by the loop itself until half of it is finished.
+* `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end. While
+  a broker hangs, closing does too: `join` with a time-out, and then go, since the poll thread is a daemon.
+* The loop ends by itself as FENCED (another process took over the `group.instance.id`: exit at once, with a
+  code on which nobody restarts it), or as FAILED with the reason in `error`: a topic that stays unknown, missing
+  rights, or an exception of the handler. A handler that meets a bad message must deal with it (dead letter)
+  and finish it; an exception that it lets out is a bug, and going on would lose that message or block its
+  partition for ever.
+* A broker that is away ends nothing: `status().broker_reachable` says so until it is back. After more than a
+  session of it the membership is lost, and the loop joins again, if need be with a new consumer. So it does after a
+  stop of its own process. But not if `membership` says that this process may own nothing any more, or that its
+  static id is in the group under another member id: then it ends as FENCED. It asks the same when it wakes up from
+  a stop too short for that, before it hands over or writes anything.
+
+Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
+through a queue that it looks at between polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import structlog
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from relaygr.consumer import metrics
+from relaygr.consumer.finished import FinishedLog, believed
+from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
+from relaygr.consumer.ownership import split_partitions
+from relaygr.consumer.settings import ConsumerSettings
+from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
+from relaygr.kafka.client_errors import ErrorCallback, cause_of
+from relaygr.kafka.message_headers import headers_of
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
+
+T = TypeVar("T")
+
+ConsumerFactory = Callable[[ErrorCallback], Consumer]
+
+_UNKNOWN_TOPIC: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC))
+_UNREACHABLE: Final = frozenset((KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE))
+_REFUSED: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topics",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
+    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to what the broker allows (6000 by default)",
+}
+_PROBE_INTERVAL_US: Final = 1_000_000
+# While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
+_PROBE_TIMEOUT_S: Final = 0.1
+_LOG_INTERVAL_US: Final = 10_000_000
+# A topic just made has partitions without a leader for some milliseconds.
+_NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
+# Heartbeats tell a member that runs that it was replaced; who was away for longer has to ask.
+_ABSENCE_US: Final = 1_000_000
+_POSITION_TRIES: Final = 3
+_POSITION_RETRY_S: Final = 0.05
+_REPLACED: Final = "Another process took over this group.instance.id. This one must exit, and stay down"
+_ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
+
+
+class ConsumerLoop:
+    """See the module. `topics` are the co-partitioned ones that one owner must have alike."""
+
+    def __init__(
+        self,
+        consumer_factory: ConsumerFactory,
+        topics: Sequence[str],
+        handler: Handler,
+        clock: Clock | None = None,
+        settings: ConsumerSettings | None = None,
+        name: str = "workers",
+        on_end: Callable[[LoopState], None] | None = None,
+        finished_log: FinishedLog | None = None,
+        membership: Membership | None = None,
+    ) -> None:
+        self._factory = consumer_factory
+        self._membership = membership or Membership()
+        self._finished_log = finished_log
+        self._topics = tuple(topics)
+        self._handler = handler
+        self._clock = clock or SystemClock()
+        self._settings = settings or ConsumerSettings()
+        self._name = name
+        self._on_end = on_end
+        self._log = structlog.get_logger().bind(loop=name)
+        self._tracker = WatermarkTracker(self._settings.max_span)
+        self._finished: deque[Token] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"poll-{name}", daemon=True)
+        self._consumer: Consumer | None = None
+        self._member_id: str | None = None
+
+        self._state = LoopState.NEW
+        self._error: BaseException | None = None
+        self._assigned = False
+        self._may_rejoin = False
+        self._partitions: frozenset[int] = frozenset()
+        self._owner_split: frozenset[int] = frozenset()
+        self._epoch = 0
+        self._broker_reachable = True
+        self._stalled = False
+        self._in_flight = 0
+
+        self._asked: set[TopicPartition] = set()
+        self._full: set[TopicPartition] = set()
+        self._paused: set[TopicPartition] = set()
+
+        self._received: Tally[str] = Tally()
+        self._last_poll_us = self._tick_at_us = self._store_at_us = self._probe_at_us = 0
+        self._message_at_us = self._drain_until_us = 0
+        self._missing_topic: str | None = None
+        self._missing_since_us = 0
+        self._logged_at_us: dict[int, int] = {}
+
+    # Before `start`, one thread.
+
+    def connect(self, timeout_s: float) -> None:
+        """Makes the client and opens its connections, those to the group's coordinator included; joins nothing.
+
+        So that a later `start` owns its partitions within milliseconds. To be called again now and then until then:
+        it takes in what the client has to say, and keeps brokers from closing what is not used. A broker that does
+        not answer is no error here. Raises what the factory raises.
+        """
+        if self._consumer is None:
+            self._consumer = self._factory(self._on_client_error)
+        try:
+            self._consumer.poll(0)
+            for topic in self._topics:
+                self._consumer.list_topics(topic, timeout=timeout_s)
+            self._consumer.committed([KafkaPartition(topic, 0) for topic in self._topics], timeout=timeout_s)
+            self._broker_is(True)
+        except KafkaException as error:
+            self._count_error(error.args[0])
+
+    def start(self) -> None:
+        """Subscribes, and starts the poll thread. Raises what the factory raises."""
+        self._subscribe()
+        self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
+        self._state = LoopState.RUNNING
+        metrics.BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
+        self._thread.start()
+
+    # Any thread.
+
+    def finish(self, token: Token) -> None:
+        """The message's work is done: its offset may be committed. Never blocks."""
+        self._finished.append(token)
+
+    def pause(self, topic: str, partitions: Iterable[int]) -> None:
+        """No more messages of these until `resume`."""
+        asked = {TopicPartition(topic, partition) for partition in partitions}
+        self._commands.append(lambda: self._asked.update(asked))
+
+    def resume(self, topic: str, partitions: Iterable[int]) -> None:
+        """Undoes `pause`."""
+        asked = {TopicPartition(topic, partition) for partition in partitions}
+        self._commands.append(lambda: self._asked.difference_update(asked))
+
+    def stop(self, drain_s: float) -> None:
+        """Reads no more, waits at most `drain_s` for what is in flight, commits and closes. Returns at once."""
+        self._commands.append(lambda: self._drain(drain_s))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end of the poll thread; whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the loop is FENCED or FAILED: a RelayError where the user can mend it."""
+        return self._error
+
+    def status(self) -> LoopStatus:
+        """A snapshot, as of the last tick."""
+        return LoopStatus(
+            state=self._state,
+            assigned=self._assigned,
+            partitions=self._partitions,
+            assignment_epoch=self._epoch,
+            last_poll_us=self._last_poll_us,
+            broker_reachable=self._broker_reachable,
+            stalled=self._stalled,
+            in_flight=self._in_flight,
+            paused=len(self._paused),
+            owner_split=self._owner_split,
+        )
+
+    # The poll thread.
+
+    def _subscribe(self) -> None:
+        if self._consumer is None:
+            self._consumer = self._factory(self._on_client_error)
+        self._consumer.subscribe(
+            list(self._topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+
+    @property
+    def _client(self) -> Consumer:
+        assert self._consumer is not None
+        return self._consumer
+
+    def _run(self) -> None:
+        try:
+            while self._state in _ALIVE:
+                self._step()
+        except BaseException as error:
+            self._fail(LoopState.FAILED, error)
+            self._log.exception("consumer loop failed")
+        if self._state is LoopState.FENCED:
+            # Its process must go at once: closing comes second.
+            self._tell_end()
+            self._close()
+        else:
+            self._close()
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._on_end is not None:
+            self._on_end(self._state)
+
+    def _step(self) -> None:
+        message = self._ask(self._client.poll, self._settings.poll_timeout_ms / 1000)
+        if self._was_absent() and self._is_replaced():
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
+        if self._state not in _ALIVE:
+            return
+        if message is not None:
+            self._receive(message)
+            # poll() is the one call that wakes at the first message; consume() waits out its time-out, but
+            # takes what is there with one release of the interpreter lock.
+            for message in self._ask(self._client.consume, self._settings.batch_messages - 1, 0) or ():
+                self._receive(message)
+        self._take_finished()
+        while self._commands:
+            self._commands.popleft()()
+        now_us = self._last_poll_us = self._clock.monotonic_us()
+        if now_us >= self._tick_at_us and self._state in _ALIVE:
+            self._tick_at_us = now_us + self._settings.tick_interval_ms * 1000
+            self._tick(now_us)
+
+    def _ask(self, call: Callable[..., T], *arguments: float) -> T | None:
+        """What the client answers; None after an error of its own. A handler's KafkaException is none of those."""
+        try:
+            return call(*arguments)
+        except KafkaException as error:
+            self._on_error(error.args[0])
+            return None
+
+    def _receive(self, message: Message) -> None:
+        error = message.error()
+        if error is not None:
+            self._on_error(error)
+            return
+        if self._state is not LoopState.RUNNING:
+            # Not begun, so never committed: its next owner reads it.
+            return
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None and partition is not None and offset is not None
+        tp = TopicPartition(topic, partition)
+        begin = self._tracker.begin(tp, offset)
+        if begin is not Begin.NEW:
+            metrics.SKIPPED.labels(self._name, begin.value).inc()
+            return
+        if self._tracker.is_full(tp):
+            self._full.add(tp)
+        now_us = self._message_at_us = self._clock.monotonic_us()
+        self._received[topic] += 1
+        self._handler.on_message(
+            Received(
+                topic=topic,
+                partition=partition,
+                offset=offset,
+                key=_as_bytes(message.key()),
+                value=_as_bytes(message.value()),
+                headers=headers_of(message),
+                timestamp_ms=message.timestamp()[1],
+                received_us=now_us,
+                assignment_epoch=self._epoch,
+                token=Token(topic, partition, offset, self._tracker.generation(tp)),
+                message=message,
+            )
+        )
+
+    def _tick(self, now_us: int) -> None:
+        self._handler.on_tick(now_us)
+        # A tick polls producers, so it finishes what was waiting for its delivery report.
+        self._take_finished()
+        self._full = {tp for tp in self._full if self._tracker.span(tp) * 2 > self._settings.max_span}
+        self._apply_pauses()
+        if self._received:
+            self._broker_is(True)
+            for topic, count in self._received.items():
+                metrics.MESSAGES.labels(self._name, topic).inc(count)
+            self._received.clear()
+        if now_us >= self._store_at_us:
+            self._store_at_us = now_us + self._settings.store_interval_ms * 1000
+            self._store()
+            self._in_flight = self._tracker.in_flight()
+            metrics.IN_FLIGHT.labels(self._name).set(self._in_flight)
+            self._watch(now_us)
+        if self._state is LoopState.DRAINING and (self._tracker.in_flight() == 0 or now_us >= self._drain_until_us):
+            self._state = LoopState.STOPPED
+
+    def _drain(self, drain_s: float) -> None:
+        if self._state is LoopState.RUNNING:
+            self._state = LoopState.DRAINING
+            self._drain_until_us = self._clock.monotonic_us() + int(drain_s * 1e6)
+
+    def _close(self) -> None:
+        """The last hand-over of the watermark, and good-bye. Takes long only if the broker hangs."""
+        try:
+            self._store()
+            self._client.close()
+        except (KafkaException, RuntimeError) as error:
+            self._log.warning("consumer did not close cleanly", error=str(error))
+        self._assigned = False
+        self._log.info("consumer loop ended", state=self._state.value, unfinished=self._tracker.in_flight())
+
+    # Offsets.
+
+    def _take_finished(self) -> None:
+        moved = set()
+        while self._finished:
+            token = self._finished.popleft()
+            tp = TopicPartition(token.topic, token.partition)
+            self._tracker.finish(tp, token.offset, token.generation)
+            moved.add(tp)
+        if moved and self._finished_log is not None and self._state is not LoopState.FENCED:
+            self._finished_log.note(self._tracker.progress(moved))
+
+    def _store(self) -> None:
+        """Hands the watermark to the client, which commits it once a second and before partitions go.
+
+        The client commits in the background, and on the connection on which it then rejoins, so that a broker
+        that hangs never holds up this thread. A commit of our own would be turned back by an older offset that is
+        still stored. A fenced consumer commits nothing: the id is another's now, and so are its offsets.
+        """
+        offsets = self._tracker.committable() if self._state is not LoopState.FENCED else {}
+        if not offsets:
+            return
+        try:
+            self._client.store_offsets(offsets=_to_kafka(offsets))
+        except KafkaException as error:
+            self._count_error(error.args[0])
+            return
+        self._tracker.committed(offsets)
+        metrics.COMMITS.labels(self._name, "stored").inc()
+
+    # Rebalances: called by the client inside poll() and consume(), on the poll thread.
+
+    def _on_assign(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        positions = self._positions(consumer, partitions)
+        self._tracker.assign(positions)
+        if self._finished_log is not None:
+            if self._epoch == 0:
+                self._take_up(consumer, self._finished_log.predecessor(), positions)
+            self._finished_log.note(self._tracker.progress(positions))
+        self._member_id = consumer.memberid()
+        self._epoch += 1
+        self._assigned = True
+        self._may_rejoin = False
+        self._stalled = False
+        self._message_at_us = self._clock.monotonic_us()
+        self._paused.difference_update(_from_kafka(partitions))  # What is newly assigned starts unpaused.
+        self._note_ownership()
+        if self._owner_split:
+            self._log.error(
+                "owner split: these partitions are not owned on all topics alike, so requests and prefixes miss "
+                "each other; every member must subscribe to the same topics, of equal partition counts, with the "
+                "range assignor",
+                partitions=sorted(self._owner_split)[:20],
+            )
+        if self._missing_topic in {tp.topic for tp in self._tracker.owned()}:
+            self._missing_topic = None
+        self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
+        self._handler.on_assigned(self._partitions, self._epoch)
+
+    def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        gone = _from_kafka(partitions)
+        self._take_finished()
+        self._store()
+        self._let_go(gone)
+        self._paused.difference_update(gone)
+        self._note_ownership()
+        self._log.info("revoked", partitions=len(partitions))
+        self._handler.on_revoked(frozenset(tp.partition for tp in gone))
+
+    def _on_lost(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        gone = _from_kafka(partitions)
+        self._let_go(gone)
+        self._paused.difference_update(gone)
+        self._assigned = False
+        # Not after a stop of this process: another may have taken its place meanwhile.
+        self._may_rejoin = not self._broker_reachable
+        self._note_ownership()
+        self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
+        self._handler.on_lost(frozenset(tp.partition for tp in gone))
+        if self._is_replaced():
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
+            # The client would join again by itself, without its member id, and take the id back from its new holder.
+            # One that has been told so by the broker refuses this as well.
+            with contextlib.suppress(KafkaException, KafkaError):  # type: ignore[arg-type]  # It raises the latter bare.
+                consumer.unsubscribe()
+
+    def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:
+        """Where the group stands. A partition without a commit gets one, at the start of its log.
+
+        Without it, and with a log that is cut meanwhile, a dead owner's unfinished messages could be passed over.
+        """
+        positions: dict[TopicPartition, int | None] = dict.fromkeys(_from_kafka(partitions))
+        for attempt in range(_POSITION_TRIES if partitions else 0):
+            try:
+                committed = consumer.committed(partitions, timeout=self._settings.request_timeout_s)
+                fresh = [KafkaPartition(tp.topic, tp.partition, OFFSET_BEGINNING) for tp in committed if tp.offset < 0]
+                starts = consumer.offsets_for_times(fresh, timeout=self._settings.request_timeout_s) if fresh else []
+            except KafkaException as error:
+                self._count_error(error.args[0])
+                if error.args[0].code() not in _NO_LEADER_YET:
+                    break  # The first message of each partition tells as well.
+                time.sleep(_POSITION_RETRY_S * attempt)
+                continue
+            positions.update(_offsets(committed))
+            if starts:
+                positions.update(_offsets(starts))
+                consumer.commit(offsets=_to_kafka(_offsets(starts)), asynchronous=True)
+                metrics.COMMITS.labels(self._name, "start").inc()
+            break
+        return positions
+
+    def _take_up(
+        self,
+        consumer: Consumer,
+        predecessor: Mapping[TopicPartition, Progress],
+        positions: Mapping[TopicPartition, int | None],
+    ) -> None:
+        """Takes for finished what the predecessor had finished and not committed, as far as that may be believed."""
+        ahead = {
+            tp: progress
+            for tp, progress in predecessor.items()
+            if (position := positions.get(tp)) is not None and progress.finished > position
+        }
+        if not ahead:
+            return
+        try:
+            found = consumer.offsets_for_times(
+                [KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._settings.request_timeout_s
+            )
+        except KafkaException as error:
+            # Then a second's work is done again.
+            self._count_error(error.args[0])
+            return
+        ends = _offsets(found)
+        finished = {
+            tp: progress.finished
+            for tp, progress in ahead.items()
+            if (position := positions[tp]) is not None and believed(progress, position, ends.get(tp, -1))
+        }
+        self._tracker.trust(finished)
+        taken = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
+        metrics.TAKEN_UP.labels(self._name).inc(taken)
+        self._log.info(
+            "takes up what its predecessor had finished", messages=taken, not_believed=len(ahead) - len(finished)
+        )
+
+    def _let_go(self, gone: list[TopicPartition]) -> None:
+        self._tracker.revoke(gone)
+        if self._finished_log is not None:
+            self._finished_log.forget(gone)
+
+    def _note_ownership(self) -> None:
+        owned = self._tracker.owned()
+        self._partitions = frozenset(tp.partition for tp in owned)
+        self._owner_split = split_partitions(owned, self._topics) if owned else frozenset()
+        metrics.EPOCH.labels(self._name).set(self._epoch)
+        metrics.OWNED.labels(self._name).set(len(self._partitions))
+        metrics.OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
+
+    # Pauses.
+
+    def _apply_pauses(self) -> None:
+        wanted = self._asked | self._full
+        if wanted == self._paused and self._state is LoopState.RUNNING:
+            return
+        owned = self._tracker.owned()
+        wanted = set(owned) if self._state is not LoopState.RUNNING else wanted & owned
+        try:
+            if pause := wanted - self._paused:
+                self._client.pause([KafkaPartition(*tp) for tp in pause])
+            if resume := self._paused - wanted:
+                self._client.resume([KafkaPartition(*tp) for tp in resume])
+        except KafkaException as error:
+            # A rebalance is under way; the next tick finds out what is ours.
+            self._count_error(error.args[0])
+            return
+        self._paused = wanted
+        metrics.PAUSED.labels(self._name).set(len(wanted))
+
+    # Errors.
+
+    def _on_client_error(self, error: KafkaError) -> None:
+        if error.code() in _UNREACHABLE:
+            self._broker_is(False)
+        else:
+            self._count_error(error)
+
+    def _on_error(self, error: KafkaError) -> None:
+        code = error.code()
+        if code == KafkaError._FATAL or error.fatal() or code == KafkaError.FENCED_INSTANCE_ID:
+            self._on_fatal(error)
+        elif code in _UNKNOWN_TOPIC:
+            if self._missing_topic is None:
+                self._missing_since_us = self._clock.monotonic_us()
+                self._missing_topic = next((topic for topic in self._topics if topic in error.str()), self._topics[0])
+            self._count_error(error)
+        elif code in _REFUSED:
+            self._fail(LoopState.FAILED, RelayError(f"Kafka refuses: {cause_of(error)}. {_REFUSED[code]}"))
+        elif code in _UNREACHABLE:
+            self._broker_is(False)
+        else:
+            self._count_error(error)
+
+    def _on_fatal(self, error: KafkaError) -> None:
+        if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
+            if self._may_rejoin and not self._is_replaced():
+                self._rejoin()
+                return
+            self._fail(LoopState.FENCED, RelayError(_REPLACED))
+        else:
+            self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+
+    def _was_absent(self) -> bool:
+        """Whether an owner was stopped, with its whole process perhaps, for so long that it may be none any more."""
+        return self._assigned and self._clock.monotonic_us() - self._last_poll_us > _ABSENCE_US
+
+    def _is_replaced(self) -> bool:
+        """Whether what was ours is another's: the right to own anything, or the static id."""
+        if not self._membership.may_own():
+            return True
+        holder = self._membership.holder() if self._member_id is not None else None
+        return holder is not None and holder != self._member_id
+
+    def _rejoin(self) -> None:
+        """Fenced by itself: the broker was away for longer than a session, and a commit of before came after that.
+
+        It goes out without the member id, which was given up with the membership, and the broker takes it for
+        another holder's. The client is of no more use; a new one joins as any that lost its membership does. Once,
+        until there is an assignment: a second fencing is another process's.
+        """
+        self._may_rejoin = False
+        self._log.warning("fenced by its own late commit: joins again with a new consumer")
+        metrics.REJOINS.labels(self._name).inc()
+        self._client.close()
+        self._consumer = None
+        self._subscribe()
+
+    def _fail(self, state: LoopState, error: BaseException) -> None:
+        self._state = state
+        self._error = error
+        self._log.error("consumer loop ends", state=state.value, error=str(error))
+
+    def _count_error(self, error: KafkaError) -> None:
+        metrics.ERRORS.labels(self._name, error.name()).inc()
+        now_us = self._clock.monotonic_us()
+        if now_us - self._logged_at_us.get(error.code(), -_LOG_INTERVAL_US) >= _LOG_INTERVAL_US:
+            self._logged_at_us[error.code()] = now_us
+            self._log.warning("consumer error", error=error.name(), cause=cause_of(error))
+
+    def _broker_is(self, reachable: bool) -> None:
+        if reachable != self._broker_reachable:
+            self._broker_reachable = reachable
+            metrics.BROKER_REACHABLE.labels(self._name).set(int(reachable))
+            self._log.warning("broker is back" if reachable else "broker is away")
+
+    # Watches.
+
+    def _watch(self, now_us: int) -> None:
+        if (
+            self._missing_topic is not None
+            and now_us - self._missing_since_us >= self._settings.missing_topic_grace_s * 1e6
+        ):
+            sentence = f"Topic {self._missing_topic} does not exist. Create it: relaygr topics create"
+            self._fail(LoopState.FAILED, RelayError(sentence))
+            return
+        if now_us < self._probe_at_us:
+            return
+        self._probe_at_us = now_us + _PROBE_INTERVAL_US
+        if not self._broker_reachable:
+            self._probe()
+        elif self._assigned and now_us - self._message_at_us >= self._settings.stall_s * 1e6:
+            self._probe_at_us = now_us + int(self._settings.stall_s * 1e6)
+            self._look_for_unread()
+        elif self._stalled:
+            self._stall_is(False)
+
+    def _probe(self) -> None:
+        try:
+            self._client.list_topics(self._topics[0], timeout=_PROBE_TIMEOUT_S)
+        except KafkaException:
+            return
+        self._broker_is(True)
+
+    def _look_for_unread(self) -> None:
+        """Quiet for long: is there really nothing to read? A consumer that was fenced just returns None for ever."""
+        readable = [KafkaPartition(*tp, OFFSET_END) for tp in self._tracker.owned() - self._paused]
+        if not readable:
+            return
+        try:
+            ends = _offsets(self._client.offsets_for_times(readable, timeout=_PROBE_TIMEOUT_S))
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError._FATAL:
+                self._on_fatal(error.args[0])
+            else:
+                self._count_error(error.args[0])
+            return
+        unread = sum(max(0, end - self._tracker.next_offset(tp)) for tp, end in ends.items())
+        self._stall_is(unread > 0)
+        if unread:
+            self._log.error("assigned, but no message comes", unread=unread, quiet_s=self._settings.stall_s)
+
+    def _stall_is(self, stalled: bool) -> None:
+        self._stalled = stalled
+        metrics.STALLED.labels(self._name).set(int(stalled))
+
+
+def _as_bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _to_kafka(offsets: Mapping[TopicPartition, int]) -> list[KafkaPartition]:
+    return [KafkaPartition(tp.topic, tp.partition, offset) for tp, offset in offsets.items()]
+
+
+def _from_kafka(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:
+    return [TopicPartition(tp.topic, tp.partition) for tp in partitions]
+
+
+def _offsets(partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, int]:
+    """The offsets that are known: errors and logical offsets are left out."""
+    return {
+        TopicPartition(tp.topic, tp.partition): tp.offset for tp in partitions if tp.error is None and tp.offset >= 0
+    }

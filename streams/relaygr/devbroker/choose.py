@@ -1,0 +1,97 @@
+"""Which broker a `--broker` choice means: a pure decision over what is there.
+
+`auto` takes the first of: an address that is already known (`RELAYGR_BOOTSTRAP`), a real Apache Kafka
+(`KAFKA_HOME` and a Java runtime), librdkafka's own cluster. It never downloads anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from relaygr.runtime.errors import RelayError
+
+SERVER_SCRIPT: Final = "bin/kafka-server-start.sh"
+STORAGE_SCRIPT: Final = "bin/kafka-storage.sh"
+_ADDRESSES: Final = re.compile(r"[^\s,:]+:\d{1,5}(,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+class BrokerChoice(enum.StrEnum):
+    """What `--broker` takes; EXTERNAL is written HOST:PORT[,HOST:PORT...]."""
+
+    AUTO = "auto"
+    EMBEDDED = "embedded"
+    KAFKA = "kafka"
+    DOCKER = "docker"
+    EXTERNAL = "external"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What there is to choose from."""
+
+    known_bootstrap: str | None = None
+    """A cluster that the user named already; tests never pass the user's."""
+    kafka_home: Path | None = None
+    java: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The decision."""
+
+    kind: BrokerChoice
+    """Never AUTO."""
+    why: str
+    bootstrap: str | None = None
+    """Set for EXTERNAL."""
+    kafka_home: Path | None = None
+    """Set for KAFKA."""
+
+
+def choose(choice: str, around: Surroundings) -> Chosen:
+    """Decides. Raises RelayError for a word that is no choice, and for a choice that is not possible here."""
+    if _ADDRESSES.fullmatch(choice):
+        return Chosen(BrokerChoice.EXTERNAL, "named by --broker", bootstrap=choice)
+    try:
+        kind = BrokerChoice(choice)
+    except ValueError:
+        raise RelayError(
+            f"--broker {choice!r} is none of auto, embedded, kafka, docker, HOST:PORT[,HOST:PORT...]"
+        ) from None
+    if kind is BrokerChoice.AUTO:
+        return _first(around)
+    if kind is BrokerChoice.EXTERNAL:
+        if around.known_bootstrap is None:
+            raise RelayError("--broker external needs RELAYGR_BOOTSTRAP; or give HOST:PORT itself")
+        return Chosen(kind, "RELAYGR_BOOTSTRAP is set", bootstrap=around.known_bootstrap)
+    if kind is BrokerChoice.KAFKA:
+        hindrance = _hindrance(around)
+        if hindrance is not None:
+            raise RelayError(f"--broker kafka: {hindrance}")
+        return Chosen(kind, "asked for", kafka_home=around.kafka_home)
+    return Chosen(kind, "asked for")
+
+
+def _first(around: Surroundings) -> Chosen:
+    if around.known_bootstrap is not None:
+        return Chosen(BrokerChoice.EXTERNAL, "RELAYGR_BOOTSTRAP is set", bootstrap=around.known_bootstrap)
+    hindrance = _hindrance(around)
+    if hindrance is None:
+        return Chosen(BrokerChoice.KAFKA, "KAFKA_HOME is set", kafka_home=around.kafka_home)
+    return Chosen(BrokerChoice.EMBEDDED, hindrance)
+
+
+def _hindrance(around: Surroundings) -> str | None:
+    """Why no real Kafka can be started here; None: it can."""
+    if around.kafka_home is None:
+        return "KAFKA_HOME is not set (the folder of an unpacked Apache Kafka)"
+    missing = [script for script in (SERVER_SCRIPT, STORAGE_SCRIPT) if not (around.kafka_home / script).is_file()]
+    if missing:
+        return f"KAFKA_HOME={around.kafka_home} holds no {' and no '.join(missing)}"
+    if around.java is None:
+        return "no Java runtime found: put `java` (17 or later) on PATH, or set JAVA_HOME"
+    return None

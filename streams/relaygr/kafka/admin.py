@@ -1,0 +1,239 @@
+"""Topic administration: create the catalogue's topics, and check that a cluster's are as it says.
+
+`check_topics` reports, `create_topics` makes what is missing, `require_topics` is a process's start-up
+check: it raises a RelayError whose text names the command that mends it. Every call is bounded by
+`connect_timeout_s` for the connection and by `ADMIN_TIMEOUT_S` for each request after it. librdkafka's
+embedded cluster knows no admin requests, so there only existence and counts are checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ClusterMetadata,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+)
+
+from relaygr.kafka.clients import make_admin, require_broker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import CATALOGUE, Topic
+
+ADMIN_TIMEOUT_S: Final = 30.0
+EMBEDDED_CLUSTER_ID: Final = "mockCluster"
+"""How librdkafka's own cluster names itself."""
+
+_T = TypeVar("_T")
+
+
+def check_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
+    """Compares the cluster's topics with the catalogue. Raises RelayError if it can not be reached."""
+    return report(_observe(kafka, require_broker(kafka)), kafka, workers)
+
+
+def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
+    """`check_topics`, raising a RelayError if it finds an error; warnings are for the caller to log."""
+    found = check_topics(kafka, workers)
+    if not found.ok:
+        lines = "; ".join(f"{error.what}: {error.mend}" for error in found.errors)
+        raise RelayError(f"Topics at {kafka.bootstrap} are not usable. {lines}")
+    return found
+
+
+def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = False) -> TopicReport:
+    """Makes the topics that are missing; those that exist stay. Safe to run again.
+
+    `dry_run` changes nothing, and reports what would be created. `repair` also sets the settings of
+    existing topics to the catalogue's. Raises RelayError, before anything is created, if a topic
+    exists with another partition count, and for what the cluster refuses.
+    """
+    cluster = require_broker(kafka)
+    observed = _observe(kafka, cluster)
+    conflicts = count_conflicts(observed, kafka)
+    if conflicts:
+        raise RelayError("; ".join(f"{conflict.what}: {conflict.mend}" for conflict in conflicts))
+    missing = [topic for topic in CATALOGUE if topic not in observed.topics]
+    if (missing or repair) and observed.embedded and not dry_run:
+        raise RelayError(
+            f"Kafka at {kafka.bootstrap} is librdkafka's embedded cluster, which knows no admin requests: "
+            "the process that started it creates its topics"
+        )
+    if not dry_run:
+        admin = make_admin(kafka, "relaygr-topics")
+        if missing:
+            _create(kafka, admin, missing, len(cluster.brokers))
+        if repair:
+            _repair(kafka, admin, [topic for topic in CATALOGUE if topic in observed.topics])
+        observed = _await_topics(kafka, admin, repaired=repair)
+    else:
+        observed = replace(observed, topics={**_as_created(kafka, missing), **observed.topics})
+    found = report(observed, kafka)
+    return replace(found, rows=tuple(replace(row, created=row.topic in missing) for row in found.rows))
+
+
+def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
+    """Deletes the catalogue's topics under this prefix, with all that they hold; the names that went."""
+    cluster = require_broker(kafka)
+    names = [kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics]
+    if not names:
+        return ()
+    admin = make_admin(kafka, "relaygr-topics")
+    futures = admin.delete_topics(names, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S)
+    for name, future in futures.items():
+        try:
+            _result(future)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise RelayError(f"Topic {name} can not be deleted: {error.args[0].str()}") from error
+    return tuple(names)
+
+
+def is_embedded(cluster: ClusterMetadata) -> bool:
+    """Whether this is librdkafka's own cluster."""
+    return (cluster.cluster_id or "").startswith(EMBEDDED_CLUSTER_ID)
+
+
+def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, ObservedTopic]:
+    """Topics as they would be."""
+    return {
+        topic: ObservedTopic(
+            CATALOGUE[topic].partition_count(kafka.partitions), kafka.replication_factor, CATALOGUE[topic].config()
+        )
+        for topic in topics
+    }
+
+
+def _observe(kafka: KafkaSettings, cluster: ClusterMetadata) -> Observed:
+    names = {topic: kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics}
+    embedded = is_embedded(cluster)
+    configs: Mapping[str, Mapping[str, str]] = {}
+    auto_create = None
+    if not embedded:
+        admin = make_admin(kafka, "relaygr-topics")
+        configs = _topic_configs(admin, names.values())
+        auto_create = _auto_create(admin, next(iter(cluster.brokers)))
+    topics = {}
+    for topic, name in names.items():
+        partitions = cluster.topics[name].partitions.values()
+        replicas = min((len(partition.replicas) for partition in partitions), default=0)
+        topics[topic] = ObservedTopic(len(partitions), replicas, configs.get(name))
+    return Observed(topics, embedded, auto_create)
+
+
+def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Settings by topic; a topic whose settings we may not read is absent."""
+    resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
+    if not resources:
+        return {}
+    configs = {}
+    for resource, future in admin.describe_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
+        try:
+            configs[resource.name] = {entry.name: entry.value for entry in _result(future).values()}
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise RelayError(f"The settings of {resource.name} can not be read: {error.args[0].str()}") from error
+    return configs
+
+
+def _auto_create(admin: AdminClient, broker_id: int) -> bool | None:
+    """A broker's `auto.create.topics.enable`; None: it does not tell us, which managed clusters may not."""
+    resource = ConfigResource(ConfigResource.Type.BROKER, str(broker_id))
+    [future] = admin.describe_configs([resource], request_timeout=ADMIN_TIMEOUT_S).values()
+    try:
+        entry = _result(future).get("auto.create.topics.enable")
+    except KafkaException:
+        return None
+    return None if entry is None else entry.value == "true"
+
+
+def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], broker_count: int) -> None:
+    if kafka.replication_factor > broker_count:
+        raise RelayError(
+            f"replication_factor is {kafka.replication_factor}, but Kafka at {kafka.bootstrap} has {broker_count} "
+            f"{'broker' if broker_count == 1 else 'brokers'}: set `replication_factor` to {broker_count} at most"
+        )
+    wanted = [
+        NewTopic(
+            kafka.topic(topic),
+            num_partitions=CATALOGUE[topic].partition_count(kafka.partitions),
+            replication_factor=kafka.replication_factor,
+            config=CATALOGUE[topic].config(),
+        )
+        for topic in topics
+    ]
+    for name, future in admin.create_topics(
+        wanted, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S
+    ).items():
+        try:
+            _result(future)
+        except KafkaException as error:
+            # Another process made it in between: the check afterwards sees whether it made it alike.
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise RelayError(f"Topic {name} can not be created: {error.args[0].str()}") from error
+
+
+def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -> None:
+    resources = [
+        ConfigResource(
+            ConfigResource.Type.TOPIC,
+            kafka.topic(topic),
+            incremental_configs=[
+                ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET)
+                for key, value in CATALOGUE[topic].config().items()
+            ],
+        )
+        for topic in topics
+    ]
+    if not resources:
+        return
+    for resource, future in admin.incremental_alter_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
+        try:
+            _result(future)
+        except KafkaException as error:
+            raise RelayError(f"The settings of {resource.name} can not be set: {error.args[0].str()}") from error
+
+
+def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> Observed:
+    """The cluster once every partition has a leader and, if `repaired`, the settings are to be seen.
+
+    The controller answers before the brokers know.
+    """
+    names = [kafka.topic(topic) for topic in CATALOGUE]
+    ends_s = time.monotonic() + ADMIN_TIMEOUT_S
+    while True:
+        try:
+            cluster = admin.list_topics(timeout=ADMIN_TIMEOUT_S)
+        except KafkaException as error:
+            raise RelayError(f"Kafka at {kafka.bootstrap} went away: {error.args[0].str()}") from error
+        waiting = [name for name in names if not _has_leaders(cluster, name)]
+        late = time.monotonic() >= ends_s
+        if not waiting:
+            observed = _observe(kafka, cluster)
+            if late or not repaired or report(observed, kafka).ok:
+                return observed
+        elif late:
+            raise RelayError(
+                f"{', '.join(waiting)} had no leader within {ADMIN_TIMEOUT_S:.0f} s of creation: check the brokers"
+            )
+        time.sleep(0.05)
+
+
+def _has_leaders(cluster: ClusterMetadata, name: str) -> bool:
+    topic = cluster.topics.get(name)
+    return topic is not None and bool(topic.partitions) and all(p.leader >= 0 for p in topic.partitions.values())
+
+
+def _result(future: Future[_T]) -> _T:
+    """The future's result. It always completes: the request has its own time-out, this one is a margin."""
+    return future.result(timeout=2 * ADMIN_TIMEOUT_S)

@@ -1,0 +1,146 @@
+"""Dead letters: a message that can not be used is kept as it came, and why, for people to look at.
+
+The value is the raw bytes, the key the original one; reason, detail and origin are in the headers of
+`relaygr.schemas.headers`, after as many of the original headers as fit. A loop may go on at once, and
+finishes the offset when `on_done(True)` comes; `on_done(False)` leaves it to be delivered again.
+Each is counted in `relaygr_dead_letters_total{topic, reason}` when it is written for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException, Message
+from prometheus_client import Counter
+
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.schemas.headers import (
+    DEAD_LETTER_DETAIL,
+    DEAD_LETTER_REASON,
+    DEAD_LETTERED_AT_US,
+    MAX_HEADER_BYTES,
+    ORIGIN_OFFSET,
+    ORIGIN_PARTITION,
+    ORIGIN_TOPIC,
+    Headers,
+)
+from relaygr.schemas.topics import CATALOGUE, Topic
+
+OnDone = Callable[[bool], None]
+
+LARGEST_KEY_BYTES: Final = 64 * 1024
+KEPT_HEADERS: Final = 32
+KEPT_HEADERS_BYTES: Final = 16 * 1024
+# What the record, its batch and our own headers add at most.
+_OVERHEAD_BYTES: Final = 8 * 1024
+LARGEST_RECORD_BYTES: Final = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes - KEPT_HEADERS_BYTES - _OVERHEAD_BYTES
+"""Key and value together."""
+
+_OURS: Final = frozenset(
+    (DEAD_LETTER_REASON, DEAD_LETTER_DETAIL, ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, DEAD_LETTERED_AT_US)
+)
+_COUNTED: Final = Counter("relaygr_dead_letters", "Messages written to dead letters.", ["topic", "reason"])
+
+_log = structlog.get_logger()
+
+
+class RawMessage(Protocol):
+    """What a dead letter is made of: confluent-kafka's `Message`, or another client's in its clothes."""
+
+    def topic(self) -> str | None: ...
+    def partition(self) -> int | None: ...
+    def offset(self) -> int | None: ...
+    def key(self) -> bytes | None: ...
+    def value(self) -> bytes | None: ...
+    def headers(self) -> Any: ...
+
+
+class DeadLetterWriter:
+    """Writes dead letters with a durable producer of its own. Not to be shared between threads.
+
+    `poll` often: `on_done` is called in it, and in `flush`.
+    """
+
+    def __init__(self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None) -> None:
+        self._topic = kafka.topic(Topic.DEAD_LETTERS)
+        self._clock = clock or SystemClock()
+        self._producer = make_producer(kafka, ProducerKind.DURABLE, f"{client_id}-dead-letters")
+
+    def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
+        """Keeps `message`; never raises for what it holds.
+
+        `reason` is one of a small set of words (it is a metric label), `detail` a sentence. `on_done`
+        gets True once the cluster has it; False if it could not be written, and the caller writes again.
+        """
+        origin = message.topic() or ""
+        key, value, remarks = _cut(message.key(), message.value())
+        headers = dead_letter_headers(message, reason, "; ".join([*remarks, detail]), self._clock.wall_us())
+
+        def delivered(error: KafkaError | None, _message: Message) -> None:
+            if error is None:
+                _COUNTED.labels(topic=origin, reason=reason).inc()
+            else:
+                _log.error("dead letter not written", topic=origin, reason=reason, error=error.str())
+            if on_done is not None:
+                on_done(error is None)
+
+        try:
+            self._producer.produce(self._topic, value=value, key=key, headers=[*headers], on_delivery=delivered)
+        except (BufferError, KafkaException) as error:
+            # The queue is full because the broker is away, or the topic takes no message of this size.
+            _log.error("dead letter not written", topic=origin, reason=reason, error=str(error))
+            if on_done is not None:
+                on_done(False)
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Serves delivery reports; how many came."""
+        return self._producer.poll(timeout_s)
+
+    def flush(self, timeout_s: float) -> int:
+        """Waits for what is still under way; how many are left."""
+        return self._producer.flush(timeout_s)
+
+
+def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
+    """The original headers, as far as they fit the bounds, and ours after them."""
+    kept: Headers = []
+    kept_bytes = 0
+    for name, raw in headers_of(message) or ():
+        value = raw.encode() if isinstance(raw, str) else raw or b""
+        kept_bytes += len(name) + len(value)
+        if len(kept) >= KEPT_HEADERS or kept_bytes > KEPT_HEADERS_BYTES:
+            break
+        if name not in _OURS:
+            kept.append((name, value))
+    return [
+        *kept,
+        (DEAD_LETTER_REASON, _bounded(reason)),
+        (DEAD_LETTER_DETAIL, _bounded(detail)),
+        (ORIGIN_TOPIC, _bounded(message.topic() or "")),
+        (ORIGIN_PARTITION, str(message.partition()).encode()),
+        (ORIGIN_OFFSET, str(message.offset()).encode()),
+        (DEAD_LETTERED_AT_US, str(now_us).encode()),
+    ]
+
+
+def _cut(key: bytes | None, value: bytes | None) -> tuple[bytes | None, bytes | None, list[str]]:
+    """Key and value within the topic's bound, and what was cut."""
+    remarks = []
+    if key is not None and len(key) > LARGEST_KEY_BYTES:
+        remarks.append(f"key cut from {len(key)} to {LARGEST_KEY_BYTES} bytes")
+        key = key[:LARGEST_KEY_BYTES]
+    left_bytes = LARGEST_RECORD_BYTES - len(key or b"")
+    if value is not None and len(value) > left_bytes:
+        remarks.append(f"value cut from {len(value)} to {left_bytes} bytes")
+        value = value[:left_bytes]
+    return key, value, remarks
+
+
+def _bounded(text: str) -> bytes:
+    """UTF-8 of at most MAX_HEADER_BYTES, cut between characters."""
+    return text.encode(errors="replace")[:MAX_HEADER_BYTES].decode(errors="ignore").encode()

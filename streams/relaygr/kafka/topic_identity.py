@@ -1,0 +1,36 @@
+"""Which cluster and which topics these are: names alone do not say whether a topic was deleted and made again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from confluent_kafka import KafkaException, TopicCollection
+
+from relaygr.kafka.admin import is_embedded
+from relaygr.kafka.clients import make_admin
+from relaygr.kafka.settings import KafkaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TopicIdentity:
+    """`topic_ids` by name; empty on librdkafka's own cluster, which gives topics no ids."""
+
+    cluster_id: str
+    topic_ids: dict[str, str]
+
+
+def identify_topics(kafka: KafkaSettings, names: Collection[str], client_id: str, timeout_s: float) -> TopicIdentity:
+    """Asks the cluster. Raises KafkaException if it does not answer, or does not know a topic."""
+    admin = make_admin(kafka, client_id)
+    ids = dict.fromkeys(names, "")
+    for name in names:
+        metadata = admin.list_topics(name, timeout=timeout_s)
+        error = metadata.topics[name].error
+        if error is not None:
+            raise KafkaException(error)
+    # Asking the embedded one would only time out.
+    if not is_embedded(metadata):
+        answers = admin.describe_topics(TopicCollection(list(names)), request_timeout=timeout_s)
+        ids = {name: str(answer.result().topic_id) for name, answer in answers.items()}
+    return TopicIdentity(metadata.cluster_id or "", ids)

@@ -1,0 +1,311 @@
+"""Asks Kafka where groups and logs stand. It joins no group that it watches, and commits nothing.
+
+Order of a poll: metadata (the partition list: partitions without a commit are absent from a group's offsets),
+members, committed offsets, and the ends of the logs last. With the ends asked first, a group that keeps up
+would be ahead of them.
+
+librdkafka's embedded cluster has no DescribeGroups: members and state are unknown there, and the rest is
+measured as anywhere. What one group does not let us see is a sentence in its `problems`; only a cluster that
+does not answer is an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupState,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    KafkaException,
+)
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient, ClusterMetadata, ConsumerGroupDescription, OffsetSpec
+
+from relaygr.consumer.watermark import TopicPartition
+from relaygr.kafka.admin import is_embedded
+from relaygr.kafka.clients import make_admin, make_assigned_consumer, require_broker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag.model import UNKNOWN, GroupSnapshot, Member, PartitionOffsets, Snapshot
+from relaygr.lag.settings import LagSettings
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
+
+_T = TypeVar("_T")
+# Futures are resolved by the request's own time-out; this is for a client that hangs.
+_FUTURE_TIMEOUT_S: Final = 60.0
+_CLIENT_ID: Final = "relaygr-lag"
+_NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are not known"
+
+
+def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
+    """Our groups, and the topics that each subscribes to."""
+    return {
+        kafka.workers_group: (kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)),
+        kafka.trigger_group: (kafka.topic(Topic.RETRIEVAL),),
+        kafka.overflow_group: (kafka.topic(Topic.OVERFLOW),),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What DescribeGroups said of one group, or why it did not."""
+
+    state: str = UNKNOWN
+    protocol: str = UNKNOWN
+    assignor: str = ""
+    members: tuple[Member, ...] | None = None
+    problem: str | None = None
+    refused: bool = False
+    """It is there, or may be: this user is not told."""
+
+
+class LagCollector:
+    """Polls the groups whose names match `patterns` (`*` and `?`); by default those of `group_prefix`."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        settings: LagSettings,
+        patterns: Sequence[str] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self._kafka = kafka
+        self._settings = settings
+        self._ours = group_topics(kafka)
+        self._patterns = tuple(patterns) or (f"{kafka.group_prefix}.*",)
+        self._explicit = {pattern for pattern in patterns if not any(mark in pattern for mark in "*?[")}
+        self._clock = clock or SystemClock()
+        self._admin: AdminClient | None = None
+        self._records: Consumer | None = None
+
+    def poll(self) -> Snapshot:
+        """Measures once. Raises RelayError if the cluster does not answer."""
+        if self._admin is None:
+            require_broker(self._kafka)
+            self._admin = make_admin(self._kafka, _CLIENT_ID)
+        try:
+            return self._poll(self._admin)
+        except (KafkaException, TimeoutError) as error:
+            raise self._no_answer(error) from error
+
+    def record_timestamps(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
+        """For each partition the offset asked for, and the timestamp (ms) of the first record from there on.
+
+        Reads one record each, within `record_timeout_s` for all; what does not come in time is left out. Raises
+        RelayError as `poll` does.
+        """
+        if not offsets or self._settings.record_timeout_s == 0:
+            return {}
+        try:
+            return self._read_records(offsets)
+        except KafkaException as error:
+            raise self._no_answer(error) from error
+
+    def _read_records(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
+        if self._records is None:
+            # One record is wanted, not a megabyte of them.
+            options = {"queued.min.messages": 1, "max.partition.fetch.bytes": 1024}
+            self._records = make_assigned_consumer(self._kafka, _CLIENT_ID, options=options)
+        consumer = self._records
+        found: dict[TopicPartition, tuple[int, int]] = {}
+        consumer.assign([KafkaPartition(tp.topic, tp.partition, offset) for tp, offset in offsets.items()])
+        end_us = self._clock.monotonic_us() + int(self._settings.record_timeout_s * 1e6)
+        while len(found) < len(offsets) and (left_us := end_us - self._clock.monotonic_us()) > 0:
+            message = consumer.poll(left_us / 1e6)
+            if message is None or message.error() is not None:
+                continue
+            topic, partition = message.topic(), message.partition()
+            assert topic is not None and partition is not None
+            tp = TopicPartition(topic, partition)
+            if tp in offsets and tp not in found:
+                found[tp] = (offsets[tp], message.timestamp()[1])
+                consumer.incremental_unassign([KafkaPartition(*tp)])
+        consumer.unassign()
+        return found
+
+    def _no_answer(self, error: KafkaException | TimeoutError) -> RelayError:
+        cause = error.args[0].str() if isinstance(error, KafkaException) else "a request has no end"
+        return RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {cause}")
+
+    def close(self) -> None:
+        """Closes what was opened."""
+        if self._records is not None:
+            self._records.close()
+
+    def _poll(self, admin: AdminClient) -> Snapshot:
+        timeout_s = self._settings.request_timeout_s
+        cluster = admin.list_topics(timeout=timeout_s)
+        groups = self._groups(admin)
+        described = self._describe(admin, groups)
+        committed = {group: self._committed(admin, cluster, group) for group in groups}
+        known = {group for group in groups if _is_known(described[group], committed[group][0])}
+        known |= {group for group in groups if committed[group][1] is not None}
+        shown = [group for group in groups if group in known or group in self._explicit]
+        wanted = {
+            group: self._partitions(cluster, group, described[group], committed[group][0])
+            if group in known and committed[group][1] is None
+            else ([], [])
+            for group in shown
+        }
+        ends, failures = self._ends(admin, {tp for partitions, _ in wanted.values() for tp in partitions})
+        snapshots = []
+        for group, (partitions, gone) in wanted.items():
+            offsets, problem = committed[group]
+            problems = [text for text in (described[group].problem, problem) if text is not None]
+            if group not in known:
+                problems.append("The cluster knows no member and no commit of it")
+            if gone:
+                problems.append(f"It has commits for topics that do not exist any more: {', '.join(gone)}")
+            failed = sorted({failures[tp] for tp in partitions if tp in failures})
+            problems += [f"The end of some logs can not be read: {text}" for text in failed]
+            snapshots.append(
+                GroupSnapshot(
+                    group=group,
+                    state=described[group].state,
+                    protocol=described[group].protocol,
+                    assignor=described[group].assignor,
+                    members=described[group].members,
+                    partitions=tuple(PartitionOffsets(tp, offsets.get(tp), ends.get(tp)) for tp in partitions),
+                    problems=tuple(problems),
+                )
+            )
+        return Snapshot(
+            cluster_id=cluster.cluster_id or UNKNOWN,
+            polled_at_us=self._clock.monotonic_us(),
+            wall_us=self._clock.wall_us(),
+            groups=tuple(snapshots),
+        )
+
+    def _groups(self, admin: AdminClient) -> list[str]:
+        names = self._explicit | {name for name in self._ours if self._wanted(name)}
+        try:
+            listed = _result(admin.list_consumer_groups(request_timeout=self._settings.request_timeout_s))
+            names |= {group.group_id for group in listed.valid if self._wanted(group.group_id)}
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._UNSUPPORTED_FEATURE:
+                raise
+        return sorted(names)
+
+    def _wanted(self, group: str) -> bool:
+        return any(fnmatch.fnmatchcase(group, pattern) for pattern in self._patterns)
+
+    def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _Described]:
+        if not groups:
+            return {}
+        futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
+        return {group: _described(future) for group, future in futures.items()}
+
+    def _committed(
+        self, admin: AdminClient, cluster: ClusterMetadata, group: str
+    ) -> tuple[dict[TopicPartition, int], str | None]:
+        """The group's offsets, and a sentence if they can not be had."""
+        asked: list[KafkaPartition] | None = None
+        if group in self._ours and is_embedded(cluster):
+            # It tells only what it is asked for by name.
+            asked = [
+                KafkaPartition(tp.topic, tp.partition) for tp in _partitions_of(cluster, self._ours[group])
+            ] or None
+        [future] = admin.list_consumer_group_offsets(
+            [ConsumerGroupTopicPartitions(group, asked)], request_timeout=self._settings.request_timeout_s
+        ).values()
+        try:
+            answer = _result(future)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
+                return {}, None
+            if error.args[0].code() in (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED):
+                return {}, f"Its offsets are not shown to this user: {error.args[0].str()}"
+            raise
+        return {
+            TopicPartition(tp.topic, tp.partition): tp.offset
+            for tp in answer.topic_partitions
+            if tp.error is None and tp.offset >= 0
+        }, None
+
+    def _partitions(
+        self, cluster: ClusterMetadata, group: str, described: _Described, offsets: Mapping[TopicPartition, int]
+    ) -> tuple[list[TopicPartition], list[str]]:
+        """Every partition of every topic of the group, and those of its topics that are gone."""
+        topics = {tp.topic for tp in offsets} | set(self._ours.get(group, ()))
+        for member in described.members or ():
+            topics |= {tp.topic for tp in member.partitions}
+        gone = sorted({tp.topic for tp in offsets if not _exists(cluster, tp.topic)})
+        return _partitions_of(cluster, sorted(topics)), gone
+
+    def _ends(
+        self, admin: AdminClient, partitions: Iterable[TopicPartition]
+    ) -> tuple[dict[TopicPartition, int], dict[TopicPartition, str]]:
+        latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {KafkaPartition(tp.topic, tp.partition): latest for tp in partitions}
+        if not asked:
+            return {}, {}
+        ends: dict[TopicPartition, int] = {}
+        failures: dict[TopicPartition, str] = {}
+        futures = admin.list_offsets(asked, request_timeout=self._settings.request_timeout_s)
+        for asked_for, future in futures.items():
+            tp = TopicPartition(asked_for.topic, asked_for.partition)
+            try:
+                ends[tp] = _result(future).offset
+            except KafkaException as error:
+                failures[tp] = error.args[0].str()
+        if not ends:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, next(iter(failures.values()))))
+        return ends, failures
+
+
+def _described(future: Future[ConsumerGroupDescription]) -> _Described:
+    try:
+        group = _result(future)
+    except KafkaException as error:
+        code = error.args[0].code()
+        if code == KafkaError._UNSUPPORTED_FEATURE:
+            return _Described(problem=_NO_GROUP_REQUESTS)
+        if code == KafkaError.GROUP_ID_NOT_FOUND:
+            return _Described(state="dead", members=())
+        if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            problem = "Its members are not shown to this user: give it the right to describe the group"
+            return _Described(problem=problem, refused=True)
+        raise
+    members = tuple(
+        Member(
+            member_id=member.member_id,
+            client_id=member.client_id,
+            host=member.host,
+            instance_id=member.group_instance_id,
+            partitions=frozenset(
+                TopicPartition(tp.topic, tp.partition)
+                for tp in (member.assignment.topic_partitions if member.assignment is not None else ())
+            ),
+        )
+        for member in group.members
+    )
+    state = group.state.name.lower() if isinstance(group.state, ConsumerGroupState) else UNKNOWN
+    return _Described(state, group.type.name.lower(), group.partition_assignor or "", members)
+
+
+def _is_known(described: _Described, offsets: Mapping[TopicPartition, int]) -> bool:
+    return bool(offsets or described.members) or described.state not in (UNKNOWN, "dead") or described.refused
+
+
+def _exists(cluster: ClusterMetadata, topic: str) -> bool:
+    return topic in cluster.topics and cluster.topics[topic].error is None
+
+
+def _partitions_of(cluster: ClusterMetadata, topics: Iterable[str]) -> list[TopicPartition]:
+    return [
+        TopicPartition(topic, partition)
+        for topic in topics
+        if _exists(cluster, topic)
+        for partition in sorted(cluster.topics[topic].partitions)
+    ]
+
+
+def _result(future: Future[_T]) -> _T:
+    return future.result(timeout=_FUTURE_TIMEOUT_S)

@@ -1,0 +1,128 @@
+"""The last report as Prometheus metrics, under the names and labels of kafka-lag-exporter, which public
+dashboards know, and what only we tell under `relaygr_lag_`. A scrape asks Kafka nothing.
+
+A report older than `max_age_s` is not exported: figures that stand still look like a group that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from relaygr.lag.monitor import LagMonitor
+from relaygr.lag.report import GroupReport, LagReport, PartitionReport
+from relaygr.lag.settings import LagSettings
+from relaygr.lag.status import LagStatus
+from relaygr.runtime.clock import Clock, SystemClock
+
+_GROUP: Final = ["cluster_name", "group"]
+_PARTITION: Final = ["cluster_name", "group", "topic", "partition", "member_host", "consumer_id", "client_id"]
+_POLLS_KEPT: Final = 3
+
+
+class LagExporter(Collector):
+    """Register it, and serve the registry."""
+
+    def __init__(self, monitor: LagMonitor, settings: LagSettings, clock: Clock | None = None) -> None:
+        self._monitor = monitor
+        self._clock = clock or SystemClock()
+        self._cluster_name = settings.cluster_name
+        self.max_age_s = _POLLS_KEPT * settings.interval_s + settings.request_timeout_s + settings.record_timeout_s
+
+    @property
+    def fresh_report(self) -> LagReport | None:
+        """The last report, if it is not too old."""
+        report = self._monitor.state.report
+        if report is None or self._clock.monotonic_us() - report.polled_at_us > self.max_age_s * 1e6:
+            return None
+        return report
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: which series there are depends on the cluster."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        state, report = self._monitor.state, self.fresh_report
+        polls = CounterMetricFamily("relaygr_lag_polls", "Polls of the cluster")
+        polls.add_metric([], state.polls)
+        failures = CounterMetricFamily("relaygr_lag_poll_failures", "Polls that the cluster did not answer")
+        failures.add_metric([], state.failures)
+        yield polls
+        yield failures
+        if report is not None:
+            took = GaugeMetricFamily("relaygr_lag_poll_seconds", "How long the last poll took")
+            took.add_metric([], state.poll_us / 1e6)
+            yield took
+            yield from _metrics(report, self._cluster_name or report.cluster_id)
+
+
+def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
+    offset = GaugeMetricFamily("kafka_consumergroup_group_offset", "Committed offset", labels=_PARTITION)
+    lag = GaugeMetricFamily("kafka_consumergroup_group_lag", "Messages behind", labels=_PARTITION)
+    seconds = GaugeMetricFamily("kafka_consumergroup_group_lag_seconds", "Seconds behind", labels=_PARTITION)
+    max_lag = GaugeMetricFamily("kafka_consumergroup_group_max_lag", "Messages behind, worst partition", labels=_GROUP)
+    max_seconds = GaugeMetricFamily(
+        "kafka_consumergroup_group_max_lag_seconds", "Seconds behind, worst partition", labels=_GROUP
+    )
+    sum_lag = GaugeMetricFamily("kafka_consumergroup_group_sum_lag", "Messages behind, all partitions", labels=_GROUP)
+    topic_lag = GaugeMetricFamily(
+        "kafka_consumergroup_group_topic_sum_lag", "Messages behind, by topic", labels=[*_GROUP, "topic"]
+    )
+    latest = GaugeMetricFamily(
+        "kafka_partition_latest_offset", "End of the log", labels=["cluster_name", "topic", "partition"]
+    )
+    status = GaugeMetricFamily(
+        "relaygr_lag_group_status", "1 for the status that the group has now", labels=[*_GROUP, "status"]
+    )
+    split = GaugeMetricFamily(
+        "relaygr_lag_owner_split_partitions", "Partitions whose topics have different owners", labels=_GROUP
+    )
+    members = GaugeMetricFamily("relaygr_lag_group_members", "Members of the group", labels=_GROUP)
+    without = GaugeMetricFamily("relaygr_lag_partitions_without_commit", "Partitions never committed", labels=_GROUP)
+    ends: dict[tuple[str, int], int] = {}
+    for group in report.groups:
+        labels = [cluster, group.group]
+        max_lag.add_metric(labels, group.max_lag)
+        sum_lag.add_metric(labels, group.lag)
+        split.add_metric(labels, len(group.owner_split))
+        without.add_metric(labels, group.without_commit)
+        if group.max_time_lag is not None:
+            max_seconds.add_metric(labels, group.max_time_lag.seconds)
+        if group.members is not None:
+            members.add_metric(labels, group.members)
+        for name in LagStatus:
+            status.add_metric([*labels, name.value], int(group.status is name))
+        for topic, messages in _by_topic(group).items():
+            topic_lag.add_metric([*labels, topic], messages)
+        for row in group.partitions:
+            row_labels = _labels(cluster, group, row)
+            if row.committed is not None:
+                offset.add_metric(row_labels, row.committed)
+            if row.lag is not None:
+                lag.add_metric(row_labels, row.lag)
+            if row.time_lag is not None:
+                seconds.add_metric(row_labels, row.time_lag.seconds)
+            if row.end is not None:
+                ends[(row.topic, row.partition)] = row.end
+    for (topic, partition), end in ends.items():
+        latest.add_metric([cluster, topic, str(partition)], end)
+    return (
+        offset, lag, seconds, max_lag, max_seconds, sum_lag, topic_lag, latest, status, split, members, without,
+    )  # fmt: skip
+
+
+def _labels(cluster: str, group: GroupReport, row: PartitionReport) -> list[str]:
+    owner = row.owner
+    host, member_id, client_id = (owner.host, owner.member_id, owner.client_id) if owner else ("", "", "")
+    return [cluster, group.group, row.topic, str(row.partition), host, member_id, client_id]
+
+
+def _by_topic(group: GroupReport) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for row in group.partitions:
+        if row.lag is not None:
+            sums[row.topic] = sums.get(row.topic, 0) + row.lag
+    return sums

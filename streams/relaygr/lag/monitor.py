@@ -1,0 +1,98 @@
+"""Collects lag in the background, so that whoever looks at it waits for nothing and asks Kafka nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag.collector import LagCollector, group_topics
+from relaygr.lag.report import LagReport, LagTracker
+from relaygr.lag.settings import LagSettings
+from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorState:
+    """The last report, and why there is no newer one."""
+
+    report: LagReport | None = None
+    error: str | None = None
+    polls: int = 0
+    failures: int = 0
+    poll_us: int = 0
+    """How long the last successful poll took."""
+
+
+class LagMonitor:
+    """Polls every `interval_s` from `start` to `stop`; or once, by `poll`."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        settings: LagSettings,
+        patterns: Sequence[str] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._collector = LagCollector(kafka, settings, patterns, self._clock)
+        co_partitioned = {group: topics for group, topics in group_topics(kafka).items() if len(topics) > 1}
+        self._tracker = LagTracker(settings, co_partitioned)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.state = MonitorState()
+        """Replaced as a whole by each poll: read it once, then use it."""
+
+    def poll(self) -> LagReport:
+        """Measures once. Raises RelayError if the cluster does not answer; `state` says so too."""
+        started_us = self._clock.monotonic_us()
+        last = self.state
+        try:
+            snapshot = self._collector.poll()
+            self._tracker.observe(snapshot)
+            unknown = self._tracker.unknown_times(snapshot)
+            self._tracker.learn(self._collector.record_timestamps(unknown))
+        except RelayError as error:
+            self.state = MonitorState(last.report, str(error), last.polls + 1, last.failures + 1, last.poll_us)
+            raise
+        report = self._tracker.report(snapshot)
+        took_us = self._clock.monotonic_us() - started_us
+        self.state = MonitorState(report, None, last.polls + 1, last.failures, took_us)
+        return report
+
+    def start(self, on_poll: Callable[[MonitorState], None] | None = None) -> None:
+        """Polls in a thread of its own. A cluster that is away is logged, and asked again."""
+        self._thread = threading.Thread(target=self._run, args=(on_poll,), name="lag-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, after the poll that it is in."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(self._settings.request_timeout_s)
+            if self._thread.is_alive():
+                # Closing a consumer under a thread that polls it would crash the process; both go with it.
+                return
+        self._collector.close()
+
+    def _run(self, on_poll: Callable[[MonitorState], None] | None) -> None:
+        while not self._stopping.is_set():
+            before = self.state.error
+            try:
+                self.poll()
+            except RelayError as error:
+                if before is None:
+                    _log.warning("lag can not be measured", error=str(error))
+            else:
+                if before is not None:
+                    _log.info("lag is measured again")
+            if on_poll is not None:
+                on_poll(self.state)
+            self._stopping.wait(self._settings.interval_s)

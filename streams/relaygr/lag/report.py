@@ -1,0 +1,176 @@
+"""What the monitor says: polls put together to lag in messages and seconds, status and owner split. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from relaygr.consumer.watermark import TopicPartition
+from relaygr.lag.model import GroupSnapshot, Member, PartitionOffsets, Snapshot
+from relaygr.lag.owners import owner_split
+from relaygr.lag.settings import LagSettings
+from relaygr.lag.status import LagSample, LagStatus, judge, worst
+from relaygr.lag.time_lag import EndOffsets, TimeLag, TimeLagSource, record_time_lag
+
+GroupPartition = tuple[str, TopicPartition]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionReport:
+    """One partition of one group."""
+
+    topic: str
+    partition: int
+    committed: int | None
+    end: int | None
+    lag: int | None
+    time_lag: TimeLag | None
+    owner: Member | None
+    status: LagStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One group. `time_lag` and `lag` are those of the partition that is furthest behind, and the sum."""
+
+    group: str
+    state: str
+    protocol: str
+    assignor: str
+    members: int | None
+    """None: the cluster does not tell."""
+    lag: int
+    max_lag: int
+    max_time_lag: TimeLag | None
+    without_commit: int
+    owner_split: tuple[int, ...]
+    status: LagStatus
+    problems: tuple[str, ...]
+    partitions: tuple[PartitionReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LagReport:
+    """All groups at one time."""
+
+    cluster_id: str
+    polled_at_us: int
+    wall_us: int
+    settled: bool
+    """Enough polls to judge progress."""
+    groups: tuple[GroupReport, ...]
+
+    @property
+    def status(self) -> LagStatus:
+        return worst(group.status for group in self.groups)
+
+
+@dataclass(slots=True)
+class _History:
+    samples: deque[LagSample]
+    record_ms: dict[int, int] = field(default_factory=dict)
+
+
+class LagTracker:
+    """Remembers the last polls. What a snapshot no longer has is forgotten."""
+
+    def __init__(self, settings: LagSettings, co_partitioned: Mapping[str, tuple[str, ...]]) -> None:
+        """`co_partitioned`: for groups by name, the topics whose partitions one member must own alike."""
+        self._settings = settings
+        self._co_partitioned = co_partitioned
+        self._histories: dict[GroupPartition, _History] = {}
+        self._ends: dict[TopicPartition, EndOffsets] = {}
+        self._polls = 0
+
+    def observe(self, snapshot: Snapshot) -> None:
+        """Takes in one poll."""
+        self._polls += 1
+        seen: set[GroupPartition] = set()
+        logs: dict[TopicPartition, int] = {}
+        for group in snapshot.groups:
+            for offsets in group.partitions:
+                key = (group.group, offsets.tp)
+                seen.add(key)
+                history = self._histories.get(key)
+                if history is None:
+                    history = self._histories[key] = _History(deque(maxlen=self._settings.window_polls))
+                history.samples.append(LagSample(offsets.committed, offsets.lag))
+                if offsets.end is not None:
+                    logs[offsets.tp] = max(offsets.end, logs.get(offsets.tp, 0))
+        for tp, end in logs.items():
+            self._ends.setdefault(tp, EndOffsets(10 * self._settings.window_polls)).add(snapshot.polled_at_us, end)
+        self._histories = {key: history for key, history in self._histories.items() if key in seen}
+        self._ends = {tp: ends for tp, ends in self._ends.items() if tp in logs}
+
+    def unknown_times(self, snapshot: Snapshot) -> dict[TopicPartition, int]:
+        """Offsets whose record must be read to know the lag in seconds; the lowest per partition."""
+        wanted: dict[TopicPartition, int] = {}
+        for group in snapshot.groups:
+            for offsets in group.partitions:
+                history = self._histories[(group.group, offsets.tp)]
+                if offsets.committed is None or not offsets.lag or offsets.committed in history.record_ms:
+                    continue
+                if self._ends[offsets.tp].time_lag(offsets.committed) is None:
+                    wanted[offsets.tp] = min(offsets.committed, wanted.get(offsets.tp, offsets.committed))
+        return wanted
+
+    def learn(self, timestamps_ms: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """Records that were read: (offset asked for, timestamp of the first record from there)."""
+        for (_, tp), history in self._histories.items():
+            if tp in timestamps_ms:
+                offset, timestamp_ms = timestamps_ms[tp]
+                history.record_ms = {offset: timestamp_ms}
+
+    def report(self, snapshot: Snapshot) -> LagReport:
+        """The report of the snapshot that was observed last."""
+        settled = self._polls >= self._settings.window_polls
+        groups = tuple(self._group(snapshot, group) for group in snapshot.groups)
+        return LagReport(snapshot.cluster_id, snapshot.polled_at_us, snapshot.wall_us, settled, groups)
+
+    def _group(self, snapshot: Snapshot, group: GroupSnapshot) -> GroupReport:
+        partitions = tuple(self._partition(snapshot, group, offsets) for offsets in group.partitions)
+        lags = [row.lag for row in partitions if row.lag is not None]
+        times = [row.time_lag for row in partitions if row.time_lag is not None]
+        split = owner_split(group, self._co_partitioned.get(group.group, ()))
+        return GroupReport(
+            group=group.group,
+            state=group.state,
+            protocol=group.protocol,
+            assignor=group.assignor,
+            members=None if group.members is None else len(group.members),
+            lag=sum(lags),
+            max_lag=max(lags, default=0),
+            max_time_lag=max(times, key=lambda time: time.seconds, default=None),
+            without_commit=sum(row.committed is None for row in partitions),
+            owner_split=tuple(sorted(split)),
+            status=worst(row.status for row in partitions),
+            problems=group.problems,
+            partitions=partitions,
+        )
+
+    def _partition(self, snapshot: Snapshot, group: GroupSnapshot, offsets: PartitionOffsets) -> PartitionReport:
+        history = self._histories[(group.group, offsets.tp)]
+        owner = group.owner(offsets.tp)
+        owned = None if group.members is None or not (group.stable or not group.members) else owner is not None
+        return PartitionReport(
+            topic=offsets.tp.topic,
+            partition=offsets.tp.partition,
+            committed=offsets.committed,
+            end=offsets.end,
+            lag=offsets.lag,
+            time_lag=self._time_lag(snapshot, offsets, history),
+            owner=owner,
+            status=judge(history.samples, self._settings.window_polls, self._settings.ok_messages, owned),
+        )
+
+    def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _History) -> TimeLag | None:
+        if offsets.committed is None or offsets.lag is None:
+            return None
+        if offsets.lag == 0:
+            return TimeLag(0.0, TimeLagSource.CAUGHT_UP)
+        interpolated = self._ends[offsets.tp].time_lag(offsets.committed)
+        if interpolated is not None:
+            return interpolated
+        timestamp_ms = history.record_ms.get(offsets.committed)
+        return None if timestamp_ms is None else record_time_lag(snapshot.wall_us, timestamp_ms)

@@ -1,0 +1,181 @@
+"""What each process serves over HTTP: `/metrics`, `/healthz` and `/readyz`.
+
+* `/metrics`: a prometheus_client registry.
+* `/healthz`: 200 while the process serves; `health` may add checks of its own (restart me when one fails).
+* `/readyz`: 200 once every check of `readiness` passes, else 503 (send me no work yet).
+
+Both bodies name each check: `{"ok": false, "checks": [{"name": "model", "ok": false, "detail": "warming up"}]}`.
+
+The server has a daemon thread and an event loop of its own, and touches no signal handler. Checks are called
+on that thread: they must be quick, must not block, and are asked again at every request.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import structlog
+import uvicorn
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from relaygr.runtime.errors import RelayError
+
+log = structlog.get_logger()
+
+MAX_CONNECTIONS = 32
+STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that must be so, and for people why it is or is not."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Several checks; ready when all pass."""
+
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+
+class ProbeServer:
+    """Serves the probes from `start` to `stop`; also a context manager."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        readiness: Callable[[], Readiness],
+        health: Callable[[], Readiness] = Readiness,
+        registry: CollectorRegistry = REGISTRY,
+        documents: Mapping[str, Callable[[], object]] | None = None,
+    ) -> None:
+        """`port` 0 takes any free one; `port` of the started server says which. `documents`: path -> what is
+        served there as JSON, asked at every request like a check.
+        """
+        self._host = host
+        self._port = port
+        self._readiness = readiness
+        self._health = health
+        self._registry = registry
+        self._documents = dict(documents or {})
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The port that is bound; before `start`, the one asked for."""
+        return self._port
+
+    def start(self) -> None:
+        """Binds and serves. Raises RelayError if the address cannot be had."""
+        self._listener = _bind(self._host, self._port)
+        self._port = self._listener.getsockname()[1]
+        app = Starlette(
+            routes=[
+                Route("/metrics", self._serve_metrics),
+                Route("/healthz", self._serve_health),
+                Route("/readyz", self._serve_readiness),
+                *(Route(path, _document(ask)) for path, ask in self._documents.items()),
+            ]
+        )
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listener]}, name="probes", daemon=True
+        )
+        self._thread.start()
+        log.info("probes are served", host=self._host, port=self._port)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stops serving, within `timeout_s`. Does nothing if it is not running."""
+        if self._server is None or self._thread is None or self._listener is None:
+            return
+        self._server.should_exit = True
+        self._thread.join(timeout_s)
+        # uvicorn leaves it open when it had to cut connections off.
+        self._listener.close()
+        self._server = self._thread = self._listener = None
+
+    def __enter__(self) -> ProbeServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _serve_metrics(self, request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"content-type": content_type})
+
+    async def _serve_health(self, _: Request) -> Response:
+        return _answer(self._health)
+
+    async def _serve_readiness(self, _: Request) -> Response:
+        return _answer(self._readiness)
+
+
+def _answer(ask: Callable[[], Readiness]) -> Response:
+    try:
+        readiness = ask()
+    except Exception as error:  # A probe must say that its check is broken, not fall silent.
+        log.exception("a probe's check failed")
+        readiness = Readiness((Check("check", False, f"{type(error).__name__}: {error}"),))
+    body = {"ok": readiness.ready, "checks": [asdict(check) for check in readiness.checks]}
+    return JSONResponse(body, status_code=200 if readiness.ready else 503)
+
+
+def _document(ask: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return JSONResponse(ask())
+
+    return serve
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=MAX_CONNECTIONS)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RelayError(
+                f"Port {port} of {host} is in use: stop what listens there, or choose another (0: any free one)."
+            ) from error
+        raise RelayError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

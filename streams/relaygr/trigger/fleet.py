@@ -1,0 +1,196 @@
+"""The fleet: who owns which partition, from the statuses on the workers topic.
+
+`Fleet` is the pure view; `FleetReader` is the thread that feeds it from the topic's beginning.
+
+* A partition's owner is the worker that claimed it last. A claim is dated by the first status of the claiming
+  worker's assignment epoch that we saw: epochs of two workers cannot be compared.
+* An owner counts while it is READY and its last status is younger than `status_stale_ms`. Age is taken from
+  `written_at_us`, since a compacted topic hands over old statuses as if they were new; a writer whose clock runs
+  ahead is dated by our own clock at receipt.
+* A tombstone, or the state STOPPING, gives all of a worker's partitions up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+
+from relaygr.admission.policy import OwnerView
+from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.messages import MAX_PARTITIONS, WorkerState, WorkerStatus
+from relaygr.schemas.topics import Topic
+
+log = structlog.get_logger()
+
+MAX_WORKERS = 4096
+# How late a stop is heard.
+_POLL_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as last heard of. Replaced whole with each status."""
+
+    view: OwnerView
+    state: WorkerState
+    assignment_epoch: int
+    claimed_at_us: int
+    written_at_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """The fleet at one moment."""
+
+    workers: int
+    """Heard of and not gone."""
+    fresh_workers: int
+    owned_partitions: int
+    """Partitions with a fresh owner."""
+
+
+class Fleet:
+    """Statuses in, owners out. One thread applies; any thread may read (entries are replaced whole)."""
+
+    def __init__(self, status_stale_ms: int) -> None:
+        self._stale_us = status_stale_ms * 1000
+        self._members: dict[str, Member] = {}
+        self._owners: dict[int, str] = {}
+
+    def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
+        """A worker's latest status; None: its tombstone. Raises ValueError for a status that cannot be used."""
+        before = self._members.get(worker_id)
+        if status is None or status.state is WorkerState.STOPPING:
+            self._remove(worker_id)
+            return
+        view = OwnerView.of(status)
+        if before is None and len(self._members) >= MAX_WORKERS:
+            self._remove(min(self._members, key=lambda name: self._members[name].written_at_us))
+        written_at_us = min(status.written_at_us, now_us)
+        same_claim = (
+            before is not None
+            and before.assignment_epoch == status.assignment_epoch
+            and before.view.partitions == view.partitions
+        )
+        claimed_at_us = before.claimed_at_us if before is not None and same_claim else written_at_us
+        self._members[worker_id] = Member(view, status.state, status.assignment_epoch, claimed_at_us, written_at_us)
+        if not same_claim:
+            touched = view.partitions if before is None else view.partitions | before.view.partitions
+            self._settle(touched)
+
+    def owner_of(self, partition: int, now_us: int) -> OwnerView | None:
+        """The partition's owner; None if nobody claims it, or its owner is not ready or has been silent."""
+        worker_id = self._owners.get(partition)
+        member = None if worker_id is None else self._members.get(worker_id)
+        if member is None or not self._fresh(member, now_us):
+            return None
+        return member.view
+
+    def summary(self, now_us: int) -> FleetSummary:
+        """Counts, for gauges and the log."""
+        members = dict(self._members)
+        fresh = {name for name, member in members.items() if self._fresh(member, now_us)}
+        owned = sum(1 for owner in dict(self._owners).values() if owner in fresh)
+        return FleetSummary(len(members), len(fresh), owned)
+
+    def _fresh(self, member: Member, now_us: int) -> bool:
+        return member.state is WorkerState.READY and now_us - member.written_at_us <= self._stale_us
+
+    def _remove(self, worker_id: str) -> None:
+        gone = self._members.pop(worker_id, None)
+        if gone is not None:
+            self._settle(gone.view.partitions)
+
+    def _settle(self, partitions: frozenset[int]) -> None:
+        """Finds each partition's owner again."""
+        claims = [(member.claimed_at_us, name, member.view.partitions) for name, member in self._members.items()]
+        claims.sort(reverse=True)
+        for partition in partitions:
+            owner = next((name for _, name, claimed in claims if partition in claimed), None)
+            if owner is None:
+                self._owners.pop(partition, None)
+            else:
+                self._owners[partition] = owner
+
+
+class FleetReader:
+    """Feeds a `Fleet` from the workers topic, on a thread of its own.
+
+    A status that cannot be decoded or used is logged and counted by `on_bad`; the worker's earlier one then goes
+    stale. Kafka's errors are left to the client, which reconnects by itself; the fleet goes stale meanwhile.
+    """
+
+    def __init__(
+        self, kafka: KafkaSettings, fleet: Fleet, clock: Clock, client_id: str, on_bad: Callable[[], None] | None = None
+    ) -> None:
+        """No network until `start`."""
+        self._kafka = kafka
+        self._fleet = fleet
+        self._clock = clock
+        self._client_id = client_id
+        self._on_bad = on_bad
+        self._stopping = threading.Event()
+        self._caught_up = threading.Event()
+        self._heard_us = 0
+        self._thread = threading.Thread(target=self._run, name="fleet-reader", daemon=True)
+
+    @property
+    def heard_us(self) -> int:
+        """Monotonic time of the last message from the topic; 0 before the first."""
+        return self._heard_us
+
+    @property
+    def caught_up(self) -> bool:
+        """Has the topic been read to its end once?"""
+        return self._caught_up.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Returns when the thread has ended, or after `timeout_s`."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        # Said by the client itself, since a fleet that talks all the time leaves no pause in which to ask.
+        options = {"enable.partition.eof": True}
+        consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
+        try:
+            consumer.assign([TopicPartition(self._kafka.topic(Topic.WORKERS), 0, OFFSET_BEGINNING)])
+            while not self._stopping.is_set():
+                message = consumer.poll(_POLL_S)
+                if message is not None:
+                    self._read(message)
+        finally:
+            consumer.close()
+
+    def _read(self, message: Message) -> None:
+        error: KafkaError | None = message.error()
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                self._caught_up.set()
+            return
+        self._heard_us = self._clock.monotonic_us()
+        key, value = message.key(), message.value()
+        try:
+            worker_id = bytes(key or b"").decode()
+            status = decode(WorkerStatus, value) if value else None
+            if status is not None and status.worker_id != worker_id:
+                raise ValueError(f"the key says {worker_id[:128]!r}, the status {status.worker_id!r}")
+            if status is not None and any(partition >= MAX_PARTITIONS for partition in status.partitions):
+                raise ValueError("a partition is out of bounds")
+            self._fleet.apply(worker_id, status, self._clock.wall_us())
+        except (DecodeError, ValueError) as bad:
+            log.warning("worker status not usable", offset=message.offset(), error=str(bad)[:300])
+            if self._on_bad is not None:
+                self._on_bad()

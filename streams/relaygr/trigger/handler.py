@@ -1,0 +1,112 @@
+"""One retrieval event in, one verdict out: decode, check the route, decide.
+
+Neither Kafka nor faust: bytes in, bytes out. The app carries the verdict out. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relaygr.admission.buckets import FleetBuckets
+from relaygr.admission.policy import Decision, DecisionReason, Impression, decide
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
+from relaygr.schemas.messages import PreInferJob, RetrievalEvent
+from relaygr.schemas.partitioner import partition_for
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.recent import RecentPrefixes
+from relaygr.trigger.settings import TriggerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do with one event: send `job`, or write it to dead letters if `detail` is set, or nothing."""
+
+    reason: DecisionReason
+    job: bytes | None = None
+    """The encoded PreInferJob; its key is the event's."""
+    detail: str | None = None
+    """A sentence for whoever reads the dead letter."""
+    age_us: int | None = None
+    """From the start of retrieval to this decision, by two clocks; None if undecodable."""
+
+
+class EventHandler:
+    """Decides events of the retrieval topic."""
+
+    def __init__(
+        self,
+        settings: TriggerSettings,
+        admission: AdmissionSettings,
+        fleet: Fleet,
+        partition_count: int,
+        clock: Clock,
+    ) -> None:
+        self._enabled = settings.enabled
+        self._limits = settings.limits(admission.lease_margin_ms)
+        self._fleet = fleet
+        self._partition_count = partition_count
+        self._clock = clock
+        self._recent = RecentPrefixes()
+        self._buckets = FleetBuckets(admission.bucket_limits())
+
+    def reassign(self, partitions: frozenset[int]) -> None:
+        """This process now reads these partitions of the retrieval topic."""
+        self._buckets.reassign(partitions)
+
+    def judge(self, key: bytes | None, value: bytes | None, partition: int) -> Verdict:
+        """The verdict on a message read from `partition`. Raises nothing, whatever the bytes."""
+        now_us = self._clock.wall_us()
+        try:
+            event = decode(RetrievalEvent, value)
+        except DecodeError as error:
+            return Verdict(DecisionReason.UNDECODABLE, detail=str(error))
+        age_us = max(0, now_us - event.retrieval_at_us)
+        misrouted = self._misrouted(key, event.user_id, partition)
+        if misrouted is not None:
+            return Verdict(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
+        if not self._enabled:
+            return Verdict(DecisionReason.DISABLED, age_us=age_us)
+        decision = self._decide(event, partition, now_us)
+        if not decision.admit:
+            return Verdict(decision.reason, age_us=age_us)
+        try:
+            return Verdict(decision.reason, job=encode(_job(event, now_us)), age_us=age_us)
+        except EncodeError as error:
+            # A job is its event and one number more: only an event of the largest size can get here.
+            return Verdict(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
+
+    def _misrouted(self, key: bytes | None, user_id: str, partition: int) -> str | None:
+        if key is None or key != user_id.encode():
+            return f"the key is {(key or b'')[:64]!r}, not the user id {user_id[:64]!r}"
+        expected = partition_for(key, self._partition_count)
+        if expected != partition:
+            return f"partition {partition}, but murmur2 of the key says {expected}: the writer's partitioner differs"
+        return None
+
+    def _decide(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
+        owner = self._fleet.owner_of(partition, now_us)
+        impression = Impression.of(event)
+        if owner is None:
+            return decide(impression, None, None, self._limits, now_us)
+        cached = self._recent.guess(owner, event.user_id)
+        decision = decide(impression, owner, self._buckets.of(owner, now_us), self._limits, now_us, cached)
+        if decision.admit and decision.estimate is not None:
+            self._recent.note(owner, event.user_id, decision.estimate.prefix_tokens)
+        return decision
+
+
+def _job(event: RetrievalEvent, now_us: int) -> PreInferJob:
+    return PreInferJob(
+        request_id=event.request_id,
+        user_id=event.user_id,
+        retrieval_at_us=event.retrieval_at_us,
+        expected_ranking_at_us=event.expected_ranking_at_us,
+        ranking_budget_ms=event.ranking_budget_ms,
+        expected_candidates=event.expected_candidates,
+        expected_suffix=event.expected_suffix,
+        decided_at_us=now_us,
+        history_version=event.history_version,
+        history=event.history,
+    )

@@ -1,0 +1,432 @@
+"""Replays of cache traces: against sums done by hand, against what can not be beaten, and from the command line."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.cli import cache
+from relaygr.cli.app import app
+from relaygr.interactions import read_interactions
+from relaygr.replay import side_by_side
+from relaygr.replay.bound import HitBound
+from relaygr.replay.demand import Demand, DemandKind, Histories, Visits, demands_of
+from relaygr.replay.link import LinkSpeed, VirtualLink
+from relaygr.replay.making import Sketches, records_of_interactions, records_of_schedule, window_start
+from relaygr.replay.run import Arena, Candidate, Outcome, replay
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.traffic.population import MadePopulation
+from relaygr.traffic.settings import TrafficSettings
+from relaygr.worker.cache import Tier
+from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.events import EventKind
+from relaygr.worker.cache.identity import common_behaviours
+from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.cache.trace import TraceReader, TraceRecord
+from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, Deadline
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
+
+PAGE_TOKENS = 16
+GEOMETRY = DramGeometry(KvGeometry(1, 1, 1, 1, PAGE_TOKENS, KvDtype.BFLOAT16))
+PAGE_BYTES = GEOMETRY.page_bytes
+LAYOUT = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
+ARENA = Arena(
+    GEOMETRY,
+    LAYOUT,
+    # Computing costs 10 µs a token, so reloads always pay on this link: a page takes 1 µs.
+    LatencyModel(LatencyCoefficients(0, 0, 0, b0=0, b1=10, b2=0, c0=0, c1=0, c2=0, d0=0, d1=0)),
+    LinkSpeed(delay_us=0.0, bytes_per_us=float(PAGE_BYTES)),
+)
+SKETCHES = Sketches()
+
+
+def rank(user: str, second: float, behaviours: int = 16, begins_at: int = 0) -> Demand:
+    sketch = SKETCHES.of(user, begins_at, behaviours)
+    return Demand(DemandKind.RANK, round(second * VISIT_US), SKETCHES.user(user), b"m", sketch)
+
+
+def on(hbm_pages: int, dram_pages: int = 0, policy: PolicyName = PolicyName.LRU) -> Candidate:
+    return Candidate(TierPolicies(policy, policy), hbm_pages * PAGE_BYTES, dram_pages * PAGE_BYTES)
+
+
+def visits_of(users: str, behaviours: int = 16) -> list[Demand]:
+    """One visit a second, each by the user of that letter."""
+    return [rank(user, second, behaviours) for second, user in enumerate(users)]
+
+
+class TestByHand:
+    def test_lru_with_room_for_two(self) -> None:
+        """a and b miss; a hits; c evicts b; b evicts a; c hits; a evicts b."""
+        done = replay(visits_of("abacbca"), ARENA, on(2))
+        assert (done.visits, done.hbm_hits, done.dram_hits, done.hbm_evictions) == (7, 2, 0, 3)
+        assert (done.asked_tokens, done.hbm_tokens, done.recomputed_tokens) == (7 * 16, 2 * 16, 5 * 16)
+
+    def test_what_left_hbm_comes_back_from_dram_and_is_not_computed_again(self) -> None:
+        done = replay(visits_of("abab"), ARENA, on(1, 4))
+        assert (done.hbm_hits, done.dram_hits) == (0, 2)
+        assert (done.recomputed_tokens, done.reloaded_tokens) == (32, 32)
+        assert (done.spilled_bytes, done.reloaded_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
+
+    def test_a_reload_that_a_ranking_joins_is_counted_once(self) -> None:
+        slow = Arena(GEOMETRY, LAYOUT, LatencyModel(LatencyCoefficients(*[1e6] * 11)), LinkSpeed(300_000.0, 1e9))
+        ranks = rank("a", 20.1)
+        prepares = Demand(DemandKind.PREPARE, 20 * VISIT_US, ranks.user, b"m", ranks.sketch)
+        done = replay([rank("a", 0), rank("b", 10), prepares, ranks], slow, on(1, 4))
+        assert (done.reloaded_tokens, done.reloaded_bytes) == (16, PAGE_BYTES)
+        assert done.recomputed_tokens == 32
+
+    def test_a_reload_that_does_not_pay_is_computed(self) -> None:
+        slow = Arena(GEOMETRY, LAYOUT, ARENA.latency, LinkSpeed(delay_us=1e6, bytes_per_us=1.0))
+        demands = [rank(user, 100 * place) for place, user in enumerate("abab")]
+        done = replay(demands, slow, on(1, 4))
+        assert (done.dram_hits, done.reloaded_bytes, done.recomputed_tokens) == (2, 0, 64)
+
+    def test_growth_computes_the_tail_and_counts_as_a_hit(self) -> None:
+        done = replay([rank("a", 0, 32), rank("a", 2, 40), rank("a", 4, 40)], ARENA, on(8))
+        assert (done.visits, done.hbm_hits) == (3, 2)
+        assert done.recomputed_tokens == 32 + 8
+        assert done.hbm_tokens == 32 + 40
+
+    def test_a_window_that_slid_can_not_hit(self) -> None:
+        done = replay([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], ARENA, on(50))
+        assert (done.hbm_hits, done.recomputed_tokens) == (0, 228)
+        assert HitBound([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], LAYOUT, PAGE_TOKENS).with_all_room == 0
+
+    def test_another_model_and_a_forgotten_user_start_anew(self) -> None:
+        first = rank("a", 0)
+        forget = Demand(DemandKind.FORGET, VISIT_US, first.user, b"m", first.sketch)
+        other = Demand(DemandKind.RANK, 9 * VISIT_US, first.user, b"n", first.sketch)
+        done = replay([first, forget, rank("a", 3), rank("a", 6), other], ARENA, on(8))
+        assert (done.visits, done.hbm_hits) == (4, 1)
+
+    def test_job_and_ranking_of_one_impression_are_one_visit(self) -> None:
+        ranks = rank("a", 0.15)
+        prepares = Demand(DemandKind.PREPARE, 0, ranks.user, b"m", ranks.sketch)
+        done = replay([prepares, ranks, rank("a", 2)], ARENA, on(4))
+        assert (done.visits, done.hbm_hits, done.recomputed_tokens) == (2, 1, 16)
+
+    def test_what_is_leased_is_not_evicted_by_others(self) -> None:
+        held = rank("a", 0)
+        prepares = Demand(DemandKind.PREPARE, 0, held.user, b"m", held.sketch)
+        demands = [prepares, rank("b", 0.1), rank("c", 0.2), rank("a", 0.3), rank("b", 5)]
+        done = replay(demands, ARENA, on(1))
+        assert done.no_room == 2
+        assert done.recomputed_tokens == 4 * 16
+
+    def test_what_is_too_long_for_hbm_is_computed_every_time(self) -> None:
+        done = replay(visits_of("aaa", behaviours=64), ARENA, on(2))
+        assert (done.hbm_hits, done.recomputed_tokens, done.no_room) == (0, 3 * 64, 3)
+
+
+Steps = list[tuple[str, float, int, bool]]
+
+
+def demand_lists(pauses: list[float]) -> st.SearchStrategy[Steps]:
+    """Who comes, after how many seconds, with how much more history, and whether a job comes before."""
+    step = st.tuples(
+        st.sampled_from("abcdefgh"), st.sampled_from(pauses), st.sampled_from([0, 0, 0, 5, 40]), st.booleans()
+    )
+    return st.lists(step, min_size=1, max_size=60)
+
+
+def grown(steps: Steps) -> list[Demand]:
+    """Users come after so many seconds each, with histories that grow, some after a pre-infer job."""
+    lengths: dict[str, int] = {}
+    second, demands = 0.0, []
+    for user, pause, growth, prepared in steps:
+        second += pause
+        lengths[user] = lengths.get(user, 16 + 7 * (ord(user) % 5)) + growth
+        ranks = rank(user, second + 0.2, lengths[user])
+        if prepared:
+            demands.append(
+                Demand(DemandKind.PREPARE, round(second * VISIT_US), ranks.user, ranks.namespace, ranks.sketch)
+            )
+        demands.append(ranks)
+    return sorted(demands, key=lambda demand: demand.at_us)
+
+
+class TestBound:
+    @pytest.mark.parametrize("policy", PolicyName)
+    @settings(max_examples=40, deadline=None)
+    @given(steps=demand_lists([0.1, 0.3, 0.8, 1.0, 2.0]), hbm_pages=st.integers(1, 30), dram_pages=st.integers(0, 30))
+    def test_no_policy_is_above_it(self, policy: PolicyName, steps: Steps, hbm_pages: int, dram_pages: int) -> None:
+        demands = grown(steps)
+        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        done = replay(demands, ARENA, on(hbm_pages, dram_pages, policy))
+        assert done.visits == bound.visits
+        assert done.hbm_hits <= bound.hits(hbm_pages)
+        assert done.hbm_hits + done.dram_hits <= bound.hits(hbm_pages + dram_pages)
+
+    @pytest.mark.parametrize(("hbm_pages", "hits"), [(0, 0), (1, 2), (2, 3)])
+    def test_it_is_what_the_budget_of_page_steps_buys(self, hbm_pages: int, hits: int) -> None:
+        """Each that comes back waits three look-ups, with one page: of six look-ups' steps two are bought."""
+        assert HitBound(visits_of("abcabc"), LAYOUT, PAGE_TOKENS).hits(hbm_pages) == hits
+
+    def test_dear_prefixes_are_bought_last(self) -> None:
+        """a: 4 pages for 2 look-ups; b: 1 page for 2. Of 4 look-ups' steps both are bought with 3 pages, b with 1."""
+        demands = [rank("a", 0, 64), rank("b", 1, 16), rank("a", 2, 64), rank("b", 3, 16)]
+        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        assert [bound.hits(pages) for pages in (0, 1, 2, 3)] == [0, 1, 1, 2]
+
+    def test_a_prefix_need_not_stay_between_the_look_ups_of_one_visit(self) -> None:
+        """The bound counted visits, as if what was computed at the last look-up of one had lain there since its first:
+        two users who share one page in turns had twice as many hits."""
+        demands, hits = [rank("a", 0.0), rank("b", 0.1)], 0
+        for second in range(10):
+            for user, again, next_visit in (("a", second + 0.95, second + 1.05), ("b", second + 1.08, second + 1.15)):
+                demands += [rank(user, again), rank(user, next_visit)]
+                hits += 1
+        done = replay(demands, ARENA, on(1))
+        assert (done.visits, done.hbm_hits) == (hits + 2, hits)
+        assert done.hbm_hits <= HitBound(demands, LAYOUT, PAGE_TOKENS).hits(1)
+
+    @given(users=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=40), room=st.integers(1, 5))
+    def test_beladys_best_is_not_above_it_where_all_have_one_size(self, users: list[str], room: int) -> None:
+        bound = HitBound(visits_of("".join(users)), LAYOUT, PAGE_TOKENS)
+        assert belady_hits(users, room) <= bound.hits(room)
+
+    @settings(deadline=None)
+    @given(steps=demand_lists([1.0, 2.0, 3.0]))
+    def test_with_all_room_every_policy_reaches_it(self, steps: Steps) -> None:
+        demands = grown(steps)
+        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        done = replay(demands, ARENA, on(10_000))
+        assert done.hbm_hits == bound.with_all_room == bound.hits(10_000)
+        assert done.recomputed_tokens == done.asked_tokens - done.hbm_tokens
+
+
+def belady_hits(users: list[str], room: int) -> int:
+    """MIN: throw away who comes back last, and do not keep who comes back later still."""
+    there: set[str] = set()
+    hits = 0
+    for place, user in enumerate(users):
+        hits += user in there
+        there.add(user)
+        if len(there) > room:
+            next_use = {
+                each: next((i for i in range(place + 1, len(users)) if users[i] == each), 10**9) for each in there
+            }
+            there.remove(max(there, key=lambda each: next_use[each]))
+    return hits
+
+
+class TestHistories:
+    @given(lengths=st.lists(st.tuples(st.integers(1, 400), st.sampled_from([0, 0, 64])), min_size=2, max_size=8))
+    def test_keys_share_what_the_sketches_of_neighbours_share(self, lengths: list[tuple[int, int]]) -> None:
+        histories = Histories()
+        demands = [rank("ann", second, length, start) for second, (length, start) in enumerate(lengths)]
+        keys = [histories.key(demand) for demand in demands]
+        assert all(
+            key.is_known and key.length == demand.sketch.behaviours for key, demand in zip(keys, demands, strict=True)
+        )
+        for before, after, key, following in zip(demands, demands[1:], keys, keys[1:], strict=False):
+            common = before.sketch.common(after.sketch)
+            shared = common_behaviours(following, key)
+            # A history that became shorter ends where the longer one has no mark: whole blocks are sure.
+            assert shared == common if following.length >= key.length else common // 64 * 64 <= shared <= common
+
+    def test_time_does_not_go_back_where_records_of_two_threads_do(self) -> None:
+        records = [
+            TraceRecord(EventKind.ACQUIRE, at_us, 1, b"m", SKETCHES.of("a", 0, 5), "hit") for at_us in (5, 9, 7, 12)
+        ]
+        assert [demand.at_us for demand in demands_of(records)] == [5, 9, 9, 12]
+
+    def test_visits_are_numbered_and_know_what_they_can_reuse(self) -> None:
+        visits = Visits()
+        begun = [
+            visits.begin(demand) for demand in (rank("a", 0, 20), rank("b", 1), rank("a", 1.5, 30), rank("a", 1.6, 30))
+        ]
+        assert [(each.number, each.reusable, each.before) for each in begun if each] == [
+            (0, 0, -1),
+            (1, 0, -1),
+            (2, 20, 0),
+        ]
+
+
+def test_copies_cross_a_virtual_link_one_after_the_other() -> None:
+    ended: list[tuple[str, int]] = []
+    link = VirtualLink(100, LinkSpeed(delay_us=5.0, bytes_per_us=10.0), CopyLimits(max_jobs=8))
+
+    def copy(name: str, pages: int, priority: CopyPriority, deadline_us: int) -> None:
+        numbers = np.arange(pages, dtype=np.int32)
+        tiers = (Tier.DRAM, Tier.HBM) if priority is CopyPriority.RELOAD else (Tier.HBM, Tier.DRAM)
+        request = CopyRequest(
+            *tiers, numbers, numbers, priority, Deadline(deadline_us), lambda copied: ended.append((name, link.now_us))
+        )
+        assert link.submit(request)
+
+    copy("spill", 1, CopyPriority.SPILL, 0)
+    copy("late", 2, CopyPriority.RELOAD, 900)
+    copy("urgent", 1, CopyPriority.RELOAD, 100)
+    link.advance(39)
+    assert ended == [("spill", 15)]
+    link.run()
+    # The two under way were spill and late; urgent came when both had begun.
+    assert ended == [("spill", 15), ("late", 40), ("urgent", 55)]
+    assert link.moved_bytes == {Tier.HBM: 300, Tier.DRAM: 100}
+
+
+class TestMaking:
+    def test_a_schedule_becomes_jobs_and_rankings_in_the_order_of_time(self) -> None:
+        traffic = TrafficSettings(duration_s=20, rate_per_s=20, users=10, growth=8, lead_sigma=1.0)
+        records = list(records_of_schedule(traffic, MadePopulation(traffic)))
+        assert [record.at_us for record in records] == sorted(record.at_us for record in records)
+        kinds = [record.kind for record in records]
+        assert kinds.count(EventKind.PREPARE) == kinds.count(EventKind.ACQUIRE) > 300
+        by_user = itertools.groupby(
+            sorted(records, key=lambda each: (each.user, each.sketch.behaviours)), lambda each: each.user
+        )
+        for _, mine in by_user:
+            sketches = [each.sketch for each in mine]
+            assert all(a.common(b) == a.behaviours for a, b in itertools.pairwise(sketches))
+
+    def test_a_schedule_without_an_end_is_refused(self) -> None:
+        traffic = TrafficSettings(duration_s=0)
+        with pytest.raises(ValueError, match="no end"):
+            next(records_of_schedule(traffic, MadePopulation(traffic)))
+
+    def test_a_log_becomes_an_impression_at_each_moment_with_the_history_before_it(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.csv"
+        rows = [("u1", 1, 10), ("u1", 2, 20), ("u2", 3, 20), ("u1", 4, 30), ("u1", 5, 30), ("u1", 6, 40)]
+        log.write_text("userId,movieId,rating,timestamp\n" + "".join(f"{u},{i},5,{t}\n" for u, i, t in rows))
+        records = list(records_of_interactions(read_interactions(log), 500_000, 2, 1))
+        assert [(each.kind.value, each.at_us // 1000, each.sketch.behaviours) for each in records] == [
+            ("prepare", 10_000, 1),
+            ("acquire", 10_500, 1),
+            ("prepare", 20_000, 2),
+            ("acquire", 20_500, 2),
+            ("prepare", 30_000, 2),
+            ("acquire", 30_500, 2),
+        ]
+        # Then two at one moment: the window of two slid.
+        assert records[4].sketch.common(records[2].sketch) == 0
+
+    @pytest.mark.parametrize(("length", "start"), [(10, 0), (100, 0), (101, 30), (130, 30), (131, 60), (161, 90)])
+    def test_a_window_slides_in_whole_steps(self, length: int, start: int) -> None:
+        assert window_start(length, 100, 30) == start
+
+
+class TestCommand:
+    def run(self, *arguments: str) -> str:
+        done = CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    @pytest.fixture
+    def trace(self, tmp_path: Path) -> Path:
+        path = tmp_path / "made.trace"
+        wrote = self.run(
+            *("trace", "--schedule", "--out", str(path), "--set", "gateway.duration_s=20", "--token-bytes", "1KiB"),
+            *("--set", "gateway.users=30", "--set", "worker.hbm_policy=slru", "--set", "worker.hbm_bytes=16MiB"),
+        )
+        assert "look-ups written" in wrote
+        return path
+
+    def test_a_made_trace_is_replayed_into_a_table_and_a_plot(self, trace: Path, tmp_path: Path) -> None:
+        plot = tmp_path / "plot.png"
+        shown = self.run(
+            *("replay", str(trace), "--policy", "lru", "--policy", "s3fifo/cost", "--hbm", "4MiB", "--hbm", "16MiB"),
+            *("--dram", "8MiB", "--plot", str(plot)),
+        )
+        assert "4MiB of HBM, 8MiB of DRAM" in shown and "16MiB of HBM" in shown
+        assert shown.count("\nlru ") == shown.count("\ns3fifo/cost ") == shown.count("\nbound ") == 2
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("sizes", "panels"),
+        [
+            (("--hbm", "4MiB", "--dram", "8MiB"), 1),
+            (("--hbm", "4MiB", "--dram", "0", "--dram", "8MiB"), 1),
+            (("--hbm", "4MiB", "--hbm", "16MiB", "--dram", "0"), 1),
+            (("--hbm", "4MiB", "--hbm", "16MiB", "--dram", "0", "--dram", "8MiB", "--dram", "32MiB"), 3),
+        ],
+    )
+    def test_a_plot_has_a_panel_for_each_size_of_dram_where_both_tiers_sizes_vary(
+        self, trace: Path, tmp_path: Path, sizes: tuple[str, ...], panels: int
+    ) -> None:
+        plot = tmp_path / "plot.png"
+        self.run("replay", str(trace), "--policy", "lru", "--limit", "50", "--plot", str(plot), *sizes)
+        width = int.from_bytes(plot.read_bytes()[16:20], "big")
+        assert width == 150 * (5 + 4 * panels)
+
+    def test_side_by_side_the_outcomes_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        header, candidates = TraceReader(trace).header, [on(40, 100, policy) for policy in PolicyName]
+        arena = Arena(header.geometry, header.layout, ARENA.latency, ARENA.link)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        played: list[int] = []
+        alone = side_by_side.replay_all(trace, 300, arena, candidates, played.append)
+        assert played == sorted(played)
+        assert played[-1] > 300 * (len(candidates) - 1)
+        monkeypatch.setattr(side_by_side, "_DEMANDS_FOR_PROCESSES", 0)
+        assert side_by_side.replay_all(trace, 300, arena, candidates, played.append) == alone
+        assert max(played) <= 300 * len(candidates)
+
+    def test_a_trace_that_becomes_another_one_meanwhile_gives_no_table(
+        self, trace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def begun_anew(*arguments: Any) -> list[Outcome]:
+            with trace.open("r+b") as file:
+                file.truncate(trace.stat().st_size // 2)
+            return side_by_side.replay_all(*arguments)
+
+        monkeypatch.setattr(cache, "replay_all", begun_anew)
+        with pytest.raises(RelayError, match="became another one"):
+            cache.replay_command(trace, policy=["lru"])
+
+    def test_without_options_all_policies_are_tried_on_the_recorded_sizes(self, trace: Path, tmp_path: Path) -> None:
+        shown = self.run("replay", str(trace), "--limit", "100", "--plot", str(tmp_path / "bars.png"))
+        assert "16MiB of HBM, 1GiB of DRAM" in shown
+        assert "The first 100 look-ups only" in shown
+        assert all(f"\n{name} " in shown for name in PolicyName)
+
+    def test_the_header_of_a_made_trace_says_what_the_settings_say(self, trace: Path) -> None:
+        header = TraceReader(trace).header
+        assert (header.hbm_policy, header.geometry.kv.bytes_per_token) == (PolicyName.SLRU, 1024)
+        assert all(demand.kind is not DemandKind.FORGET for demand in demands_of(TraceReader(trace).records()))
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["replay", "TRACE", "--policy", "mru"], "--policy mru: give one of lru"),
+            (["replay", "TRACE", "--policy", "lru/mru"], "--policy lru/mru"),
+            (["replay", "TRACE", "--hbm", "much"], "--hbm much is not a size"),
+            (["replay", "TRACE", "--hbm", "1KiB"], "holds no page"),
+            (["replay", "TRACE", "--plot", "/nowhere/x.png"], "can not be written"),
+            (["replay", "nowhere"], "can not be read"),
+            (["trace", "--out", "x"], "Give one of --interactions FILE and --schedule"),
+            (["trace", "--out", "/nowhere/x", "--schedule", "--set", "gateway.duration_s=1"], "can not be written"),
+            (["trace", "--out", "x", "--schedule"], "has no end"),
+            (["trace", "--out", "x", "--schedule", "--token-bytes", "3B"], "multiple of 4"),
+        ],
+    )
+    def test_what_can_not_be_done_is_said_in_a_sentence(self, trace: Path, arguments: list[str], says: str) -> None:
+        given = [str(trace) if argument == "TRACE" else argument for argument in arguments]
+        done = CliRunner().invoke(app, ["cache", *given])
+        assert done.exit_code == 1
+        assert says in " ".join(done.output.split())
+
+
+def test_an_empty_trace_has_nothing_to_replay(tmp_path: Path) -> None:
+    path = tmp_path / "empty.trace"
+    log = tmp_path / "log.csv"
+    log.write_text("userId,movieId,rating,timestamp\nu1,1,5,10\n")
+    done = CliRunner().invoke(app, ["cache", "trace", "--interactions", str(log), "--out", str(path)])
+    assert done.exit_code == 0
+    with pytest.raises(RelayError, match="no look-ups"):
+        cache.replay_command(path)
+
+
+def test_outcomes_are_plain_numbers() -> None:
+    done = replay(visits_of("ab"), ARENA, on(2))
+    assert isinstance(done, Outcome)
+    assert isinstance(done.hbm_hits, int)

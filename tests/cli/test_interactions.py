@@ -1,0 +1,358 @@
+"""Interaction logs: each layout recognised by content, read whole, and refused with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr.interactions import BadLine, Interactions, LayoutKind, Limits, read_interactions, recognise
+from relaygr.interactions import lines as lines_module
+from relaygr.interactions.ids import BadIdError, ItemIndex, UserIndex, hashed_item
+from relaygr.runtime.errors import RelayError
+
+INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+KUAIRAND = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
+    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab\n"
+)
+
+Behaviour = tuple[int, int, int]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file of interactions."""
+
+    def write_file(content: str | bytes, name: str = "log.txt") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write_file
+
+
+def of(read: Interactions, user: str) -> list[Behaviour]:
+    """(item, action, time) of a user's behaviours."""
+    behaviours = read.of(read.users.index(user))
+    behaviours.check()
+    columns = (behaviours.items, behaviours.actions, behaviours.timestamps_ms)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_recbole_inter(write: Write) -> None:
+    path = write(INTER + "a\t10\t3.5\t1000000002\na\t11\t5\t1000000001\nb\t10\t0.5\t1000000003.25\n")
+    read = read_interactions(path)
+    assert read.report.layout.kind is LayoutKind.RECBOLE
+    assert read.users == ["a", "b"]
+    assert of(read, "a") == [(11, 10, 1_000_000_001_000), (10, 7, 1_000_000_002_000)]
+    assert of(read, "b") == [(10, 1, 1_000_000_003_250)]
+    assert (read.report.lines, read.report.interactions, read.report.users, read.report.items) == (4, 3, 2, 2)
+    assert (read.report.first_ms, read.report.last_ms) == (1_000_000_001_000, 1_000_000_003_250)
+
+
+def test_recbole_columns_in_any_order_with_others_among_them(write: Write) -> None:
+    header = "timestamp:float\ttags:token_seq\titem_id:token\tuser_id:token\n"
+    read = read_interactions(write(header + "1000000001\tx y z\t7\tu\n"))
+    assert of(read, "u") == [(7, 0, 1_000_000_001_000)]
+    assert "columns not used: tags" in read.report.notes
+    assert any("no rating column" in note for note in read.report.notes)
+
+
+def test_recbole_without_timestamps_keeps_the_order_of_the_file(write: Write) -> None:
+    read = read_interactions(write("user_id:token\tartist_id:token\nu\t9\nu\t3\nu\t5\n"))
+    assert of(read, "u") == [(9, 0, 0), (3, 0, 0), (5, 0, 0)]
+    assert "artist_id is taken as the item" in read.report.notes
+    assert any("order of lines" in note for note in read.report.notes)
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ("user_id:token\titem_id:int\n", "item_id:int: RecBole's types are token, token_seq, float, float_seq"),
+        ("user_id:token\titem_id:token_seq\n", "item_id:token_seq, this reader needs item_id:token"),
+        ("user_id:token\titem_id:token\ttimestamp:token\n", "needs timestamp:float"),
+        ("user_id:token\titem_id:token\trating:token\n", "needs rating:float"),
+        ("item_id:token\tprice:float\n", "no user_id:token"),
+        ("user_id:token\tage:token\n", "no item_id:token"),
+        ("user_id:token\tshop_id:token\tcity_id:token\n", "no item_id:token"),
+        ("user_id:token\titem_id:token\tuser_id:token\n", "comes twice"),
+        ("user_id:token item_id:token timestamp:float\n", "not separated by tabs"),
+    ],
+)
+def test_a_recbole_header_that_does_not_fit_is_refused(write: Write, header: str, text: str) -> None:
+    with pytest.raises(RelayError, match=text):
+        recognise(write(header + "1\t2\t3\n"))
+
+
+def test_movielens_csv(write: Write) -> None:
+    read = read_interactions(write("userId,movieId,rating,timestamp\n1,31,2.5,1260759144\n1,1029,3.0,1260759179\n"))
+    assert read.report.layout.kind is LayoutKind.MOVIELENS_CSV
+    assert of(read, "1") == [(31, 5, 1_260_759_144_000), (1029, 6, 1_260_759_179_000)]
+
+
+def test_quoted_csv(write: Write) -> None:
+    path = write('"userId","movieId","rating","timestamp"\n"Smith, J.","a ""b""",4,1260759144\nx,7,4,1260759144\n')
+    read = read_interactions(path)
+    assert of(read, "Smith, J.") == [(hashed_item('a "b"'), 8, 1_260_759_144_000)]
+    assert of(read, "x") == [(7, 8, 1_260_759_144_000)]
+
+
+def test_u_data(write: Write) -> None:
+    read = read_interactions(write("196\t242\t3\t881250949\n186\t302\t3\t891717742\n", "u.data"))
+    assert read.report.layout.kind is LayoutKind.MOVIELENS_TAB
+    assert of(read, "186") == [(302, 6, 891_717_742_000)]
+
+
+def test_ratings_dat(write: Write) -> None:
+    read = read_interactions(write("1::1193::5::978300760\n1::661::3::978302109\n", "ratings.dat"))
+    assert read.report.layout.kind is LayoutKind.MOVIELENS_DAT
+    assert of(read, "1") == [(1193, 10, 978_300_760_000), (661, 6, 978_302_109_000)]
+
+
+def test_latin1_ids_in_ratings_dat(write: Write) -> None:
+    read = read_interactions(write("José::Amélie::5::978300760\nZoë::1::5::978300760\n".encode("latin-1")))
+    assert read.users == ["José", "Zoë"]
+    assert of(read, "José")[0][0] == hashed_item("Amélie")
+
+
+def test_kuairand(write: Write) -> None:
+    rows = (
+        "0,3784,20220421,600,1650530400123,1,0,1,0,0,0,1,5000,9000,0,0,1,0,4\n"
+        "0,99,20220421,600,1650530400122,0,1,0,0,0,1,0,5000,9000,0,0,0,0,4\n"
+        "0,98,20220421,600,1650530400124,0,0,0,0,0,0,0,5000,9000,0,0,0,0,4\n"
+    )
+    read = read_interactions(write(KUAIRAND + rows))
+    assert read.report.layout.kind is LayoutKind.KUAIRAND
+    assert of(read, "0") == [
+        (99, 2 + 32, 1_650_530_400_122),
+        (3784, 1 + 4 + 64 + 128, 1_650_530_400_123),
+        (98, 0, 1_650_530_400_124),
+    ]
+
+
+def test_the_name_of_the_file_decides_nothing(write: Write) -> None:
+    assert recognise(write("1::2::3::4\n", "u.data")).kind is LayoutKind.MOVIELENS_DAT
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("last", ["", "END", "ENDEND"])
+def test_line_ends_byte_order_marks_and_gzip(write: Write, line_end: str, bom: bytes, packed: bool, last: str) -> None:
+    rows = ["userId,movieId,rating,timestamp", "1,2,3,1000000000", "1,3,3,1000000001"]
+    content = bom + (line_end.join(rows) + last.replace("END", line_end)).encode()
+    read = read_interactions(write(gzip.compress(content) if packed else content))
+    assert of(read, "1") == [(2, 6, 1_000_000_000_000), (3, 6, 1_000_000_001_000)]
+    assert read.report.bad_lines == ()
+
+
+def test_equal_times_keep_the_order_of_the_file(write: Write) -> None:
+    rows = [f"u\t{item}\t1\t{1_000_000_000 + item // 50}\n" for item in range(200)]
+    shuffled = [rows[index] for index in np.random.default_rng(3).permutation(200)]
+    read = read_interactions(write(INTER + "".join(shuffled)))
+    expected = sorted((int(row.split("\t")[1]) // 50, place) for place, row in enumerate(shuffled))
+    assert [item for item, _, _ in of(read, "u")] == [int(shuffled[place].split("\t")[1]) for _, place in expected]
+
+
+@pytest.mark.parametrize(
+    ("time", "expected_ms", "unit"),
+    [
+        ("978300760", 978_300_760_000, "seconds"),
+        ("978300760.5", 978_300_760_500, "seconds"),
+        ("9.7830076e8", 978_300_760_000, "seconds"),
+        ("978300760123", 978_300_760_123, "milliseconds"),
+        ("978300760123000", 978_300_760_123, "microseconds"),
+    ],
+)
+def test_the_unit_of_time_is_told_from_the_values(write: Write, time: str, expected_ms: int, unit: str) -> None:
+    read = read_interactions(write(INTER + f"u\t1\t1\t{time}\n"))
+    assert of(read, "u")[0][2] == expected_ms
+    assert f"timestamps are taken as {unit}" in read.report.notes
+
+
+def test_bad_lines_are_left_out_with_number_and_reason(write: Write) -> None:
+    bad = {
+        3: ("u\t1\t1", "3 fields, expected 4"),
+        5: ("u\t1\t1\tnoon", "timestamp is 'noon', expected a number"),
+        6: ("u\t1\tnan\t1000000000", "rating is 'nan', expected 0 to 32767"),
+        7: ("u\t1\t-1\t1000000000", "rating is '-1', expected 0 to 32767"),
+        8: ("u\t1\t1\tinf", "timestamp is 'inf', expected 0 to 9000000000000000"),
+        10: ("\t1\t1\t1000000000", "an id is empty"),
+        11: ("u\t \t1\t1000000000", "an id is empty"),
+        12: (f"{'x' * 300}\t1\t1\t1000000000", "user id: 300 bytes of text, allowed are 1 to 256"),
+        13: ("u\x07\t1\t1\t1000000000", "user id: text holds control characters"),
+        14: ("u\t1\t1\t1000000000\textra", "5 fields, expected 4"),
+    }
+    rows = [
+        bad[number][0] if number in bad else "" if number == 9 else f"good\t{number}\t1\t1000000000"
+        for number in range(2, 20)
+    ]
+    read = read_interactions(write(INTER + "\n".join(rows)))
+    assert read.report.bad_lines == tuple(BadLine(number, reason) for number, (_, reason) in bad.items())
+    assert [item for item, _, _ in of(read, "good")] == [2, 4, 15, 16, 17, 18, 19]
+    assert read.users == ["good"]
+    assert read.report.lines == 18
+
+
+def test_bytes_that_are_no_utf8_are_a_bad_line(write: Write) -> None:
+    read = read_interactions(write(INTER.encode() + b"u\xe9\t1\t1\t1000000000\nu\t1\t1\t1000000000\n"))
+    assert read.report.bad_lines == (BadLine(2, "an id is not UTF-8"),)
+    assert read.users == ["u"]
+
+
+def test_a_bad_flag_and_broken_quotes_are_bad_lines(write: Write) -> None:
+    good = "0,3784,20220421,600,1650530400123,1,0,0,0,0,0,0,1,1,0,0,0,0,1\n"
+    read = read_interactions(write(KUAIRAND + good.replace("123,1,", "123,2,") + good + '0,"37' + good[3:]))
+    assert [bad.number for bad in read.report.bad_lines] == [2, 4]
+    assert read.report.bad_lines[0].reason == "flag is '2', expected 0 or 1"
+    assert read.report.interactions == 1
+
+
+def test_one_field_too_many_here_and_too_few_there_do_not_even_out(write: Write) -> None:
+    good = "1,2,3,1000000000\n"
+    path = write("userId,movieId,rating,timestamp\n" + good * 10 + "1,2,3,4,1000000000\n1,2,1000000000\n" + good)
+    assert [bad.number for bad in read_interactions(path).report.bad_lines] == [12, 13]
+
+
+def test_too_many_bad_lines_stop_with_the_first_of_them(write: Write) -> None:
+    path = write(INTER + "u\t1\t1\t1000000000\n" + "broken\n" * 8)
+    assert len(read_interactions(path, Limits(max_bad_lines=8)).report.bad_lines) == 8
+    with pytest.raises(
+        RelayError, match=r"more than 7 bad lines, read as RecBole .inter .* line 3: 1 fields, expected 4"
+    ):
+        read_interactions(path, Limits(max_bad_lines=7))
+
+
+def test_more_lines_than_the_limit_are_refused(write: Write) -> None:
+    with pytest.raises(RelayError, match="more than 3 lines: split it by user"):
+        read_interactions(write("1::2::3::4\n" * 4), Limits(max_lines=3))
+
+
+def test_blocks_of_any_size_read_the_same(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        INTER + "".join(f"u{i % 7}\t{i}\t1\t{1_000_000_000 + i}\r\n" + "x\n" * (i % 9 == 0) for i in range(90))
+    )
+    whole = read_interactions(path)
+    assert len(whole.report.bad_lines) == 10
+    for block_bytes in (1, 7, 50, 1000):
+        by_blocks = functools.partial(lines_module.read_blocks, block_bytes=block_bytes)
+        monkeypatch.setattr("relaygr.interactions.reading.read_blocks", by_blocks)
+        parts = read_interactions(path)
+        assert parts.users == whole.users
+        assert parts.behaviours == whole.behaviours
+        assert parts.report == whole.report
+
+
+def test_progress_ends_at_the_size_of_the_file(write: Write) -> None:
+    path, told = write("1::2::3::4\n" * 1000), []
+    read_interactions(path, on_progress=told.append)
+    assert told[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "is empty"),
+        (b"\n  \n\r\n", "is empty"),
+        (b"PK\x03\x04rest of an archive", "zip archive: unpack it"),
+        ("userId,movieId\n".encode("utf-16"), "UTF-16"),
+        (bytes(range(256)) * 20, "is not text"),
+        (b"movieId,title,genres\n1,Toy Story (1995),Comedy\n", r"no column for the user \(userId\)"),
+        (
+            b"hello world\nthis is prose\n",
+            "the layout is not known, its first line is 'hello world'. Known are RecBole",
+        ),
+        (b'{"user_id": 1}\n{"user_id": 2}\n', "the layout is not known"),
+        (b"1\t2\t3\n4\t5\t6\n", "the layout is not known"),
+        (gzip.compress(b"1::2::3::4\n" * 1000)[:-9], "broken gzip"),
+        (b"\x1f\x8bno gzip at all", "broken gzip"),
+        (b"x" * (lines_module.MAX_LINE_BYTES * 3), "line 1 is longer than"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused_with_a_sentence(write: Write, content: bytes, text: str) -> None:
+    with pytest.raises(RelayError, match=text):
+        read_interactions(write(content))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="No such file"):
+        recognise(tmp_path / "none.csv")
+    with pytest.raises(RelayError, match="is a folder"):
+        recognise(tmp_path)
+
+
+def test_a_header_alone_has_no_interactions(write: Write) -> None:
+    read = read_interactions(write(INTER))
+    assert (read.users, read.report.interactions, read.report.first_ms) == ([], 0, None)
+
+
+def test_a_broken_first_line_does_not_hide_the_layout(write: Write) -> None:
+    read = read_interactions(write("garbage\n" + "1::2::3::978300760\n" * 5))
+    assert read.report.layout.kind is LayoutKind.MOVIELENS_DAT
+    assert [bad.number for bad in read.report.bad_lines] == [1]
+
+
+@pytest.mark.parametrize("text", ["0", "7", "-5", str(2**63 - 1), str(-(2**63))])
+def test_decimal_item_ids_stay_as_they_are(text: str) -> None:
+    assert ItemIndex(False)[text] == int(text)
+
+
+@pytest.mark.parametrize("text", ["007", "+7", "-0", str(2**63), "1.0", "B00X4WHP5E", "ключ"])
+def test_other_item_ids_are_hashed_to_63_bits(text: str) -> None:
+    items = ItemIndex(False)
+    assert items[text] == hashed_item(text)
+    assert 0 <= items[text] < 2**63
+    assert items.hashed_count == 1
+
+
+def test_the_hash_of_an_item_is_the_same_in_every_run() -> None:
+    assert hashed_item("B00X4WHP5E") == 6756471395739022606
+
+
+def test_two_items_with_one_number_stop_the_run() -> None:
+    items = ItemIndex(False)
+    assert items["abc"]
+    with pytest.raises(RelayError, match="have the same number"):
+        items[str(hashed_item("abc"))]
+    items = ItemIndex(False)
+    assert items[str(hashed_item("abc"))]
+    with pytest.raises(RelayError, match="'abc' have the same number"):
+        items["abc"]
+
+
+def test_ids_lose_the_blanks_around_them() -> None:
+    users = UserIndex(False)
+    assert users["a"] == users[" a "] == 0
+    assert users.names == ["a"]
+    with pytest.raises(BadIdError):
+        users["  "]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    head=st.sampled_from(
+        [b"", INTER.encode(), b"userId,movieId,rating,timestamp\n", KUAIRAND.encode(), b"1::2::3::4\n"]
+    ),
+    body=st.binary(max_size=200) | st.text(st.sampled_from('0123456789,.:\t\n"-ea '), max_size=200).map(str.encode),
+)
+def test_any_bytes_are_read_or_refused_with_a_sentence(head: bytes, body: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(head + body)
+        file.flush()
+        with contextlib.suppress(RelayError):
+            read = read_interactions(Path(file.name))
+            read.behaviours.items.astype("<i8")
+            assert read.starts[-1] == len(read.behaviours) == read.report.interactions
+            assert all(len(read.of(index)) for index in range(len(read.users)))
+            for index in range(len(read.users)):
+                read.of(index).check()

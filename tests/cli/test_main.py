@@ -1,0 +1,128 @@
+"""The command line: light until a command is called, and a sentence for every error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from relaygr.cli import COMMANDS, CommandSpec
+from relaygr.cli.app import EXTRAS, LazyGroup
+from relaygr.runtime.errors import RelayError
+
+HEAVY = ("torch", "faust", "confluent_kafka", "aiokafka", "matplotlib", "lmdb")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAYGR_")}
+    command = [sys.executable, "-m", "relaygr", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean, check=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module whose `run` is the command `probe`; a test replaces what it does."""
+    module = ModuleType("probe_command")
+    monkeypatch.setitem(sys.modules, "probe_command", module)
+    monkeypatch.setitem(COMMANDS, "probe", CommandSpec("probe_command:run", "For tests."))
+    return module
+
+
+def invoke_probe(module: ModuleType, failure: BaseException) -> object:
+    def fail() -> None:
+        raise failure
+
+    module.run = fail  # type: ignore[attr-defined]
+    # Built anew, since the group reads the table when it is made.
+    fresh = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
+    fresh.callback()(lambda: None)
+    return CliRunner().invoke(fresh, ["probe"])
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    script = (
+        "import sys\n"
+        "from relaygr.__main__ import main\n"
+        "sys.argv = ['relaygr', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not heavy, heavy\n"
+        "from relaygr.cli import COMMANDS\n"
+        "modules = {command.target.partition(':')[0] for command in COMMANDS.values()}\n"
+        "commands = [name for name in modules if name in sys.modules]\n"
+        "assert not commands, commands\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in COMMANDS if name not in done.stdout] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_where_the_table_says(name: str) -> None:
+    done = run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"relaygr {name}" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["topics", "publish", "lag", "trigger"])
+def test_what_needs_no_device_needs_no_torch(name: str) -> None:
+    script = f"import sys\nsys.modules['torch'] = None\nfrom relaygr.cli.app import app\napp(['{name}', '--help'])\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_printed() -> None:
+    assert run("--version").stdout.startswith("relaygr 0.")
+
+
+def test_a_misspelt_command_is_refused_with_a_suggestion() -> None:
+    done = run("settigns")
+    assert done.returncode == 2
+    assert "Did you mean 'settings'?" in done.stderr
+
+
+def test_settings_are_printed_with_their_origin_and_no_secret() -> None:
+    sasl = ("protocol=SASL_SSL", "sasl_mechanism=PLAIN", "sasl_username=me", "sasl_password=hunter2")
+    done = run("settings", *(part for option in sasl for part in ("--set", f"security.{option}")))
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert lines["worker.hbm_bytes"] == ["512MiB", "default"]
+    assert lines["security.sasl_username"] == ["me", "--set"]
+    assert "hunter2" not in done.stdout
+
+
+def test_an_error_that_the_user_can_mend_is_one_sentence(command: ModuleType) -> None:
+    done = invoke_probe(command, RelayError("The topic [x] is not there. Run: relaygr topics create"))
+    assert done.exit_code == 1
+    assert done.stderr == "The topic [x] is not there. Run: relaygr topics create\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("library", "extra"), EXTRAS.items())
+def test_a_missing_library_names_the_extra_that_brings_it(command: ModuleType, library: str, extra: str) -> None:
+    done = invoke_probe(command, ModuleNotFoundError(f"No module named '{library}.x'", name=f"{library}.x"))
+    assert done.exit_code == 1
+    assert f"pip install 'relaygr[{extra}]'" in done.stderr
+
+
+def test_a_missing_module_of_our_own_is_a_bug_and_stays_one(command: ModuleType) -> None:
+    done = invoke_probe(command, ModuleNotFoundError("No module named 'relaygr.x'", name="relaygr.x"))
+    assert isinstance(done.exception, ModuleNotFoundError)
+
+
+def test_an_interrupt_ends_without_a_traceback(command: ModuleType) -> None:
+    done = invoke_probe(command, KeyboardInterrupt())
+    assert done.exit_code == 130
+    assert done.output == ""
+
+
+def test_without_the_command_lines_own_libraries_it_says_what_to_install() -> None:
+    script = "import sys\nsys.modules['typer'] = None\nfrom relaygr.__main__ import main\nmain()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "typer is not installed: pip install 'relaygr[streams]'.\n"

@@ -1,0 +1,199 @@
+"""Settings: four layers, no unknown name in any of them, and errors that say which, whence and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relaygr.runtime.errors import RelayError
+from relaygr.settings import DEFAULT_ORIGIN, LoadedSettings, load, setting_fields, size_text, values
+from relaygr.settings_reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+GIB = 1024**3
+
+
+def from_yaml(tmp_path: Path, text: str) -> LoadedSettings:
+    file = tmp_path / "relaygr.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load(file, {})
+
+
+def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
+    file = tmp_path / "relaygr.yaml"
+    file.write_text("worker: {threads: 2, page_tokens: 32, chunk_ms: 1}\n", encoding="utf-8")
+    environment = {"RELAYGR_WORKER__PAGE_TOKENS": "128", "RELAYGR_WORKER__CHUNK_MS": "2"}
+    loaded = load(file, environment, ["worker.chunk_ms=3"])
+    worker = loaded.settings.worker
+    assert (worker.threads, worker.page_tokens, worker.chunk_ms) == (2, 128, 3.0)
+    assert loaded.origin("worker.threads") == str(file)
+    assert loaded.origin("worker.page_tokens") == "RELAYGR_WORKER__PAGE_TOKENS"
+    assert loaded.origin("worker.chunk_ms") == "--set"
+    assert loaded.origin("worker.device") == DEFAULT_ORIGIN
+
+
+def test_bootstrap_on_the_command_line_wins() -> None:
+    loaded = load(None, {"RELAYGR_BOOTSTRAP": "one:9092"}, ["bootstrap=two:9092"], bootstrap="three:9092")
+    assert loaded.settings.bootstrap == "three:9092"
+    assert loaded.origin("bootstrap") == "--bootstrap"
+
+
+def test_of_two_values_on_the_command_line_the_later_wins() -> None:
+    assert load(None, {}, ["partitions=8", "partitions=16"]).settings.partitions == 16
+
+
+def test_every_setting_has_one_variable() -> None:
+    fields = setting_fields()
+    assert len({field.variable for field in fields.values()}) == len(fields)
+    assert fields["worker.hbm_bytes"].variable == "RELAYGR_WORKER__HBM_BYTES"
+
+
+def test_every_default_can_be_read_back_by_key() -> None:
+    assert values(load(None, {}).settings).keys() == setting_fields().keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("2GiB", 2 * GIB), ("1.5 GiB", 3 * GIB // 2), ("2000000", 2_000_000), ("2GB", 2 * 10**9)]
+)
+def test_sizes_have_units(text: str, size_bytes: int) -> None:
+    assert load(None, {}, [f"worker.hbm_bytes={text}"]).settings.worker.hbm_bytes == size_bytes
+
+
+@pytest.mark.parametrize("text", ["none", "null", ""])
+def test_what_may_be_none_can_be_unset(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "relaygr.yaml"
+    file.write_text("worker: {device: cuda}\n", encoding="utf-8")
+    assert load(file, {}).settings.worker.device == "cuda"
+    assert load(file, {"RELAYGR_WORKER__DEVICE": text}).settings.worker.device is None
+
+
+def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "").settings == load(None, {}).settings
+    assert from_yaml(tmp_path, "worker:\n").settings == load(None, {}).settings
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    given = ["security.protocol=SASL_SSL", "security.sasl_mechanism=PLAIN", "security.sasl_username=a"]
+    password = load(None, {}, [*given, "security.sasl_password=a=b"]).settings.security.sasl_password
+    assert password is not None
+    assert password.get_secret_value() == "a=b"
+
+
+def test_variables_of_the_test_suite_and_of_others_are_left_alone() -> None:
+    others = {"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "/opt/kafka", "MY_RELAYGR_THING": "1", "relaygr_x": "1"}
+    assert load(None, others).origins == {}
+
+
+UNKNOWN: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "misspelt on the command line": (
+        {},
+        ["worker.hbm_byte=1"],
+        r"worker\.hbm_byte \(--set\) is not a setting\. Did you mean worker\.hbm_bytes\?",
+    ),
+    "another unit": ({}, ["worker.chunk_s=1"], r"Did you mean worker\.chunk_ms\?"),
+    "without its section": ({}, ["page_tokens=1"], r"Did you mean worker\.page_tokens\?"),
+    "like nothing": ({}, ["zzzzz=1"], r"zzzzz \(--set\) is not a setting\. `relaygr settings` lists all"),
+    "a section": ({}, ["worker=1"], r"worker \(--set\) is not a setting"),
+    "a misspelt variable": (
+        {"RELAYGR_WORKER__HBM_BYTE": "1"},
+        [],
+        r"variable RELAYGR_WORKER__HBM_BYTE is not a setting\. Did you mean RELAYGR_WORKER__HBM_BYTES\?",
+    ),
+    "a variable with one underscore": ({"RELAYGR_WORKER_THREADS": "1"}, [], r"Did you mean RELAYGR_WORKER__THREADS\?"),
+    "a variable in lower case": ({"RELAYGR_worker__threads": "1"}, [], "is not a setting"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_is_an_error_with_a_suggestion(name: str) -> None:
+    environment, overrides, text = UNKNOWN[name]
+    with pytest.raises(RelayError, match=text):
+        load(None, environment, overrides)
+
+
+BAD_FILES: dict[str, tuple[str, str]] = {
+    "unknown key": ("worker:\n  thread: 2\n", r"worker\.thread \(.*relaygr\.yaml\).*Did you mean worker\.threads\?"),
+    "unknown section": ("workers:\n  threads: 2\n", r"workers \(.*\) is not a setting"),
+    "dotted key": ("worker.threads: 2\n", r"worker\.threads \(.*\) is not a setting"),
+    "scalar for a section": ("worker: 2\n", "worker .* is a section"),
+    "a list": ("- worker\n", "must hold `key: value` lines, not a list"),
+    "no YAML": ("partitions: 1\nworker: {threads\n", r"relaygr\.yaml is not YAML: .*, line 3"),
+    "a key given twice": ("partitions: 1\npartitions: 2\n", "partitions is given twice"),
+    "a key that is no word": ("[1, 2]: 3\n", "a key must be a word"),
+    "wrong type": ("worker:\n  threads: many\n", r"worker\.threads = 'many' \(.*relaygr\.yaml\): .*valid integer"),
+    "a map for a value": ("worker:\n  threads: {a: 1}\n", r"worker\.threads"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_broken_file_is_refused_with_the_place(name: str, tmp_path: Path) -> None:
+    text, message = BAD_FILES[name]
+    with pytest.raises(RelayError, match=message):
+        from_yaml(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_said_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match=r"nowhere\.yaml cannot be read: No such file"):
+        load(tmp_path / "nowhere.yaml", {})
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "relaygr.yaml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(RelayError, match="not UTF-8"):
+        load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("worker.chunk_ms=-1", r"worker\.chunk_ms = '-1' \(--set\): input should be greater than 0"),
+        ("worker.chunk_ms=nan", "finite"),
+        ("worker.chunk_ms=5ms", "valid number"),
+        ("worker.hbm_bytes=2QiB", "QiB"),
+        ("worker.hbm_bytes=1KiB", "greater than or equal to 1048576"),
+        ("worker.worker_id=a b", "should match pattern"),
+        ("group_protocol=new", "'classic' or 'consumer'"),
+        ("topic_prefix=a/b", "allowed are 1 to 100 of a-z"),
+        ("partitions", "write --set KEY=VALUE"),
+        ("security.protocol=SASL_SSL", r"needs sasl_mechanism.*given: security\.protocol \(--set\)"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_what_is_allowed(override: str, text: str) -> None:
+    with pytest.raises(RelayError, match=text):
+        load(None, {}, [override])
+
+
+def test_all_wrong_values_are_said_at_once() -> None:
+    with pytest.raises(RelayError) as caught:
+        load(None, {"RELAYGR_PARTITIONS": "0"}, ["worker.threads=0"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_secret_is_never_shown() -> None:
+    given = {"RELAYGR_SECURITY__SASL_PASSWORD": "hunter2"}
+    with pytest.raises(RelayError) as caught:
+        load(None, given)
+    assert "hunter2" not in str(caught.value)
+    assert "RELAYGR_SECURITY__SASL_PASSWORD" in str(caught.value)
+
+
+def test_a_broken_file_does_not_show_its_secrets(tmp_path: Path) -> None:
+    with pytest.raises(RelayError) as caught:
+        from_yaml(tmp_path, "security: {sasl_password: hunter2\n")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0B"), (1000, "1000B"), (1024, "1KiB"), (3 * GIB // 2, "1536MiB"), (GIB, "1GiB")]
+)
+def test_a_size_is_shown_as_it_can_be_written(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
+    assert load(None, {}, [f"worker.dram_bytes={text}"]).settings.worker.dram_bytes == size_bytes
+
+
+def test_the_committed_page_is_what_the_classes_generate() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: python -m relaygr.settings_reference > docs/settings.md"
+    )

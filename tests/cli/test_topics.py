@@ -1,0 +1,76 @@
+"""`relaygr topics`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from relaygr.cli.topics import app
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import CATALOGUE
+
+
+def run(kafka: KafkaSettings, *arguments: str) -> Result:
+    common = ["--bootstrap", kafka.bootstrap, "--set", f"topic_prefix={kafka.topic_prefix}"]
+    return CliRunner().invoke(app, [*arguments, *common, "--set", f"partitions={kafka.partitions}"])
+
+
+def fresh(broker: LocalBroker) -> KafkaSettings:
+    return broker.settings(KafkaSettings(topic_prefix=f"test-{uuid.uuid4().hex[:12]}", partitions=4))
+
+
+def test_check_succeeds_where_all_topics_are_as_they_should_be(kafka_settings: KafkaSettings) -> None:
+    done = run(kafka_settings, "check", "--workers", "1")
+    assert done.exit_code == 0
+    assert all(kafka_settings.topic(topic) in done.stdout for topic in CATALOGUE)
+    assert "missing" not in done.stdout
+
+
+def test_check_fails_where_topics_are_missing_and_names_the_command(broker: LocalBroker) -> None:
+    done = run(fresh(broker), "check")
+    assert done.exit_code == 1
+    assert re.search(r"error: .* do not exist\. To mend: run `relaygr topics create`", done.stdout)
+
+
+def test_the_report_as_json_holds_rows_and_findings(broker: LocalBroker) -> None:
+    done = run(fresh(broker), "check", "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    assert {row["topic"] for row in report["rows"]} == {str(topic) for topic in CATALOGUE}
+    assert report["findings"][0]["severity"] == "error"
+
+
+def test_too_few_partitions_for_the_workers_is_a_warning_that_does_not_fail(kafka_settings: KafkaSettings) -> None:
+    done = run(kafka_settings, "check", "--workers", "2")
+    assert done.exit_code == 0
+    assert "warning: 12 partitions for 2 workers" in done.stdout
+
+
+@pytest.mark.kafka
+def test_create_says_what_it_would_make_then_makes_it_and_then_finds_it(real_broker: LocalBroker) -> None:
+    kafka = fresh(real_broker)
+    planned = run(kafka, "create", "--dry-run")
+    assert (planned.exit_code, planned.stdout.count("to create"), "error" in planned.stdout) == (0, 8, False)
+    made = run(kafka, "create")
+    assert (made.exit_code, made.stdout.count("created")) == (0, 8)
+    again = run(kafka, "create")
+    assert (again.exit_code, again.stdout.count("exists")) == (0, 8)
+    real_broker.delete_topics(kafka)
+
+
+@pytest.mark.kafka
+def test_create_refuses_another_partition_count(real_broker: LocalBroker) -> None:
+    kafka = fresh(real_broker)
+    real_broker.create_topics(kafka)
+    refused = run(kafka.model_copy(update={"partitions": 6}), "create")
+    assert isinstance(refused.exception, RelayError)
+    assert "have 4 partitions each, the settings say 6" in str(refused.exception)
+    real_broker.delete_topics(kafka)

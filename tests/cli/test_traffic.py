@@ -1,0 +1,152 @@
+"""Traffic: the schedule is a pure function of its settings, and every request ends as exactly one record."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
+from relaygr.runtime.errors import RelayError
+from relaygr.traffic.gateway import Gateway
+from relaygr.traffic.population import MadePopulation, history_at
+from relaygr.traffic.records import LOST, NOT_SENT, Record, RecordWriter, pack_scores, read_records
+from relaygr.traffic.schedule import Candidates, impressions, suffix_of
+from relaygr.traffic.settings import TrafficSettings
+
+SETTINGS = TrafficSettings(
+    users=20, duration_s=0.3, rate_per_s=100, lead_median_ms=5, settle_s=0, history_median=20, history_max=64,
+    suffix=4, candidates=8, items=100, growth=2,
+)  # fmt: skip
+
+
+def test_the_same_settings_give_the_same_stream_and_another_seed_another() -> None:
+    def stream(seed: int) -> list[Any]:
+        settings = SETTINGS.model_copy(update={"seed": seed})
+        return list(impressions(settings, MadePopulation(settings)))
+
+    assert stream(1) == stream(1)
+    assert stream(1) != stream(2)
+
+
+def test_impressions_come_in_order_within_the_duration_and_rank_after_their_retrieval() -> None:
+    stream = list(impressions(SETTINGS, MadePopulation(SETTINGS)))
+    assert stream
+    assert [impression.number for impression in stream] == list(range(len(stream)))
+    assert all(one.retrieval_us <= other.retrieval_us for one, other in itertools.pairwise(stream))
+    assert all(impression.retrieval_us <= impression.ranking_us for impression in stream)
+    assert stream[-1].retrieval_us <= 300_000
+
+
+def test_without_a_duration_the_stream_is_endless() -> None:
+    settings = SETTINGS.model_copy(update={"duration_s": 0.0})
+    assert len(list(itertools.islice(impressions(settings, MadePopulation(settings)), 500))) == 500
+
+
+def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() -> None:
+    population = MadePopulation(SETTINGS)
+    lengths: dict[int, list[int]] = {}
+    for impression in impressions(SETTINGS.model_copy(update={"duration_s": 3.0}), population):
+        lengths.setdefault(impression.user, []).append(impression.history_length)
+    seen = max(lengths.values(), key=len)
+    assert seen == sorted(seen) and seen[-1] > seen[0]
+    user = next(user for user, found in lengths.items() if found is seen)
+    older, newer = (history_at(population, user, length) for length in (seen[0], seen[-1]))
+    assert newer.behaviours[: len(older.behaviours)] == older.behaviours
+
+
+def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
+    population = MadePopulation(SETTINGS)
+    impression = next(impressions(SETTINGS, population))
+    candidates = Candidates(SETTINGS, population).of(impression)
+    assert np.unique(candidates).size == SETTINGS.candidates
+    assert np.array_equal(candidates, Candidates(SETTINGS, population).of(impression))
+    whole = population.sequence(impression.user)
+    assert suffix_of(impression, SETTINGS, population).items[0] == whole.items[impression.history_length]
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    record = Record(1, "g.0.1", "u", "ranked", 1_200, 30, False, scores=pack_scores(np.array([0.5, -2], np.float32)))
+    writer = RecordWriter(tmp_path / "out" / "records.jsonl")
+    writer.write(record)
+    writer.close()
+    (found,) = read_records(tmp_path / "out" / "records.jsonl")
+    assert found == record
+    assert list(found.score_array()) == [0.5, -2]
+
+
+def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"number": 1}\n')
+    with pytest.raises(RelayError, match="line 1"):
+        list(read_records(path))
+
+
+class FakeClient:
+    """Ends requests as `ends` says: with a status, with None for one that is lost, or with an exception."""
+
+    def __init__(self, ends: Any) -> None:
+        self.ends = ends
+        self.events = 0
+
+    def __call__(self, on_late: Any, on_lost: Any) -> FakeClient:
+        self.on_lost = on_lost
+        return self
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def new_request_id(self) -> str:
+        return f"g.0.{next(self.ids)}"
+
+    ids = itertools.count()
+
+    def publish_history(self, history: Any) -> None:
+        return None
+
+    def publish_retrieval(self, user_id: str, **_: Any) -> None:
+        self.events += 1
+        if self.ends == "full":
+            raise QueueFull("full")
+
+    def submit_rank(
+        self, user_id: str, candidates: Any, request_id: str | None = None, **_: Any
+    ) -> Future[RankOutcome]:
+        future: Future[RankOutcome] = Future()
+        if user_id.startswith("warm-up") or self.ends == "expired":
+            future.set_result(RankOutcome(request_id or "", RankStatus.EXPIRED, 10))
+        elif self.ends == "full":
+            raise QueueFull("full")
+        else:
+            future.set_result(RankOutcome(request_id or "", RankStatus.TIMED_OUT, 10))
+            self.on_lost(LostRequest(request_id or "", True))
+        return future
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("ends", "status"), [("expired", "expired"), ("lost", LOST), ("full", NOT_SENT)])
+def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, status: str) -> None:
+    records: list[Record] = []
+    population = MadePopulation(SETTINGS)
+    client = FakeClient(ends)
+    Gateway(client, SETTINGS, population, records.append).play()
+    numbers = [impression.number for impression in impressions(SETTINGS, population)]
+    assert sorted(record.number for record in records) == numbers
+    assert {record.status for record in records} == {status}
+    assert client.events == len(numbers)
+
+
+def test_a_reference_run_ends_though_the_client_takes_nothing() -> None:
+    records: list[Record] = []
+    gateway = Gateway(FakeClient("full"), SETTINGS, MadePopulation(SETTINGS), records.append)
+    gateway.replay(frozenset({0, 1, 2}), 1_000, at_once=1)
+    assert [record.status for record in records] == [NOT_SENT] * 3

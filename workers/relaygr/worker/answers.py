@@ -1,0 +1,261 @@
+"""Answers: each ranking request's one result, produced until it is delivered or its deadline has passed.
+
+A ranking offset is finished when the delivery report of its result succeeded. A failed report is
+answered by producing again, until deadline + skew; then the offset is finished all the same, and
+counted as undelivered: nobody waits for that answer any more, and the client counts it as lost.
+
+`ranked`, `expired` and `failed` are called on the device thread, `without_work` and `tick` on the poll
+thread; delivery reports arrive inside `tick`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import EncodeError, encode
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
+from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, RankingResult, StageTimings
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.status import QueueWaits
+from relaygr.worker.work import JobOutcome, RankingWork
+
+log = structlog.get_logger()
+
+RESEND_INTERVAL_US = 20_000
+LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
+"""However far away a deadline is said to be: the offset waits for the answer."""
+NOWHERE_PATIENCE_US = 5_000_000
+"""How long a reply topic or partition may be unknown: a broker that just started does not know its topics yet."""
+_NOWHERE: Final = frozenset(
+    (
+        KafkaError._UNKNOWN_TOPIC,
+        KafkaError._UNKNOWN_PARTITION,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.TOPIC_EXCEPTION,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.MSG_SIZE_TOO_LARGE,
+    )
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    reply: RankingHeaders
+    value: bytes
+    token: Token
+    give_up_us: int
+    first_try_us: int
+    next_try_us: int = 0
+
+
+class Answers:
+    """Builds results, produces them, and finishes offsets. `finish` is thread-safe."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        worker_id: str,
+        max_clock_skew_ms: int,
+        finish: Callable[[Token], None],
+        metrics: WorkerMetrics,
+        waits: QueueWaits,
+        clock: Clock,
+    ) -> None:
+        self._producer = producer
+        self._worker_id = worker_id
+        self._skew_us = max_clock_skew_ms * 1000
+        self._finish = finish
+        self._metrics = metrics
+        self._waits = waits
+        self._clock = clock
+        self._failed: deque[_Outgoing] = deque()
+
+    # -- the outbox of the executor ----------------------------------------------------------------
+
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+        """Answers with scores, path and timings."""
+        assert work.span is not None
+        now_us = self._clock.monotonic_us()
+        timings = self._timings(work, now_us)
+        scores = outputs.scores
+        with_prefix = work.span.tokens > 0
+        result = RankingResult(
+            request_id=work.request.request_id,
+            worker_id=self._worker_id,
+            outcome=Outcome.RANKED,
+            request_sent_at_us=work.request.sent_at_us,
+            received_at_us=work.received_wall_us,
+            sent_at_us=self._clock.wall_us(),
+            timings=timings,
+            path=work.path,
+            prefix_source=work.prefix_source if with_prefix else None,
+            num_tasks=int(scores.shape[1]),
+            scores=scores.reshape(-1),
+            prefix_tokens=work.span.tokens,
+            tokens_cached=work.tokens_cached,
+            history_version=work.span.version,
+            history_stale=work.span.stale,
+            history_loading=work.span.loading,
+            unknown_items=work.unknown_items,
+            model_revision=work.span.revision,
+        )
+        try:
+            value = encode(result)
+        except EncodeError as error:
+            # Scores that are not finite are the model's fault, not the request's.
+            return self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
+        self._metrics.ranked(work.path, timings.total_us, timings.queue_us, work.unknown_items)
+        self._waits.observe(timings.queue_us)
+        self._send(work.reply, value, work.received.token, work.deadline_us)
+
+    def expired(self, work: RankingWork) -> None:
+        """Answers that the deadline had passed before any device work could end."""
+        self._metrics.expired()
+        self._unranked(work, Outcome.EXPIRED, None, None)
+
+    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        """Answers with a reason."""
+        self._metrics.failed(reason)
+        self._unranked(work, Outcome.FAILED, reason, detail)
+
+    def job_done(self, received: Received, outcome: JobOutcome) -> None:
+        """Counts how a pre-infer job ended, and finishes its offset."""
+        self._metrics.job_done(outcome)
+        self._finish(received.token)
+
+    def finish(self, token: Token) -> None:
+        """The offset needs no answer."""
+        self._finish(token)
+
+    # -- the poll thread ---------------------------------------------------------------------------
+
+    def without_work(
+        self,
+        reply: RankingHeaders,
+        received: Received,
+        outcome: Outcome,
+        reason: FailureReason | None = None,
+        detail: str | None = None,
+    ) -> None:
+        """Answers a request that never became work: expired on receipt, undecodable or misrouted."""
+        if reason is None:
+            self._metrics.expired()
+        else:
+            self._metrics.failed(reason)
+        now_wall_us = self._clock.wall_us()
+        waited_us = max(0, self._clock.monotonic_us() - received.received_us)
+        result = RankingResult(
+            request_id=reply.request_id,
+            worker_id=self._worker_id,
+            outcome=outcome,
+            request_sent_at_us=0,
+            received_at_us=max(0, now_wall_us - waited_us),
+            sent_at_us=now_wall_us,
+            timings=StageTimings(total_us=waited_us),
+            reason=reason,
+            detail=_printable(detail),
+        )
+        deadline_us = self._clock.monotonic_us() + max(0, reply.deadline_us - now_wall_us)
+        self._send(reply, encode(result), received.token, deadline_us)
+
+    def tick(self, now_us: int) -> None:
+        """Takes delivery reports, and produces again what failed and still has time."""
+        self._producer.poll(0)
+        for _ in range(len(self._failed)):
+            outgoing = self._failed.popleft()
+            if now_us > outgoing.give_up_us:
+                self._give_up(outgoing)
+            elif now_us < outgoing.next_try_us:
+                self._failed.append(outgoing)
+            else:
+                self._metrics.result_resent()
+                self._produce(outgoing)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for delivery reports, at most so long."""
+        self._producer.flush(timeout_s)
+        self.tick(self._clock.monotonic_us())
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def _unranked(self, work: RankingWork, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> None:
+        result = RankingResult(
+            request_id=work.request.request_id,
+            worker_id=self._worker_id,
+            outcome=outcome,
+            request_sent_at_us=work.request.sent_at_us,
+            received_at_us=work.received_wall_us,
+            sent_at_us=self._clock.wall_us(),
+            timings=self._timings(work, self._clock.monotonic_us()),
+            reason=reason,
+            detail=_printable(detail),
+        )
+        self._send(work.reply, encode(result), work.received.token, work.deadline_us)
+
+    def _timings(self, work: RankingWork, now_us: int) -> StageTimings:
+        started_us = work.started_us if work.started_us is not None else now_us
+        ready_us = work.ready_us if work.ready_us is not None else now_us
+        looked_up_us = work.looked_up_us if work.looked_up_us is not None else now_us
+        return StageTimings(
+            queue_us=max(0, started_us - work.received.received_us),
+            wait_us=max(0, ready_us - looked_up_us - work.pre_infer_us),
+            pre_infer_us=work.pre_infer_us,
+            reload_us=work.reload_us,
+            rank_us=work.rank_us,
+            total_us=max(0, now_us - work.received.received_us),
+        )
+
+    def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int) -> None:
+        now_us = self._clock.monotonic_us()
+        give_up_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
+        self._produce(_Outgoing(reply, value, token, give_up_us, now_us))
+
+    def _produce(self, outgoing: _Outgoing) -> None:
+        def reported(error: Any, _: Any) -> None:
+            if error is None:
+                self._finish(outgoing.token)
+            else:
+                self._retry_later(outgoing, error)
+
+        reply = outgoing.reply
+        try:
+            self._producer.produce(
+                reply.reply_topic,
+                outgoing.value,
+                reply.request_id.encode(),
+                partition=reply.reply_partition,
+                headers=ResultHeaders(reply.request_id, reply.gateway_id).encode(),
+                on_delivery=reported,
+            )
+        except BufferError:
+            self._retry_later(outgoing)
+        except KafkaException as exception:
+            self._retry_later(outgoing, exception.args[0])
+
+    def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
+        if error is not None and error.code() in _NOWHERE:
+            outgoing.give_up_us = min(outgoing.give_up_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
+        outgoing.next_try_us = self._clock.monotonic_us() + RESEND_INTERVAL_US
+        self._failed.append(outgoing)
+
+    def _give_up(self, outgoing: _Outgoing) -> None:
+        log.debug("an answer was not delivered", reply_topic=outgoing.reply.reply_topic)
+        self._metrics.result_undelivered()
+        self._finish(outgoing.token)
+
+
+def _printable(detail: str | None) -> str | None:
+    """A sentence that the result's `detail` field accepts."""
+    if not detail:
+        return None
+    text = "".join(character if character.isprintable() else " " for character in detail)
+    return text.encode()[:500].decode(errors="ignore") or None

@@ -1,0 +1,92 @@
+"""Turns K,V pages into what the DRAM tier keeps, and back. Formats: `relaygr.worker.kv.DramGeometry`.
+
+Pages are handed over as uint8 [pages, layers, layer_bytes] of any layers, so that a page can be taken layer by
+layer. What comes back differs from what went in by at most half a scale a number (int8: 1/254 of the largest
+number of its token and head) or by a rounding to bfloat16 (2^-9 of it). Encoding again what was decoded gives
+the same numbers: nothing drifts, however often a prefix is spilled and reloaded. A number that is not finite
+stays so, and spoils its own token and head only.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+
+_INT8_MAX = 127.0
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class PageCodec(Protocol):
+    """Vectorised, on the device where the tensors are, in the calling thread's stream."""
+
+    def encode(self, pages: torch.Tensor, stored: torch.Tensor) -> None:
+        """K,V [pages, layers, kv.layer_bytes] into [pages, layers, dram.layer_bytes]."""
+
+    def decode(self, stored: torch.Tensor, pages: torch.Tensor) -> None:
+        """And back."""
+
+
+def make_codec(geometry: DramGeometry) -> PageCodec | None:
+    """None where pages are kept byte for byte."""
+    if geometry.is_exact:
+        return None
+    return Bfloat16Codec(geometry) if geometry.dtype is DramKvDtype.BFLOAT16 else Int8Codec(geometry)
+
+
+class Bfloat16Codec:
+    """Half the bytes of float32."""
+
+    def __init__(self, geometry: DramGeometry) -> None:
+        self._dtype = _torch_dtype(geometry.kv.dtype)
+
+    def encode(self, pages: torch.Tensor, stored: torch.Tensor) -> None:
+        stored.view(torch.bfloat16).copy_(pages.view(self._dtype))
+
+    def decode(self, stored: torch.Tensor, pages: torch.Tensor) -> None:
+        pages.view(self._dtype).copy_(stored.view(torch.bfloat16))
+
+
+class Int8Codec:
+    """A scale for each token and head, of K and of V."""
+
+    def __init__(self, geometry: DramGeometry) -> None:
+        g = geometry.kv
+        self._dtype = _torch_dtype(g.dtype)
+        self._scale_bytes = geometry.scale_bytes
+        self._rows = (g.num_heads, g.page_tokens)
+        self._dims = (g.attention_dim, g.hidden_dim)
+        self._elements = g.layer_bytes // g.dtype.size_bytes
+
+    def encode(self, pages: torch.Tensor, stored: torch.Tensor) -> None:
+        scales, numbers = self._stored_views(stored)
+        for values, scale, number in zip(self._split(pages.view(self._dtype)), scales, numbers, strict=True):
+            scale.copy_(values.abs().amax(-1).float() / _INT8_MAX)
+            # A row of zeros has a scale of zero.
+            number.copy_((values.float() / scale.clamp_min(_TINY).unsqueeze(-1)).round_())
+
+    def decode(self, stored: torch.Tensor, pages: torch.Tensor) -> None:
+        scales, numbers = self._stored_views(stored)
+        for values, scale, number in zip(self._split(pages.view(self._dtype)), scales, numbers, strict=True):
+            values.copy_(number.float().mul_(scale.unsqueeze(-1)))
+
+    def _stored_views(self, stored: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Scales [pages, layers, heads, tokens] and int8 numbers [pages, layers, heads, tokens, dim], of K and V."""
+        heads, tokens = self._rows
+        scales = stored[..., : self._scale_bytes].view(torch.float32)
+        numbers = stored[..., self._scale_bytes : self._scale_bytes + self._elements].view(torch.int8)
+        return scales.view(*scales.shape[:-1], 2, heads, tokens).unbind(-3), self._split(numbers)
+
+    def _split(self, layers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K and V, [pages, layers, heads, tokens, dim], of layers [pages, layers, elements]."""
+        heads, tokens = self._rows
+        parts = torch.split(layers, [heads * tokens * dim for dim in self._dims], -1)
+        return tuple(
+            part.view(*part.shape[:-1], heads, tokens, dim) for part, dim in zip(parts, self._dims, strict=True)
+        )
+
+
+def _torch_dtype(dtype: KvDtype) -> torch.dtype:
+    return torch.float32 if dtype is KvDtype.FLOAT32 else torch.bfloat16

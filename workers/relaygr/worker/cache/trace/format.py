@@ -1,0 +1,162 @@
+"""What a trace file holds: a stream of MessagePack values, the header first, then one array a record.
+
+    header   map: `format` "relaygr-cache-trace", `version` 1, and the fields of `TraceHeader`
+    record   [kind, at_us, user, namespace, behaviours, sketch, outcome]
+
+`kind` and `outcome` are the texts of `CacheEvent`; `at_us` counts from the first record; `user` is a 64-bit
+keyed hash (its key is thrown away: who knows a user id can not find it); `namespace` is the beginning of the
+model's digest. Records are in the order of the operations, but for neighbours of two threads.
+
+A *sketch* stands for the history: four bytes of a hash, under the same key, of its digest chain at 64, 128, 256 ...
+behaviours, and at its end. (The digests themselves travel beside user ids, and would give those away.) With two
+sketches a reader knows where two histories part, to within a factor of two; a change behind the last mark of the
+shorter one passes for growth. That is enough to replay, and a tenth of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+import msgpack
+
+from relaygr.schemas.digest import BLOCK, DigestChain
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.cache.events import EventKind
+from relaygr.worker.cache.policies import PolicyName
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry, PrefixLayout
+
+FORMAT = "relaygr-cache-trace"
+VERSION = 1
+MARK_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """The cache that was recorded, or that a made trace has in mind."""
+
+    geometry: DramGeometry
+    """Of both tiers' pages."""
+    layout: PrefixLayout
+    hbm_pages: int
+    dram_pages: int
+    hbm_policy: PolicyName
+    dram_policy: PolicyName
+    ttl_us: int
+    latency: LatencyCoefficients | None
+    """Of the device, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A history of `behaviours`, by marks: see the module."""
+
+    behaviours: int
+    marks: bytes
+
+    def common(self, other: Sketch) -> int:
+        """How many leading behaviours the two histories share, as far as their marks tell."""
+        shorter = min(self.behaviours, other.behaviours)
+        if self == other:
+            return shorter
+        common, length, place = 0, BLOCK, 0
+        while length <= shorter:
+            if self.marks[place : place + MARK_BYTES] != other.marks[place : place + MARK_BYTES]:
+                return common
+            common, length, place = length, 2 * length, place + MARK_BYTES
+        # Of equal length but with other ends: they part behind the last mark.
+        return common if self.behaviours == other.behaviours else shorter
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One operation."""
+
+    kind: EventKind
+    at_us: int
+    user: int
+    namespace: bytes
+    sketch: Sketch
+    outcome: str
+
+
+class TraceFormatError(ValueError):
+    """The bytes are not what this version writes."""
+
+
+def keyed_hash(value: bytes, key: bytes, size_bytes: int) -> bytes:
+    """What stands for `value` in a trace whose key this is."""
+    return blake2b(value, key=key, digest_size=size_bytes).digest()
+
+
+def sketch_of(chain: DigestChain, key: bytes) -> Sketch:
+    """The sketch of the history that the chain covers, in a trace whose key this is."""
+    marks = []
+    length = BLOCK
+    while length <= chain.length:
+        marks.append(keyed_hash(chain.blocks[length // BLOCK - 1], key, MARK_BYTES))
+        length *= 2
+    marks.append(keyed_hash(chain.digest, key, MARK_BYTES))
+    return Sketch(chain.length, b"".join(marks))
+
+
+def encode_header(header: TraceHeader) -> bytes:
+    """The first value of a file."""
+    plain: bytes = msgpack.packb({"format": FORMAT, "version": VERSION, **asdict(header)})
+    return plain
+
+
+def decode_header(value: object) -> TraceHeader:
+    """The header of a file's first value. Raises TraceFormatError that says what is wrong with it."""
+    if not isinstance(value, Mapping) or value.get("format") != FORMAT:
+        raise TraceFormatError("it does not begin as a cache trace")
+    if value.get("version") != VERSION:
+        raise TraceFormatError(f"it is of version {value.get('version')!r}, this program reads {VERSION}")
+    try:
+        given: dict[str, Any] = {field.name: value[field.name] for field in fields(TraceHeader)}
+        kv = dict(given["geometry"]["kv"])
+        kv["dtype"] = KvDtype(kv["dtype"])
+        given["geometry"] = DramGeometry(KvGeometry(**kv), DramKvDtype(given["geometry"]["dtype"]))
+        given["layout"] = PrefixLayout(**given["layout"])
+        given["hbm_policy"], given["dram_policy"] = PolicyName(given["hbm_policy"]), PolicyName(given["dram_policy"])
+        if given["latency"] is not None:
+            given["latency"] = LatencyCoefficients(**given["latency"])
+        header = TraceHeader(**given)
+        if min(header.geometry.page_bytes, header.geometry.kv.page_bytes, header.layout.tokens(1)) < 1:
+            raise ValueError("a size is not positive")
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceFormatError(f"its header is not whole: {error}") from error
+    return header
+
+
+def encode_record(record: TraceRecord) -> bytes:
+    """One record's value."""
+    sketch = record.sketch
+    plain: bytes = msgpack.packb(
+        (
+            record.kind.value,
+            record.at_us,
+            record.user,
+            record.namespace,
+            sketch.behaviours,
+            sketch.marks,
+            record.outcome,
+        )
+    )
+    return plain
+
+
+def decode_record(value: Any) -> TraceRecord:
+    """The record of a value. Raises TraceFormatError."""
+    try:
+        kind, at_us, user, namespace, behaviours, marks, outcome = value
+        record = TraceRecord(EventKind(kind), at_us, user, namespace, Sketch(behaviours, marks), outcome)
+    except (TypeError, ValueError) as error:
+        raise TraceFormatError(f"not a record: {error}") from error
+    if not (isinstance(at_us, int) and isinstance(user, int) and isinstance(behaviours, int) and behaviours >= 0):
+        raise TraceFormatError("not a record: a number is missing")
+    if not (isinstance(marks, bytes) and isinstance(namespace, bytes) and isinstance(outcome, str)):
+        raise TraceFormatError("not a record: a text is missing")
+    return record

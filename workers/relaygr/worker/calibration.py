@@ -1,0 +1,253 @@
+"""Measures a device through the engine, and fits the latency model that trigger, scheduler and cache decide by.
+
+A run goes over prefix lengths, shortest first, in rounds, until its time is up: the first round decides how long a
+prefix can be measured, later ones repeat it with other chunk sizes and the median of each point counts. One pass
+over a length gives every kind of point: each chunk is an append on what was there before, ranking afterwards is a
+hit, and the sum is full inference, which runs the same two calls. The fits are `relaygr.admission.latency`'s.
+
+The engine must be bound to an arena whose first pages, enough for the longest prefix, are free to be overwritten:
+a worker calibrates before its cache holds anything.
+
+A calibration file says what it was measured on; `latency_for` refuses one of another model, device, back end or K,V
+form, since times of another machine would only make the trigger wrong with confidence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from relaygr.admission.latency import AppendPoint, LatencyModel, RankPoint, ReloadPoint, fit
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.measuring import EngineMeter
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.model.precision import ComputeDtype
+
+_MUST_AGREE = (
+    "model_revision",
+    "device",
+    "device_description",
+    "threads",
+    "kv_dtype",
+    "page_tokens",
+    "compute_dtype",
+    "backend",
+)
+"""What a calibration and the engine that uses it have in common."""
+
+QUICK_BUDGET_S = 3.0
+"""What a worker without a calibration file spends at its start."""
+_CHUNK_TOKENS = (512, 128, 2048)
+"""One chunk size a round, so that the cost of a piece and that of its tokens come apart."""
+_SHORTEST = 64
+_CANDIDATES = (16, 128, 512)
+_RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_FEWEST_LENGTHS = 3
+_MAX_ROUNDS = 9
+
+Progress = Callable[[float, str], None]
+"""Called with the share of the work that is done, and what is measured now."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineDescription:
+    """What a calibration is good for."""
+
+    model_revision: str
+    device: str
+    device_description: str
+    host: str
+    threads: int
+    torch_version: str
+    kv_dtype: KvDtype
+    page_tokens: int
+    compute_dtype: ComputeDtype
+    backend: str
+    """What computes attention, and whether from captured graphs: where kernels of the device are missing, plain torch
+    takes several times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measured points, the coefficients fitted to them, and where they were measured."""
+
+    machine: MachineDescription
+    measured_at: str
+    """ISO 8601, UTC."""
+    coefficients: LatencyCoefficients
+    full: tuple[RankPoint, ...]
+    append: tuple[AppendPoint, ...]
+    hit: tuple[RankPoint, ...]
+    reload: tuple[ReloadPoint, ...]
+
+    @property
+    def model(self) -> LatencyModel:
+        return LatencyModel(self.coefficients)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: int
+    calibration: dict[str, Any]
+
+
+def describe(engine: Engine) -> MachineDescription:
+    """The machine and the form of the engine, as they are now."""
+    return MachineDescription(
+        model_revision=engine.revision,
+        device=engine.device.name,
+        device_description=engine.device.description,
+        host=platform.node(),
+        threads=torch.get_num_threads(),
+        torch_version=str(torch.__version__),
+        kv_dtype=engine.geometry.dtype,
+        page_tokens=engine.geometry.page_tokens,
+        compute_dtype=engine.compute_dtype,
+        backend=engine.backend,
+    )
+
+
+def calibrate(
+    engine: Engine,
+    budget_s: float = QUICK_BUDGET_S,
+    on_progress: Progress = lambda _share, _text: None,
+    timer_ns: Callable[[], int] = time.perf_counter_ns,
+) -> Calibration:
+    """Measures for about `budget_s` (the shortest lengths always), and fits. Overwrites the arena's first pages."""
+    run = _Run(engine, timer_ns)
+    end_ns = timer_ns() + int(budget_s * 1e9)
+    lengths = run.lengths()
+    reload = run.measure_reload()
+    run.measure(lengths[0], _CHUNK_TOKENS[0])
+    run.forget()  # That was the warm-up.
+    for round_number, chunk_tokens in enumerate(itertools.cycle(_CHUNK_TOKENS)):
+        for place, tokens in enumerate(lengths):
+            spent = 1 - max(0.0, (end_ns - timer_ns()) / 1e9) / budget_s
+            on_progress(min(spent, 1.0), f"{tokens:,} tokens, chunks of {chunk_tokens:,}")
+            took_ns = -timer_ns()
+            run.measure(tokens, chunk_tokens)
+            took_ns += timer_ns()
+            # Twice the tokens take up to four times as long.
+            if round_number == 0 and place + 1 >= _FEWEST_LENGTHS and timer_ns() + 4 * took_ns > end_ns:
+                lengths = lengths[: place + 1]
+                break
+            if round_number > 0 and timer_ns() >= end_ns:
+                break
+        if timer_ns() >= end_ns or round_number + 1 >= _MAX_ROUNDS:
+            break
+    on_progress(1.0, "fitted")
+    return run.result(reload)
+
+
+class _Run:
+    """Measurements of one engine, collected by point."""
+
+    def __init__(self, engine: Engine, timer_ns: Callable[[], int]) -> None:
+        self._engine = engine
+        self._meter = EngineMeter(engine, timer_ns)
+        self._candidates = sorted({min(count, engine.limits.max_candidates) for count in _CANDIDATES})
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all points."""
+        self._append: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._hit: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._full: dict[tuple[int, int], list[float]] = defaultdict(list)
+
+    def lengths(self) -> list[int]:
+        """Prefix lengths in tokens: doubling, from a short one to the longest that the model takes."""
+        longest = self._meter.longest_tokens
+        least = self._engine.layout.tokens(1)
+        shortest = max(least, min(_SHORTEST, longest // 2 ** (_FEWEST_LENGTHS - 1)))
+        doubling = itertools.takewhile(lambda n: n < longest, (shortest << step for step in itertools.count()))
+        return [*doubling, longest]
+
+    def measure(self, tokens: int, chunk_tokens: int) -> None:
+        """One prefix in chunks, and ranking on it."""
+        whole_us = 0.0
+        for point in self._meter.prefix(tokens, chunk_tokens):
+            self._append[point.cached_tokens, point.new_tokens].append(point.duration_us)
+            whole_us += point.duration_us
+        for count in self._candidates:
+            hit = self._meter.rank(tokens, count)
+            size = hit.prefix_tokens, hit.scored_tokens
+            self._hit[size].append(hit.duration_us)
+            self._full[size].append(whole_us + hit.duration_us)
+
+    def measure_reload(self) -> list[ReloadPoint]:
+        """Copies of several sizes."""
+        return list(self._meter.reloads(_RELOAD_BYTES))
+
+    def result(self, reload: Sequence[ReloadPoint]) -> Calibration:
+        """The medians and the fit."""
+        full = [RankPoint(n, m, statistics.median(times)) for (n, m), times in sorted(self._full.items())]
+        append = [AppendPoint(n, k, statistics.median(times)) for (n, k), times in sorted(self._append.items())]
+        hit = [RankPoint(n, m, statistics.median(times)) for (n, m), times in sorted(self._hit.items())]
+        return Calibration(
+            machine=describe(self._engine),
+            measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            coefficients=fit(full, append, hit, reload).coefficients,
+            full=tuple(full),
+            append=tuple(append),
+            hit=tuple(hit),
+            reload=tuple(reload),
+        )
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Writes a file that `load_calibration` reads. Raises RelayError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n"
+        # Under its name only when whole: a standby may read it while it is written.
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise RelayError(f"{path} cannot be written: {error}.") from error
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Raises RelayError for a file that is not there or not a calibration."""
+    try:
+        file = _File.model_validate_json(path.read_text(encoding="utf-8"))
+        if file.format != 1:
+            raise RelayError(f"{path} has calibration format {file.format}, this release reads 1: calibrate again.")
+        calibration = TypeAdapter(Calibration).validate_python(file.calibration)
+        calibration.model  # noqa: B018 - raises for coefficients that are no times
+        return calibration
+    except (OSError, UnicodeDecodeError) as error:
+        raise RelayError(f"{path} cannot be read ({error}): `relaygr calibrate --out` writes it.") from error
+    except (ValidationError, ValueError) as error:
+        raise RelayError(f"{path} is not a calibration: {error}") from error
+
+
+def latency_for(engine: Engine, path: Path) -> LatencyModel:
+    """The latency model of this engine, from a calibration file.
+
+    Raises RelayError for a file that is not there, broken, or of another model, device, back end or K,V form.
+    """
+    calibration = load_calibration(path)
+    here = describe(engine)
+    for name in _MUST_AGREE:
+        measured, present = getattr(calibration.machine, name), getattr(here, name)
+        if measured != present:
+            raise RelayError(
+                f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
+                "again, or leave the setting out to calibrate at start."
+            )
+    return calibration.model

@@ -1,0 +1,159 @@
+"""CUDA, NPU and whatever else torch calls an accelerator: `torch.accelerator`, `torch.Stream` and `torch.Event`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from relaygr.worker.device.interface import Device, Event, MemoryInfo, Recorder, Replay, Stream, too_large
+
+
+class _GraphReplay(Replay):
+    def __init__(self, graph: torch.accelerator.Graph) -> None:
+        self._graph = graph
+
+    def run(self) -> None:
+        self._graph.replay()
+
+
+class _AcceleratorEvent(Event):
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _AcceleratorStream(Stream):
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        with self.stream:
+            yield
+
+    def record(self) -> Event:
+        return _AcceleratorEvent(self.stream.record_event())
+
+    def wait_for(self, event: Event) -> None:
+        if isinstance(event, _AcceleratorEvent):
+            self.stream.wait_event(event.event)
+        else:
+            event.wait()
+
+
+class AcceleratorDevice(Device):
+    """CUDA, NPU and whatever else torch calls an accelerator."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device, str(torch_device))
+        self._capture_stream: torch.Stream | None = None
+        self._capturing = threading.Lock()
+        # cuBLAS may else add parts of a long product in bfloat16. Other devices do not look at it.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self.bind_thread()
+
+    def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        # From pageable memory a copy stops the thread on CUDA, and on an NPU may read what was freed. torch takes
+        # pinned memory from a pool of its own, and gives it to nobody else before the copy has ended.
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device) if into is None else into
+        return target.copy_(pinned, non_blocking=True)
+
+    def empty_host_bytes(self, *shape: int) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, MemoryError) as error:
+            raise too_large(shape, "pinned host memory") from error
+
+    def pinned_bytes(self, size_bytes: int) -> int:
+        # torch's allocator of pinned memory gives blocks of a power of two.
+        return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+    def pin_host(self, memory: torch.Tensor) -> bool:
+        # torch has no call of its own for memory that it did not allocate; CUDA's runtime does, CANN's is not exposed.
+        if self.torch_device.type != "cuda" or memory.numel() == 0:
+            return False
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        is_pinned = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        if not is_pinned:
+            # CUDA keeps the refusal, and the next kernel of this thread would be blamed for it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.torch_device)
+        return is_pinned
+
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        # torch: a lower number is more urgent, and 0 the least urgent of all.
+        return _AcceleratorStream(torch.Stream(self.torch_device, priority=0 if low_priority else -1))
+
+    def current_stream(self) -> Stream:
+        return _AcceleratorStream(torch.accelerator.current_stream(self.torch_device))
+
+    def bind_thread(self) -> None:
+        torch.accelerator.set_device_index(self.torch_device.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
+    def memory(self) -> MemoryInfo:
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(self.torch_device)
+        return MemoryInfo(int(free_bytes), int(total_bytes))
+
+    @property
+    def compute_units(self) -> int:
+        properties = torch.get_device_module(self.torch_device).get_device_properties(self.torch_device)
+        return int(getattr(properties, "multi_processor_count", 1))
+
+    def recorder(self) -> Recorder:
+        return _GraphRecorder(self)
+
+    @contextlib.contextmanager
+    def capture_stream(self) -> Iterator[torch.Stream]:
+        """The stream that graphs are captured on, by one thread at a time: a model may be loaded while another serves.
+
+        One for all: cuBLAS keeps a work space for each stream that it has seen, tens of MiB on Hopper.
+        """
+        with self._capturing:
+            if self._capture_stream is None:
+                self._capture_stream = torch.Stream(self.torch_device)
+            yield self._capture_stream
+
+
+class _GraphRecorder(Recorder):
+    def __init__(self, device: AcceleratorDevice) -> None:
+        self._device = device
+        self._first: torch.accelerator.Graph | None = None
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        with self._device.capture_stream() as stream:
+            caller = torch.accelerator.current_stream(self._device.torch_device)
+            stream.wait_stream(caller)
+            with stream:
+                work()
+                graph = self._empty_graph()
+                with graph:
+                    work()
+            caller.wait_stream(stream)
+        return _GraphReplay(graph)
+
+    def _empty_graph(self) -> torch.accelerator.Graph:
+        """A graph to capture into, on the current stream.
+
+        A small first graph, which is kept, holds the scratch memory of all: torch refuses memory whose graphs are all
+        gone. Other threads' copies go on meanwhile: only what this thread does is recorded, and held to the rules of
+        recording.
+        """
+        if self._first is None:
+            first = torch.accelerator.Graph(capture_error_mode="thread_local")
+            with first:
+                torch.zeros(1, device=self._device.torch_device)
+            self._first = first
+        return torch.accelerator.Graph(pool=self._first.pool(), capture_error_mode="thread_local")

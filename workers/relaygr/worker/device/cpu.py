@@ -1,0 +1,78 @@
+"""The CPU as a device: streams are the calling thread itself, and both tiers are plain memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from relaygr.worker.device.interface import Device, Event, MemoryInfo, Stream
+
+
+class _DoneEvent(Event):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _InlineStream(Stream):
+    """Work runs on the calling thread and is done when the call returns."""
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        yield
+
+    def record(self) -> Event:
+        return _DoneEvent()
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+
+class CpuDevice(Device):
+    """The CPU: every piece of work is complete when its call returns."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), _cpu_name())
+
+    def empty_host_bytes(self, *shape: int) -> torch.Tensor:
+        return self.empty_bytes(*shape)
+
+    def pinned_bytes(self, size_bytes: int) -> int:
+        return size_bytes
+
+    def pin_host(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - all memory is the device's own
+        return True
+
+    def stream(self, *, low_priority: bool = False) -> Stream:  # noqa: ARG002 - one thread has one priority
+        return _InlineStream()
+
+    def current_stream(self) -> Stream:
+        return _InlineStream()
+
+    def bind_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory(self) -> MemoryInfo:
+        memory = psutil.virtual_memory()
+        return MemoryInfo(int(memory.available), int(memory.total))
+
+
+def _cpu_name() -> str:
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,189 @@
+"""What a DRAM tier in fewer bits costs: scores on K,V that went through it, against scores on exact ones.
+
+A worker whose `worker.dram_kv_dtype` is not exact measures that before it starts, and refuses to start beyond
+`worker.dram_max_score_error` or below `worker.dram_min_topk_overlap`; `relaygr model check-dram` measures the same
+over histories of your own. Made histories take items that the model knows, actions and features by chance: they are
+the model's own arithmetic, but not its users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.cache.codec import make_codec
+from relaygr.worker.kv import DramGeometry, DramKvDtype
+from relaygr.worker.model.checkpoint import WEIGHTS_FILE
+from relaygr.worker.model.config import ModelConfig, read_config
+from relaygr.worker.model.inputs.vocabulary import IDS_TENSOR
+from relaygr.worker.model.interface import Engine, PrefixChunk
+
+TOP_K = 10
+MADE_USERS = 4
+MADE_BEHAVIOURS = 1024
+MADE_CANDIDATES = 100
+_BEGIN_MS = 1_700_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SampleUser:
+    """Features int64 in the order of the model's, and the long-term behaviours."""
+
+    features: NDArray[np.int64]
+    behaviours: Behaviours
+
+
+@dataclass(frozen=True, slots=True)
+class DramError:
+    """Differences of scores, as parts of the largest score of the same user and task, and the part of each user's
+    and task's TOP_K candidates that stays among them (mean).
+    """
+
+    users: int
+    candidates: int
+    max_score_error: float
+    mean_score_error: float
+    topk_overlap: float
+
+
+def measure_dram_error(
+    engine: Engine, dtype: DramKvDtype, users: Sequence[SampleUser], candidates: NDArray[np.int64]
+) -> DramError:
+    """Ranks `candidates` for each user on exact K,V, then on K,V encoded and decoded. Binds the engine to an arena
+    of its own: bind it anew. Raises ValueError without users or candidates, TooLongError beyond the model's limits.
+    """
+    if not users or candidates.size == 0:
+        raise ValueError("nothing to measure: no users, or no candidates")
+    geometry = engine.geometry
+    most_tokens = max(engine.layout.tokens(len(user.behaviours)) for user in users)
+    pages = np.arange(max(1, geometry.pages_for(most_tokens)), dtype=np.int32)
+    arena = engine.device.empty_bytes(pages.size, geometry.page_bytes).zero_()
+    engine.bind(arena)
+    errors, overlaps = [], []
+    for user in users:
+        exact = _compute_and_rank(engine, user, pages, candidates)
+        _through_dram(arena, DramGeometry(geometry, dtype))
+        decoded = _rank(engine, user, pages, candidates)
+        largest = np.abs(exact).max(0)
+        errors.append(np.abs(decoded - exact) / np.where(largest > 0, largest, 1.0))
+        overlaps += [_overlap(exact[:, task], decoded[:, task]) for task in range(exact.shape[1])]
+    return DramError(
+        users=len(users),
+        candidates=int(candidates.size),
+        max_score_error=float(np.max([error.max() for error in errors])),
+        mean_score_error=float(np.mean([error.mean() for error in errors])),
+        topk_overlap=float(np.mean(overlaps)),
+    )
+
+
+def require_precision(
+    engine: Engine, model: Path, dtype: DramKvDtype, max_score_error: float, min_topk_overlap: float
+) -> DramError | None:
+    """The gate, over made histories; None where the tier is exact. Raises RelayError with the figures, and what to do.
+
+    Binds the engine to an arena of its own: bind it anew.
+    """
+    if DramGeometry(engine.geometry, dtype).is_exact:
+        return None
+    users, candidates = made_sample(model)
+    error = measure_dram_error(engine, dtype, users, candidates)
+    # Not `error > limit`: a score that is no number passes no limit.
+    if error.max_score_error <= max_score_error and error.topk_overlap >= min_topk_overlap:
+        return error
+    raise RelayError(
+        f"worker.dram_kv_dtype {dtype} costs this model too much: scores change by up to "
+        f"{error.max_score_error:.2%} of the largest ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
+        f"the top {TOP_K} stay ({min_topk_overlap:.1%} wanted), over {error.users} made users. Choose "
+        f"{'bfloat16 or same' if dtype is DramKvDtype.INT8 else 'same'}, or see with `relaygr model check-dram` what "
+        "it costs on your own histories, and set worker.dram_max_score_error and worker.dram_min_topk_overlap."
+    )
+
+
+def made_sample(model: Path, users: int = MADE_USERS, seed: int = 0) -> tuple[list[SampleUser], NDArray[np.int64]]:
+    """Users of a checkpoint folder's model, made by chance from what it knows, and candidates for them."""
+    config, random = read_config(model), np.random.default_rng(seed)
+    items = known_items(model, config)
+    longest = min(config.max_prefix_behaviours, MADE_BEHAVIOURS)
+    made = []
+    for index in range(users):
+        # From the longest on down: short histories have fewer terms to average an error over.
+        count = max(1, longest >> index)
+        steps_ms = random.integers(1_000, 86_400_000, count)
+        features = [random.integers(0, each.cardinality, each.tokens) for each in config.contextual_features]
+        made.append(
+            SampleUser(
+                np.concatenate([np.empty(0, np.int64), *features]).astype(np.int64),
+                Behaviours(
+                    random.choice(items, count),
+                    random.integers(0, max(1, config.num_actions), count).astype(np.uint16),
+                    _BEGIN_MS + np.cumsum(steps_ms),
+                ),
+            )
+        )
+    candidates = random.choice(items, min(MADE_CANDIDATES, config.max_candidates, items.size), replace=False)
+    return made, candidates
+
+
+def known_items(model: Path, config: ModelConfig) -> NDArray[np.int64]:
+    """Ids of the items that a checkpoint folder's model has rows for."""
+    weights = model / WEIGHTS_FILE
+    if weights.exists():
+        with safe_open(weights, framework="np") as tensors:
+            if IDS_TENSOR in tensors.keys():  # noqa: SIM118 - it is no mapping
+                return np.asarray(tensors.get_tensor(IDS_TENSOR), np.int64)
+    return np.arange(config.vocabulary_size, dtype=np.int64)
+
+
+def _compute_and_rank(
+    engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    inputs = engine.prefix_inputs(user.features, user.behaviours, query_time_ms=_query_time_ms(user))
+    if inputs.tokens:
+        engine.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
+    return _rank(engine, user, pages, candidates)
+
+
+def _rank(
+    engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    request = engine.rank_inputs(
+        engine.layout.tokens(len(user.behaviours)),
+        pages,
+        Behaviours.empty(),
+        candidates,
+        query_time_ms=_query_time_ms(user),
+        prefix_timestamps_ms=user.behaviours.timestamps_ms,
+    )
+    (outputs,) = engine.rank([request])
+    return outputs.scores
+
+
+def _query_time_ms(user: SampleUser) -> int:
+    times = user.behaviours.timestamps_ms
+    return int(times[-1]) + 1 if times.size else _BEGIN_MS
+
+
+def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:
+    """What a spill and a reload of all pages leave of them."""
+    codec = make_codec(geometry)
+    if codec is None:
+        return
+    layers = geometry.kv.num_layers
+    pages = arena.view(arena.shape[0], layers, geometry.kv.layer_bytes)
+    stored = torch.empty((arena.shape[0], layers, geometry.layer_bytes), dtype=torch.uint8, device=arena.device)
+    codec.encode(pages, stored)
+    codec.decode(stored, pages)
+
+
+def _overlap(exact: NDArray[np.float32], decoded: NDArray[np.float32]) -> float:
+    count = min(TOP_K, exact.size)
+    best = [set(np.argsort(-scores, kind="stable")[:count].tolist()) for scores in (exact, decoded)]
+    return len(best[0] & best[1]) / count

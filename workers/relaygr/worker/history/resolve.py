@@ -1,0 +1,138 @@
+"""Which history a request is ranked with: pure decisions over what is stored, asked for and carried inline.
+
+| inline | stored | wanted | status |
+|---|---|---|---|
+| yes | any | none, or names the inline content | INLINE |
+| yes | any | names other content | `HistoryMismatchError` |
+| no | none | any | UNKNOWN |
+| no | yes | none | NEWEST |
+| no | yes | names all of the stored content | EXACT |
+| no | yes | names its first `length` behaviours | PREFIX_OF_NEWER |
+| no | yes | names anything else | STALE, with the newest known |
+
+Content decides, never the number alone: length and digest of behaviours and features. Whether to wait
+for a version that is not here yet (`is_behind`) is the caller's decision.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from relaygr.schemas.digest import BLOCK, DigestChain, digest_at, digest_chain
+from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.worker.history.record import StoredHistory
+
+
+class HistoryMismatchError(ValueError):
+    """A message carries one history and names another. Its text says both."""
+
+
+class HistoryStatus(enum.StrEnum):
+    """How the history that is used relates to the one asked for."""
+
+    INLINE = "inline"
+    EXACT = "exact"
+    PREFIX_OF_NEWER = "prefix_of_newer"
+    NEWEST = "newest"
+    STALE = "stale"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedHistory:
+    """The history to use. `history`, `chain` and `version` are None only if the status is UNKNOWN."""
+
+    status: HistoryStatus
+    history: History | None
+    chain: DigestChain | None
+    version: HistoryVersion | None
+    is_behind: bool
+    """The version asked for is newer than what is known: it may still come."""
+    loading: bool
+    """The store had not caught up with the user's partition."""
+
+    @property
+    def is_stale(self) -> bool:
+        """A version was asked for, and this is not it (`history_stale` in the result)."""
+        return self.status is HistoryStatus.STALE
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryWindow:
+    """The newest part of a history, as a prefix of its own: positions and digests count from its start."""
+
+    history: History
+    chain: DigestChain
+    start: int
+    """Behaviours left out at the old end, a multiple of the anchor."""
+
+
+def resolve(
+    stored: StoredHistory | None, wanted: HistoryVersion | None, inline: History | None, loading: bool
+) -> ResolvedHistory:
+    """The history for a request. Raises HistoryMismatchError if `inline` is not what `wanted` names."""
+    if inline is not None:
+        return _inline(inline, wanted, loading)
+    if stored is None:
+        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, wanted is not None, loading)
+    if wanted is None:
+        return _whole(HistoryStatus.NEWEST, stored, loading)
+    if not _begins_with(stored, wanted):
+        behind = stored.history.number < wanted.number
+        return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
+    history = History(
+        stored.history.user_id, wanted.number, stored.history.features, stored.history.behaviours[: wanted.length]
+    )
+    if wanted.length == stored.chain.length:
+        return ResolvedHistory(HistoryStatus.EXACT, history, stored.chain, wanted, False, loading)
+    chain = _cut(stored.chain, wanted)
+    return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, wanted, False, loading)
+
+
+def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anchor_behaviours: int) -> HistoryWindow:
+    """The newest behaviours of `history`, at most `max_prefix_behaviours`, begun at a multiple of the anchor.
+
+    So a history that grows keeps its window's start until a whole anchor more has to go, and what was
+    computed for it stays a prefix. A window that starts later is a new prefix, hashed anew; one that
+    starts at 0 costs nothing. An anchor above the maximum counts as the maximum. Raises ValueError for
+    either below 1.
+    """
+    if anchor_behaviours < 1 or max_prefix_behaviours < 1:
+        raise ValueError(f"a window of {max_prefix_behaviours} behaviours by {anchor_behaviours}: each is at least 1")
+    anchor = min(anchor_behaviours, max_prefix_behaviours)
+    excess = len(history.behaviours) - max_prefix_behaviours
+    if excess <= 0:
+        return HistoryWindow(history, chain, 0)
+    start = -(-excess // anchor) * anchor
+    kept = history.behaviours[start:]
+    cut = History(history.user_id, history.number, history.features, kept)
+    return HistoryWindow(cut, digest_chain(history.features, kept), start)
+
+
+def _inline(inline: History, wanted: HistoryVersion | None, loading: bool) -> ResolvedHistory:
+    chain = inline.chain()
+    version = HistoryVersion(inline.number, chain.length, chain.digest)
+    if wanted is not None and (wanted.length, wanted.digest) != (version.length, version.digest):
+        raise HistoryMismatchError(
+            f"the history carried has {version.length} behaviours and digest {version.digest.hex()}, the version "
+            f"named has {wanted.length} and {wanted.digest.hex()}: publish the version of what is carried, or none"
+        )
+    return ResolvedHistory(HistoryStatus.INLINE, inline, chain, wanted or version, False, loading)
+
+
+def _whole(status: HistoryStatus, stored: StoredHistory, loading: bool, is_behind: bool = False) -> ResolvedHistory:
+    return ResolvedHistory(status, stored.history, stored.chain, stored.version, is_behind, loading)
+
+
+def _begins_with(stored: StoredHistory, wanted: HistoryVersion) -> bool:
+    if wanted.length > stored.chain.length:
+        return False
+    return digest_at(stored.chain, stored.history.behaviours, wanted.length) == wanted.digest
+
+
+def _cut(chain: DigestChain, wanted: HistoryVersion) -> DigestChain:
+    """The chain of the first `wanted.length` behaviours, of which `wanted.digest` is the last digest."""
+    full = wanted.length // BLOCK
+    tail = (wanted.digest,) if wanted.length % BLOCK else ()
+    return DigestChain(chain.seed, chain.blocks[:full] + tail, wanted.length)

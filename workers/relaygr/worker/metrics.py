@@ -1,0 +1,127 @@
+"""The worker's metrics: what it answered, by which path, and what its device did."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from relaygr.runtime.latency_buckets import LATENCY_BUCKETS_S
+from relaygr.schemas.messages import FailureReason, Path
+from relaygr.worker.scheduler.order import WorkClass
+from relaygr.worker.work import JobOutcome
+
+
+class WorkerMetrics:
+    """One instance a process; tests give a registry of their own."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._ranked = Counter(
+            "relaygr_worker_ranked_total", "Ranking requests answered with scores", ["path"], registry=registry
+        )
+        self._unranked = Counter(
+            "relaygr_worker_unranked_total",
+            "Ranking requests answered without scores: expired, or failed with a reason",
+            ["outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "relaygr_worker_ranking_seconds",
+            "Receipt of a ranking request to its answer",
+            ["path"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._queue_seconds = Histogram(
+            "relaygr_worker_ranking_queue_seconds",
+            "Receipt of a ranking request to its first device work",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._jobs = Counter(
+            "relaygr_worker_preinfer_jobs_total", "Pre-infer jobs by how they ended", ["outcome"], registry=registry
+        )
+        self._job_start_seconds = Histogram(
+            "relaygr_worker_preinfer_start_seconds",
+            "Retrieval event to the start of its pre-infer job, over wall clocks of two machines",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._joined = Counter(
+            "relaygr_worker_prefix_joined_total",
+            "Ranking requests that waited for a prefix computation, or overtook one before it began",
+            ["kind"],
+            registry=registry,
+        )
+        self._device_seconds = Counter(
+            "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
+        )
+        self._approximate = Counter(
+            "relaygr_worker_approximate_total",
+            "Requests ranked on K,V that the DRAM tier had kept in fewer bits",
+            registry=registry,
+        )
+        self._mixed = Counter(
+            "relaygr_worker_mixed_passes_total",
+            "Ranking passes with a piece of pre-infer beside them",
+            registry=registry,
+        )
+        self._unknown_items = Counter(
+            "relaygr_worker_unknown_items_total", "Item ids that the model's vocabulary lacks", registry=registry
+        )
+        self._undelivered = Counter(
+            "relaygr_worker_results_undelivered_total", "Results given up on at their deadline", registry=registry
+        )
+        self._resent = Counter(
+            "relaygr_worker_results_resent_total", "Results produced again after a failed report", registry=registry
+        )
+        self.outstanding = Gauge(
+            "relaygr_worker_ranking_outstanding", "Ranking requests received and not yet answered", registry=registry
+        )
+        self.preinfer_queue_seconds = Gauge(
+            "relaygr_worker_preinfer_queue_seconds", "Predicted device time of queued pre-infer work", registry=registry
+        )
+        self.bytes_at_most = Gauge(
+            "relaygr_worker_bytes_at_most", "What the worker holds at most, by kind", ["kind"], registry=registry
+        )
+
+        # A label's child is looked up once, not for each request.
+        self._by_path = {path: (self._ranked.labels(path.value), self._seconds.labels(path.value)) for path in Path}
+        self._by_outcome = {outcome: self._jobs.labels(outcome.value) for outcome in JobOutcome}
+
+    def ranked(self, path: Path, total_us: int, queue_us: int, unknown_items: int) -> None:
+        ranked, seconds = self._by_path[path]
+        ranked.inc()
+        seconds.observe(total_us / 1e6)
+        self._queue_seconds.observe(queue_us / 1e6)
+        if unknown_items:
+            self._unknown_items.inc(unknown_items)
+
+    def expired(self) -> None:
+        self._unranked.labels("expired").inc()
+
+    def failed(self, reason: FailureReason) -> None:
+        self._unranked.labels(reason.value).inc()
+
+    def job_done(self, outcome: JobOutcome) -> None:
+        self._by_outcome[outcome].inc()
+
+    def job_started(self, after_us: int) -> None:
+        self._job_start_seconds.observe(max(0, after_us) / 1e6)
+
+    def ranked_approximately(self) -> None:
+        """A request was ranked on K,V that are not exact."""
+        self._approximate.inc()
+
+    def joined(self, overtaken: bool) -> None:
+        self._joined.labels("overtaken" if overtaken else "pending").inc()
+
+    def device_time(self, work_class: WorkClass, duration_us: int) -> None:
+        self._device_seconds.labels(work_class.value).inc(duration_us / 1e6)
+
+    def mixed_pass(self) -> None:
+        self._mixed.inc()
+
+    def result_undelivered(self) -> None:
+        self._undelivered.inc()
+
+    def result_resent(self) -> None:
+        self._resent.inc()

@@ -1,0 +1,107 @@
+"""The plain HSTU mask in plain torch, in tiles of 512 keys and 256 rows: fast on the CPU, right on any device.
+
+The causal half only is computed, and no more than one tile of [heads, rows, keys] is in memory. A chunk's own rows
+are attended to as they are, so that only what was there before is read from pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from relaygr.worker.model.attention.interface import AttentionPass
+from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
+from relaygr.worker.model.attention.segments import Placed, Segment, place
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.attention.tiles import ROW_BLOCK, by_head, by_row
+
+Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""sums [heads, rows, dv] += weights [heads, rows, keys] @ values [heads, keys, dv]"""
+
+
+class BlockedAttention:
+    """SiLU attention with the plain mask."""
+
+    name = "blocked torch"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        """Raises ValueError for a mask that is not the plain one."""
+        if not spec.is_plain:
+            raise ValueError("blocked attention computes the plain mask only")
+        self._spec = spec
+
+    def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
+        return _BlockedPass(self._spec, kv, segments)
+
+    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - never more keys than a block
+        s = self._spec
+        element = s.compute_dtype.itemsize
+        own = rows * (2 * s.key_width + s.row_width) * element + 2 * rows * s.row_width * 4
+        block = KEY_BLOCK * (s.key_width + s.row_width)
+        tile = s.num_heads * ROW_BLOCK * KEY_BLOCK
+        return own + 2 * block * 4 + tile * element + s.num_heads * ROW_BLOCK * s.hidden_dim * element
+
+
+class _BlockedPass:
+    def __init__(self, spec: AttentionSpec, kv: PagedKv, segments: Sequence[Segment]) -> None:
+        assert spec.normalizer is not None
+        kv.check(segments)
+        self._spec = spec
+        self._kv = kv
+        self._scale = 1.0 / spec.normalizer
+        self._slots = kv.slots(segments)
+        self._placed = list(zip(place(segments), kv.spans(segments), strict=True))
+        self._add = add_in_place if spec.compute_dtype is torch.float32 else add_widened
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._kv.write(layer, self._slots, k, v)
+        q, k, v = by_head(q * self._spec.alpha), by_head(k), by_head(v)
+        sums = torch.zeros(v.shape, device=v.device)
+        for placed, spans in self._placed:
+            self._from_context(layer, spans, q[:, placed.rows], sums[:, placed.rows])
+            self._from_own(placed, q, k, v, sums)
+        return by_row(sums, self._scale)
+
+    def _from_context(self, layer: int, spans: Sequence[PageSpan], q: torch.Tensor, sums: torch.Tensor) -> None:
+        for span in spans:
+            keys, values = self._kv.read(layer, span, q.dtype)
+            for low in range(0, q.shape[1], ROW_BLOCK):
+                rows = slice(low, low + ROW_BLOCK)
+                self._tile(q[:, rows], keys, values, sums[:, rows], None)
+
+    def _from_own(self, placed: Placed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor) -> None:
+        causal, rows = placed.causal, placed.rows
+        for first in range(causal.start, causal.stop, KEY_BLOCK):
+            last = min(first + KEY_BLOCK, causal.stop)
+            for low in range(first, rows.stop, ROW_BLOCK):
+                high = min(low + ROW_BLOCK, rows.stop)
+                # Above the last row of this tile nothing is visible; below the first key's row everything is.
+                visible = slice(first, min(last, high))
+                diagonal = low - first if low + 1 < visible.stop else None
+                self._tile(q[:, low:high], k[:, visible], v[:, visible], sums[:, low:high], diagonal)
+        free = placed.free
+        if placed.segment.free_rows:
+            weights = F.silu((q[:, free] * k[:, free]).sum(-1, keepdim=True))
+            sums[:, free] += weights * v[:, free]
+
+    def _tile(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, diagonal: int | None
+    ) -> None:
+        """Adds one tile, keeping key j of row i where j - i <= diagonal (None: all)."""
+        weights = torch.bmm(q, keys.transpose(1, 2))
+        F.silu(weights, inplace=True)
+        if diagonal is not None:
+            weights.tril_(diagonal)
+        self._add(sums, weights, values)
+
+
+def add_in_place(sums: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
+    """For weights of the sums' own type."""
+    sums.baddbmm_(weights, values)
+
+
+def add_widened(sums: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
+    """For narrower weights: the sum over blocks stays in the sums' type."""
+    sums.add_(torch.bmm(weights, values))

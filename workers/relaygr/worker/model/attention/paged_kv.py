@@ -1,0 +1,183 @@
+"""The arena as tensors: K,V of every layer in pages, read in blocks of keys and written token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.worker.kv import KvGeometry
+from relaygr.worker.model.attention.dtypes import torch_dtype
+from relaygr.worker.model.attention.segments import Segment
+
+Send = Callable[[torch.Tensor], torch.Tensor]
+KEY_BLOCK = 512
+"""Keys of one tile: K, V and the tile of a head together stay in a core's L2 cache."""
+
+_ALIGN = 4
+"""int64 elements of 32 bytes, the unit in which an NPU copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpan:
+    """Where a run of tokens lies in the arena."""
+
+    start: int
+    end: int
+    k_pieces: torch.Tensor
+    """int64, which of the arena's pieces hold K of layer 0, one head after the other; see `_Pieces`."""
+    v_pieces: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Page and place in it of each of some tokens: int64 tensors of one length."""
+
+    pages: torch.Tensor
+    places: torch.Tensor
+
+
+class PagedKv:
+    """An arena of uint8 [num_pages, page_bytes] seen as K [pages, layers, heads, page_tokens, attention_dim] and V."""
+
+    def __init__(self, arena: torch.Tensor, geometry: KvGeometry, send: Send | None = None) -> None:
+        """`send`: how page numbers get from the host to the arena's device; None: by a copy that is waited for.
+
+        Raises ValueError if the arena is not of that form.
+        """
+        if arena.dtype is not torch.uint8 or arena.dim() != 2 or arena.shape[1] != geometry.page_bytes:
+            raise ValueError(
+                f"arena is {arena.dtype} {list(arena.shape)}, not uint8 [num_pages, {geometry.page_bytes}]"
+            )
+        g = geometry
+        stored = arena.view(torch_dtype(g.dtype)).view(arena.shape[0], g.num_layers, -1)
+        k_elements = g.num_heads * g.page_tokens * g.attention_dim
+        self.geometry = geometry
+        self._send: Send = send if send is not None else lambda numbers: numbers.to(arena.device)
+        self._pieces = _Pieces(g)
+        self._cut = arena.view(torch_dtype(g.dtype)).view(-1, self._pieces.elements)
+        self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
+        self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self._k.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored K,V."""
+        return self._k.dtype
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of one layer: a view [pages, heads, page_tokens, attention_dim] of the arena."""
+        return self._k[:, layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of one layer: a view [pages, heads, page_tokens, hidden_dim] of the arena."""
+        return self._v[:, layer]
+
+    def sent(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Numbers of the host, on the arena's device."""
+        return self._send(torch.from_numpy(numbers))
+
+    def sent_together(self, arrays: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Each array on the arena's device, all by one copy; each begins where an operator may want it to."""
+        starts = np.cumsum([0] + [-(-array.size // _ALIGN) * _ALIGN for array in arrays]).tolist()
+        packed = np.zeros(starts[-1], dtype=np.int64)
+        for start, array in zip(starts[:-1], arrays, strict=True):
+            packed[start : start + array.size] = array
+        sent = self.sent(packed)
+        return [sent[start : start + array.size] for start, array in zip(starts[:-1], arrays, strict=True)]
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raises ValueError for a segment that has too few pages, or pages that the arena does not have."""
+        for segment in segments:
+            needed = self.geometry.pages_for(segment.stored_tokens)
+            if needed > len(segment.pages):
+                raise ValueError(
+                    f"{segment.stored_tokens} tokens need {needed} pages of {self.geometry.page_tokens}, "
+                    f"{len(segment.pages)} were given"
+                )
+            used = segment.pages[:needed]
+            if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
+                raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
+
+    def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
+        """The context of each segment, in blocks of at most KEY_BLOCK tokens. What says where crosses over at once."""
+        bounds = [list(self._bounds(segment.context_tokens)) for segment in segments]
+        numbers = [
+            numbers
+            for segment, own in zip(segments, bounds, strict=True)
+            for start, end in own
+            for numbers in self._pieces.of_span(segment.pages, start, end)
+        ]
+        sent = iter(self.sent_together(numbers))
+        return [tuple(PageSpan(start, end, next(sent), next(sent)) for start, end in own) for own in bounds]
+
+    def _bounds(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Whole pages as long as a block holds one; a longer page in blocks of its own."""
+        size = self.geometry.page_tokens
+        step = max(1, KEY_BLOCK // size) * size
+        for first in range(0, tokens, step):
+            for start in range(first, min(first + step, tokens), KEY_BLOCK):
+                yield start, min(start + KEY_BLOCK, first + step, tokens)
+
+    def slots(self, segments: Sequence[Segment]) -> TokenSlots:
+        """Where the causal rows of the segments that store go, in their order."""
+        size = self.geometry.page_tokens
+        parts = [np.empty((2, 0), np.int64)]
+        for segment in segments:
+            if segment.stores:
+                tokens = np.arange(segment.context_tokens, segment.causal_tokens, dtype=np.int64)
+                parts.append(np.stack((segment.pages[tokens // size], tokens % size)))
+        return TokenSlots(*self.sent(np.concatenate(parts, axis=1)).unbind())
+
+    def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores one layer of the first rows of k, v [rows, heads, dim], one a slot, rounded to the stored type."""
+        stored = slots.pages.shape[0]
+        if stored:
+            self._k[:, layer][slots.pages, :, slots.places] = k[:stored].to(self._k.dtype)
+            self._v[:, layer][slots.pages, :, slots.places] = v[:stored].to(self._v.dtype)
+
+    def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [heads, tokens, dim] of one layer, as `dtype`."""
+        g = self.geometry
+        layer_start = self._cut[layer * self._pieces.per_layer :]
+
+        def gathered(pieces: torch.Tensor, dim: int) -> torch.Tensor:
+            heads = layer_start.index_select(0, pieces).view(g.num_heads, -1, dim)
+            return heads[:, : span.end - span.start].to(dtype)
+
+        return gathered(span.k_pieces, g.attention_dim), gathered(span.v_pieces, g.hidden_dim)
+
+
+class _Pieces:
+    """The arena cut into runs of equal size, of which K or V of any head is a whole number, in any page and block.
+
+    One copy in the order of heads then reads scattered pages as [heads, tokens, dim]. It is a copy of rows, which
+    torch deals out to threads as it does the heads of the product that follows: each finds its own in its cache.
+    """
+
+    def __init__(self, geometry: KvGeometry) -> None:
+        g = self._geometry = geometry
+        self._tokens = g.page_tokens if g.page_tokens <= KEY_BLOCK else math.gcd(g.page_tokens, KEY_BLOCK)
+        self.elements = self._tokens * math.gcd(g.attention_dim, g.hidden_dim)
+        self.per_layer = g.num_heads * g.page_tokens * (g.attention_dim + g.hidden_dim) // self.elements
+
+    def of_span(self, pages: NDArray[np.integer], start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of K and of V of tokens [start, end) in layer 0: [heads, pages, pieces], flat."""
+        g = self._geometry
+        size = g.page_tokens
+        used = pages[start // size : -(-end // size)].astype(np.int64)[:, None] * (g.num_layers * self.per_layer)
+        offset = start % size
+        read = min(size, -(-(end - start) // self._tokens) * self._tokens)
+
+        def numbers(elements_before: int, dim: int) -> NDArray[np.int64]:
+            heads = (elements_before + (np.arange(g.num_heads)[:, None, None] * size + offset) * dim) // self.elements
+            return (heads + used + np.arange(read * dim // self.elements)).ravel()
+
+        return numbers(0, g.attention_dim), numbers(g.num_heads * size * g.attention_dim, g.hidden_dim)

@@ -1,0 +1,260 @@
+"""Starts the Triton kernels: checks shapes, picks block sizes, allocates what comes out.
+
+The rows of a tile follow from the element type and the longest segment (`choose_block_rows`); the block of keys and
+the pipeline's stages are tuned once per kind of kernel by Triton's autotuner (`tuned`), which keeps its choice on disk.
+A kind is what the model fixes (heads, groups, dimensions, page size, element types) and the rows of a tile: two a
+model, however requests vary. `attend` launches with `Blocks` that are known: the tuner is not made for two threads at
+once, and a model may be loaded while another serves.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from relaygr.worker.model.attention.triton_kernels import attend_kernel, store_kernel
+from relaygr.worker.model.attention.triton_plan import PackedPlan
+
+BLOCK_ROWS = (16, 32, 64, 128)
+"""Rows of a tile that `choose_block_rows` may choose."""
+_STORE_ROWS = 32
+_LEAST_DOT = 16
+"""The smallest side of a tile that `tl.dot` takes."""
+_tuning = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Keys in a block, warps of a program, and stages of its pipeline."""
+
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What attention computes, apart from sizes."""
+
+    alpha: float
+    normalizer: float
+    group_size: int = 1
+    """Candidates of a group, of which each sees those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer of the arena: K [pages, heads, page_tokens, dqk] and V [.., dv], strided views."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def page_tokens(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A packed plan and its array on the device."""
+
+    plan: PackedPlan
+    packed: torch.Tensor
+    """int32, as `plan.packed`."""
+
+    @property
+    def segments(self) -> torch.Tensor:
+        return self.packed[self.plan.segments_at :]
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.packed[self.plan.table_at :]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.packed[self.plan.slots_at :]
+
+
+def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) -> int:
+    """Rows of a tile. More rows read K,V less often, until a tile's sums no longer fit into registers.
+
+    Judged by the compiler's register counts for sm_90 (docs/cuda.md): float32 tiles beyond 32 rows of 128 spill.
+    """
+    if dtype is torch.float32:
+        return 32 if widest_dim <= 128 else 16
+    return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that a sum has room for: a multiple of 16, and so its stride, whatever the forward.
+
+    For another stride Triton would compile a second kernel, while a request waits.
+    """
+    return -(-rows // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What a launch of the attention kernel takes, apart from its blocks."""
+
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    fixed: dict[str, object]
+    sums: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    formula: Formula,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """Attention of one layer for all rows of a forward.
+
+    q, k [rows, heads, dqk], v [rows, heads, dv]: any strides but the last, which is 1. Returns float32
+    [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
+    """
+    launch = _launch(q, k, v, pages, device_plan, formula)
+    attend_kernel[launch.grid](
+        *launch.arguments, **launch.fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages
+    )
+    return launch.sums[0] if launch.sums.shape[0] == 1 else launch.sums.sum(0)
+
+
+def tuned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    formula: Formula,
+) -> Blocks:
+    """The fastest blocks for this kind of kernel, tried on these rows unless the kind is known. Any thread."""
+    launch = _launch(q, k, v, pages, device_plan, formula)
+    with _tuning:
+        tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
+        best = tuned_attend.best_config
+    return Blocks(best.kwargs["BLOCK_N"], best.num_warps, best.num_stages)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: LayerPages,
+    device_plan: DevicePlan,
+    formula: Formula,
+) -> _Launch:
+    rows, heads, d_qk = q.shape
+    d_v = v.shape[2]
+    plan = device_plan.plan
+    _check(q, k, v, pages, rows)
+    if rows != plan.rows:
+        raise ValueError(f"{rows} rows were given, the plan has {plan.rows}")
+    splits = plan.shape.splits
+    sums = torch.empty((splits, padded_rows(rows), heads, d_v), dtype=torch.float32, device=q.device)[:, :rows]
+    arguments = (
+        q,
+        k,
+        v,
+        pages.k,
+        pages.v,
+        sums,
+        device_plan.packed,
+        device_plan.segments,
+        device_plan.table,
+        formula.alpha,
+        1.0 / formula.normalizer,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *pages.k.stride()[:2],
+        *pages.v.stride()[:2],
+        *sums.stride()[:3],
+    )
+    fixed = {
+        "HEADS": heads,
+        "GROUP": formula.group_size,
+        "D_QK": d_qk,
+        "D_V": d_v,
+        "PAD_QK": max(_LEAST_DOT, triton.next_power_of_2(d_qk)),
+        "PAD_V": max(_LEAST_DOT, triton.next_power_of_2(d_v)),
+        "PAGE_TOKENS": pages.page_tokens,
+        "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+        "BLOCK_M": plan.shape.block_rows,
+    }
+    return _Launch((plan.tiles * heads, splits), arguments, fixed, sums)
+
+
+def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
+    """Writes K,V of the storing segments' causal rows into their pages, rounded to the stored type.
+
+    k [rows, heads, dqk], v [rows, heads, dv] as in `attend`.
+    """
+    rows, heads, d_qk = k.shape
+    d_v = v.shape[2]
+    _check(k, k, v, pages, device_plan.plan.rows)
+    store_kernel[(triton.cdiv(rows, _STORE_ROWS), heads)](
+        k,
+        v,
+        pages.k,
+        pages.v,
+        device_plan.slots,
+        rows,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *pages.k.stride()[:2],
+        *pages.v.stride()[:2],
+        D_QK=d_qk,
+        D_V=d_v,
+        PAD_QK=triton.next_power_of_2(d_qk),
+        PAD_V=triton.next_power_of_2(d_v),
+        PAGE_TOKENS=pages.page_tokens,
+        BLOCK_M=_STORE_ROWS,
+    )
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, rows: int) -> None:
+    heads, d_qk, d_v = q.shape[1], q.shape[2], v.shape[2]
+    if q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[0] != rows:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit {rows} rows")
+    if pages.k.shape[1::2] != (heads, d_qk) or pages.v.shape[1::2] != (heads, d_v):
+        raise ValueError(f"pages of {list(pages.k.shape[1:])} and {list(pages.v.shape[1:])} are not this layer's")
+    # The kernels walk along the last dimension, and from token to token of a page, without asking for the stride.
+    if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
+        raise ValueError("q, k and v must be contiguous in their last dimension")
+    if pages.k.stride()[2:] != (d_qk, 1) or pages.v.stride()[2:] != (d_v, 1):
+        raise ValueError("the tokens of a page must follow one another")
+
+
+def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
+    """Leaves out what spills registers for sm_90 (docs/cuda.md): at least one is left for any model."""
+    is_float32 = fixed["PRECISION"] == "ieee"
+    wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
+    large = int(str(fixed["BLOCK_M"])) > 64
+    return [
+        config
+        for config in configs
+        if (config.kwargs["BLOCK_N"] <= (16 if wide else 32) if is_float32 else config.kwargs["BLOCK_N"] >= 32)
+        and (config.num_warps == 8 or not (wide or large))
+    ]
+
+
+tuned_attend = triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+        for keys in (16, 32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ],
+    key=["HEADS", "GROUP", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
+    prune_configs_by={"early_config_prune": fitting_configs},
+    cache_results=True,
+)(attend_kernel)

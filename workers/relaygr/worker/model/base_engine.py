@@ -1,0 +1,63 @@
+"""What every engine has in common: what it says of its model, and the requests that it refuses. See `interface.py`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import Device
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.interface import EngineLimits, Int64Array, PrefixChunk, RankInputs, RankOutputs, TooLongError
+from relaygr.worker.model.namespace import kv_namespace
+from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.rules import RuleError, rules_of
+
+
+class BaseEngine(ABC):
+    """A checkpoint on a device, but for what computes it."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        kv_dtype: KvDtype,
+        page_tokens: int,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    ) -> None:
+        config = checkpoint.config
+        self.device = device
+        self.geometry = config.geometry(page_tokens, kv_dtype)
+        self.layout = config.layout()
+        self.limits = EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates)
+        self.revision = checkpoint.revision
+        self.namespace = kv_namespace(checkpoint.revision, config, self.geometry, compute_dtype)
+        self.rules = rules_of(config)
+        self.num_tasks = len(config.tasks)
+        self.compute_dtype = compute_dtype
+        self.weights_bytes = checkpoint.weights_bytes
+
+    @abstractmethod
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        """As the interface says."""
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        self.forward([chunk], [])
+
+    def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
+        return self.forward([], batch)
+
+    def _check_prefix(self, behaviours: Behaviours) -> None:
+        _check_limit(len(behaviours), self.limits.max_prefix_behaviours, "prefix behaviours")
+
+    def _check_request(self, suffix: Behaviours, candidates: Int64Array) -> None:
+        _check_limit(len(suffix), self.limits.max_suffix_behaviours, "suffix behaviours")
+        _check_limit(candidates.size, self.limits.max_candidates, "candidates")
+        if len(suffix) and not self.rules.grows:
+            raise RuleError("this model's prefixes cannot be followed by a suffix: send all behaviours in the history")
+
+
+def _check_limit(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise TooLongError(f"{count} {what}, the model takes {limit}")

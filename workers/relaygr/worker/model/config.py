@@ -1,0 +1,241 @@
+"""What a checkpoint's `config.json` says: the sizes and the options of a model.
+
+Everything that changes a number that the model computes is here, and so in the model's revision. Symbols:
+`D` embedding_dim, `H` num_heads, `dqk` attention_dim (per head), `dv` hidden_dim (per head), `N` normalizer.
+
+The HSTU layer: "Actions Speak Louder than Words" (arXiv 2402.17152), and the variants of Meta's
+generative-recommenders and NVIDIA's recsys-examples. `docs/model.md` says what each option changes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_FEATURES, MAX_SUFFIX_BEHAVIOURS, MAX_TASKS
+from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.model.options import (
+    Activated,
+    ContextualFeature,
+    DlrmInputs,
+    Family,
+    InputForm,
+    OutputForm,
+    Part,
+    PositionOrigin,
+    ReadoutActivation,
+    ReadoutForm,
+    ReadoutNorm,
+    RelativeBias,
+    Size,
+    Task,
+    TimeEncoding,
+    TimePeriod,
+)
+
+CONFIG_FILE = "config.json"
+
+
+class ModelConfig(Part):
+    """One model. Sizes are per head where they say so."""
+
+    format: Literal[1] = 1
+    family: Family = Family.HSTU
+
+    embedding_dim: Size
+    num_heads: Annotated[int, Field(ge=1, le=1024)]
+    attention_dim: Annotated[int, Field(ge=1, le=65_536, description="dqk, per head")]
+    hidden_dim: Annotated[int, Field(ge=1, le=65_536, description="dv, per head")]
+    num_layers: Annotated[int, Field(ge=1, le=1024)]
+
+    normalizer: Annotated[
+        float | None,
+        Field(gt=0, description="N: one constant for every sequence, never a batch's length; soft-max has none"),
+    ] = None
+    attn_alpha: Annotated[float | None, Field(gt=0, description="scale of q.k; none: attention_dim ** -0.5")] = None
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    activated: Activated = Activated.U
+    output_form: OutputForm = OutputForm.U_A_UNORM
+    norm_affine: bool = True
+    group_norm: bool = Field(False, description="the output norm is per head, with one weight and bias a head")
+    projection_bias: bool = True
+    output_bias: bool = False
+    mlp_dim: Annotated[
+        int | None, Field(ge=1, le=1_048_576, description="width inside a soft-max layer's MLP, which others lack")
+    ] = None
+
+    contextual_mask: bool = Field(False, description="contextual rows see the whole history")
+    max_attn_len: Annotated[int, Field(ge=0, le=2**24, description="keys at most so many places back; 0: all")] = 0
+    min_full_attn_len: Annotated[
+        int, Field(ge=0, le=2**24, description="candidates and history rows within so many places of the end see all")
+    ] = 0
+    target_group_size: Annotated[
+        int, Field(ge=1, le=MAX_CANDIDATES, description="candidates see earlier ones of their group of so many")
+    ] = 1
+    relative_bias: RelativeBias | None = None
+
+    inputs: InputForm = InputForm.ADDED
+    dlrm_inputs: Annotated[DlrmInputs | None, Field(description="sizes of the form dlrm, which others lack")] = None
+    contextual_features: Annotated[tuple[ContextualFeature, ...], Field(max_length=MAX_FEATURES)] = ()
+    vocabulary_size: Annotated[int, Field(ge=1, le=2**31, description="items known; one more row is for all others")]
+    num_actions: Annotated[
+        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1; 0: actions are not used")
+    ] = 0
+    num_positions: Annotated[
+        int, Field(ge=0, le=2**24, description="rows of the position table; places beyond it use the last; 0: none")
+    ] = 0
+    position_origin: PositionOrigin = PositionOrigin.START
+    time_encoding: TimeEncoding = TimeEncoding.NONE
+    time_unit_seconds: Annotated[float, Field(gt=0, description="the time before the query is divided by it")] = 60.0
+    num_times: Annotated[
+        int, Field(ge=0, le=2**24, description="rows of the time table; older tokens use the last; 0: none")
+    ] = 0
+    embedding_scale: Annotated[
+        float, Field(gt=0, description="tokens are multiplied by it before positions and times are added")
+    ] = 1.0
+    tasks: Annotated[tuple[Task, ...], Field(min_length=1, max_length=MAX_TASKS)] = (Task(name="click"),)
+    readout: ReadoutForm = ReadoutForm.ROW
+    readout_norm: ReadoutNorm = ReadoutNorm.LAYER
+    readout_norm_eps: Annotated[float | None, Field(gt=0, lt=1, description="none: norm_eps")] = None
+    readout_periods: Annotated[
+        tuple[TimePeriod, ...],
+        Field(max_length=8, description="the row is joined with where in each the query time is, and mapped back to D"),
+    ] = ()
+    readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
+    readout_activation: ReadoutActivation = ReadoutActivation.SILU
+    readout_item_hidden: Annotated[
+        int, Field(ge=1, le=65_536, description="width inside the item MLP of the form item_product")
+    ] = 512
+    readout_mlp_eps: Annotated[float, Field(gt=0, lt=1, description="of the norms inside the read-out's MLPs")] = 1e-5
+
+    swish_norm_eps: Annotated[
+        float | None, Field(gt=0, lt=1, description="of the norm inside each swish-norm; none: that of the other norms")
+    ] = None
+
+    max_prefix_behaviours: Annotated[int, Field(ge=8, le=MAX_BEHAVIOURS)]
+    max_suffix_behaviours: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
+    max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> ModelConfig:
+        for what, names in (
+            ("tasks", [task.name for task in self.tasks]),
+            ("contextual_features", [feature.name for feature in self.contextual_features]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{what} has the same name twice: {', '.join(names)}")
+        if self.group_norm and not self.norm_affine:
+            raise ValueError("group_norm needs norm_affine: its weight and bias are one number a head")
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> ModelConfig:
+        if self.min_full_attn_len and not self.max_attn_len:
+            raise ValueError("min_full_attn_len needs max_attn_len: without a window all rows see all")
+        if self.contextual_mask and not self.contextual_features:
+            raise ValueError("contextual_mask needs contextual_features")
+        if self.normalizer is None and self.family is Family.HSTU:
+            raise ValueError("normalizer is needed in the family hstu")
+        if self.normalizer is not None and self.family is Family.SOFTMAX:
+            raise ValueError("normalizer belongs to the family hstu")
+        if (self.mlp_dim is not None) != (self.family is Family.SOFTMAX):
+            raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
+        of_hstu = (self.activated, self.output_form, self.group_norm) != (Activated.U, OutputForm.U_A_UNORM, False)
+        if of_hstu and self.family is Family.SOFTMAX:
+            raise ValueError("activated, output_form and group_norm are options of the family hstu")
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_fit(self) -> ModelConfig:
+        if (self.dlrm_inputs is not None) != (self.inputs is InputForm.DLRM):
+            raise ValueError("dlrm_inputs belongs to the inputs dlrm, and is needed there")
+        if self.inputs is InputForm.DLRM and self.num_actions:
+            raise ValueError("inputs dlrm takes dlrm_inputs.action_weights: leave num_actions at 0")
+        if self.inputs is InputForm.INTERLEAVED and not self.num_actions:
+            raise ValueError("inputs interleaved needs num_actions")
+        if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
+            raise ValueError("readout item_product reads the tables of inputs dlrm")
+        if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):
+            raise ValueError("num_times and time_encoding are set together")
+        if self.position_origin is PositionOrigin.END and not self.num_positions:
+            raise ValueError("position_origin end needs num_positions")
+        if self.position_origin is PositionOrigin.END and self.num_positions < self.contextual_tokens:
+            raise ValueError("position_origin end needs a row of num_positions for each contextual token")
+        if self.contextual_tokens > MAX_FEATURES:
+            raise ValueError(f"contextual_features take {self.contextual_tokens} tokens, allowed are {MAX_FEATURES}")
+        return self
+
+    @property
+    def contextual_tokens(self) -> int:
+        """Tokens of the user's features, at the beginning of a prefix."""
+        return sum(feature.tokens for feature in self.contextual_features)
+
+    @property
+    def alpha(self) -> float:
+        """The scale of q.k."""
+        return self.attention_dim**-0.5 if self.attn_alpha is None else self.attn_alpha
+
+    def swish_eps(self, eps: float) -> float:
+        """Epsilon inside the swish-norms of an MLP whose other norms have `eps`."""
+        return eps if self.swish_norm_eps is None else self.swish_norm_eps
+
+    @property
+    def projection_width(self) -> int:
+        """Columns of the joint projection: U, V, Q, K."""
+        return self.num_heads * 2 * (self.hidden_dim + self.attention_dim)
+
+    @property
+    def output_width(self) -> int:
+        """Rows of the output projection."""
+        return self.num_heads * self.hidden_dim * self.output_form.blocks
+
+    def layout(self) -> PrefixLayout:
+        """Tokens of a prefix: the contextual ones, then one or two a behaviour."""
+        return PrefixLayout(self.contextual_tokens, 2 if self.inputs is InputForm.INTERLEAVED else 1)
+
+    def geometry(self, page_tokens: int, dtype: KvDtype) -> KvGeometry:
+        """K,V of this model in pages."""
+        return KvGeometry(self.num_layers, self.num_heads, self.attention_dim, self.hidden_dim, page_tokens, dtype)
+
+    def to_json(self) -> str:
+        """Canonical: the same model gives the same bytes, since the revision is computed over them."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1, ensure_ascii=True) + "\n"
+
+
+def parse_config(text: str, origin: str) -> ModelConfig:
+    """Raises RelayError that names the origin and each wrong key."""
+    try:
+        return ModelConfig.model_validate_json(text)
+    except ValidationError as error:
+        raise RelayError(f"{origin} is not a model configuration: {describe_problems(error)}.") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in a checkpoint folder. Raises RelayError if it is not there or not valid."""
+    return read_config_file(folder / CONFIG_FILE)
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """Raises RelayError for a file that is not there or no configuration."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RelayError(
+            f"{path} cannot be read ({error}): a model is a folder with {CONFIG_FILE} and model.safetensors; "
+            "`relaygr model init` makes a random one."
+        ) from error
+    return parse_config(text, str(path))
+
+
+def describe_problems(error: ValidationError) -> str:
+    """Each wrong key and what is wrong with it."""
+    return "; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())
+
+
+def _sentence(location: tuple[int | str, ...], message: str) -> str:
+    where = ".".join(str(part) for part in location)
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,254 @@
+"""Meta's DLRM-v3 state dict to ours: `DlrmHSTU` of generative-recommenders, embedding collection included.
+
+Its sizes come from its shapes. Heads, N, the names of tasks and of contextual features do not, and are options.
+Linear layers are [out, in] there, [in, out] here; layers keep their order U, V, Q, K.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.convert.layers import number_of_layers, per_head
+from relaygr.worker.model.convert.options import ConvertOptions
+from relaygr.worker.model.convert.tables import ITEM, Items, Tables, give_table
+from relaygr.worker.model.convert.takings import AS_IS, FLATTENED, TRANSPOSED, Takings
+from relaygr.worker.model.inputs.shapes import ITEM_FEATURE_ROWS
+
+_TRANSDUCER = "_hstu_transducer."
+_LAYERS = "_stu_module._stu_layers."
+_SECONDS_PER_TIME_UNIT = 60.0
+_MLP_EPS = 1e-5
+_READOUT_EPS = 1e-5
+_LAYER_EPS = 1e-6
+
+
+class MetaSource:
+    """Names of one state dict, whatever they begin with."""
+
+    def __init__(self, takings: Takings) -> None:
+        anchor = next((name for name in takings.names() if _TRANSDUCER in name), None)
+        if anchor is None:
+            raise RelayError(f"This is not DLRM-v3: no tensor's name has {_TRANSDUCER} in it.")
+        root = anchor[: anchor.index(_TRANSDUCER)]
+        self.item_mlp = f"{root}_item_embedding_mlp"
+        self.task_mlp = f"{root}_multitask_module._prediction_module"
+        transducer = f"{root}{_TRANSDUCER}"
+        self.layers = f"{transducer}{_LAYERS}"
+        preprocessor = f"{transducer}_input_preprocessor."
+        self.content = f"{preprocessor}_content_embedding_mlp"
+        self.additional = f"{preprocessor}_additional_embedding_mlp"
+        self.contextual_weight = f"{preprocessor}_batched_contextual_linear_weights"
+        self.contextual_bias = f"{preprocessor}_batched_contextual_linear_bias"
+        self.action_mlp = f"{preprocessor}_action_embedding_mlp"
+        encoder = f"{preprocessor}_action_encoder."
+        self.action_table = f"{encoder}_action_embedding_table"
+        self.action_candidates = f"{encoder}_target_action_embedding_table"
+        self.action_weights = f"{encoder}_combined_action_weights"
+        encoder = f"{transducer}_positional_encoder."
+        self.positions = f"{encoder}_position_embeddings_weight"
+        self.times = f"{encoder}_timestamp_embeddings_weight"
+        postprocessor = f"{transducer}_output_postprocessor."
+        self.readout_norm = f"{postprocessor}_layer_norm"
+        self.periods = f"{postprocessor}_time_feature_combiner"
+        self.period_units = f"{postprocessor}_period_units"
+        self.units_per_period = f"{postprocessor}_units_per_period"
+
+
+def convert_meta(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
+    """Takes the source's tensors; gives the fields of our configuration. Raises RelayError for what is not told."""
+    names = MetaSource(takings)
+    # A model without contextual features may have their linear maps all the same, of no tokens.
+    has_context = takings.has(names.contextual_weight) and takings.shape(names.contextual_weight)[0] > 0
+    width, additional = _item_mlp_widths(takings, names)
+    options.require(
+        "heads",
+        "normalizer",
+        "tasks",
+        *(["features"] if has_context else []),
+        *(["item_features"] if additional else []),
+    )
+    if len(options.item_features) != additional:
+        raise RelayError(f"The item MLP reads {additional} features beside the item: name as many with --item-feature.")
+    config = _layers(takings, names, options)
+    config |= _inputs(takings, names, options, width)
+    config |= _encodings(takings, names, int(config["embedding_dim"]))
+    config |= _readout(takings, names, options)
+    return config
+
+
+def _item_mlp_widths(takings: Takings, names: MetaSource) -> tuple[int, int]:
+    """(width of an embedding table, features of an item beside its id)."""
+    width = takings.shape(f"{names.content}.0.weight")[1]
+    all_features = takings.shape(f"{names.item_mlp}.0.weight")[1]
+    return width, all_features // width - 1
+
+
+def _layers(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+    heads = options.heads or 0
+    layers = number_of_layers(takings, names.layers)
+    rows, d = takings.shape(f"{names.layers}0._output_weight")
+    values = rows // 3
+    columns = takings.shape(f"{names.layers}0._uvqk_weight")[1]
+    norm = takings.shape(f"{names.layers}0._output_norm_weight")[0]
+    for index in range(layers):
+        source, target = f"{names.layers}{index}.", f"layers.{index}"
+        for ours, theirs in (
+            ("input_norm.weight", "_input_norm_weight"),
+            ("input_norm.bias", "_input_norm_bias"),
+            ("projection.weight", "_uvqk_weight"),
+            ("projection.bias", "_uvqk_beta"),
+            ("output_norm.weight", "_output_norm_weight"),
+            ("output_norm.bias", "_output_norm_bias"),
+            ("output.weight", "_output_weight"),
+        ):
+            takings.take(f"{source}{theirs}", f"{target}.{ours}")
+    return {
+        "embedding_dim": d,
+        "num_heads": heads,
+        "hidden_dim": per_head(values, heads, "The attention's result"),
+        "attention_dim": per_head(columns // 2 - values, heads, "The joint projection's Q"),
+        "num_layers": layers,
+        "norm_eps": options.eps or _LAYER_EPS,
+        "group_norm": norm == heads and norm != values,
+    }
+
+
+def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width: int) -> dict[str, Any]:
+    tables = Tables(takings, options, width)
+    features = options.features
+    besides = {feature.name for feature in features} | set(options.item_features)
+    items = Items(takings, options, tables.require(ITEM, tables.only(besides)))
+    described = []
+    for index, feature in enumerate(features):
+        table = tables.require(feature.name)
+        give_table(takings, table, f"features.{index}.weight")
+        described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
+    item_features = []
+    for index, name in enumerate(options.item_features):
+        table = tables.require(name)
+        target = ITEM_FEATURE_ROWS.format(index)
+        if name not in options.item_values and not takings.has(target):
+            raise RelayError(
+                f"Which {name} does each item have? Say --item-values {name}=FILE.npy, a value a row of the item table."
+            )
+        rows = int(table.rows.shape[0])
+        give_table(takings, table, f"item_features.{index}.weight")
+        if name in options.item_values:
+            items.take_feature(Path(options.item_values[name]), target, rows)
+        item_features.append({"name": name, "cardinality": rows})
+    if features:
+        takings.take(names.contextual_weight, "contextual.weight")
+        takings.take(names.contextual_bias, "contextual.bias")
+    else:
+        for name in (names.contextual_weight, names.contextual_bias):
+            takings.unused(name, "it maps contextual features, and there are none")
+    if features and not any(feature.min_tokens for feature in features):
+        takings.note(
+            "No contextual feature is hidden from short sequences: where the source has minimum lengths, "
+            "say them with --hide-below NAME=TOKENS."
+        )
+    _take_mlp(takings, names.content, "content")
+    if options.item_features:
+        _take_mlp(takings, names.additional, "additional")
+    else:
+        for part in ("0", "1", "2", "3"):
+            for kind in ("weight", "bias"):
+                takings.unused(f"{names.additional}.{part}.{kind}", "it reads features that items do not have")
+    inputs = {
+        "table_dim": width,
+        "hidden": takings.shape(f"{names.content}.0.weight")[0],
+        "norm_eps": _MLP_EPS,
+        "item_features": item_features,
+        **_actions(takings, names, options),
+    }
+    return {
+        "inputs": "dlrm",
+        "dlrm_inputs": inputs,
+        "vocabulary_size": items.count,
+        "contextual_features": described,
+        "contextual_mask": options.contextual_mask,
+    }
+
+
+def _actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+    if not takings.has(names.action_table):
+        return {}
+    if takings.has(names.action_weights):
+        weights = [int(weight) for weight in takings.peek(names.action_weights)]
+        takings.unused(names.action_weights, "the bits of actions stand in the configuration")
+    else:
+        options.require("action_weights")
+        weights = list(options.action_weights)
+    takings.take(names.action_table, "action_bits.weight")
+    takings.take(names.action_candidates, "action_bits.candidates", FLATTENED)
+    _take_mlp(takings, names.action_mlp, "action_bits")
+    return {"action_weights": weights, "action_dim": takings.shape(names.action_table)[1]}
+
+
+def _encodings(takings: Takings, names: MetaSource, width: int) -> dict[str, Any]:
+    if not takings.has(names.positions):
+        return {}
+    takings.take(names.positions, "positions.weight")
+    takings.take(names.times, "times.weight")
+    return {
+        "num_positions": takings.shape(names.positions)[0],
+        "position_origin": "end",
+        "num_times": takings.shape(names.times)[0],
+        "time_encoding": "sqrt",
+        "time_unit_seconds": _SECONDS_PER_TIME_UNIT,
+        "embedding_scale": float(width) ** 0.5,
+    }
+
+
+def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+    has_norm = takings.has(f"{names.readout_norm}.weight")
+    if has_norm:
+        takings.take(f"{names.readout_norm}.weight", "readout.norm.weight")
+        takings.take(f"{names.readout_norm}.bias", "readout.norm.bias")
+    periods: list[dict[str, float]] = []
+    if takings.has(f"{names.periods}.weight"):
+        takings.take(f"{names.periods}.weight", "readout.periods.weight", TRANSPOSED)
+        takings.take(f"{names.periods}.bias", "readout.periods.bias")
+        units = zip(_numbers(takings, names.period_units), _numbers(takings, names.units_per_period), strict=True)
+        periods = [{"unit_seconds": seconds, "units": count} for seconds, count in units]
+    _take_mlp(takings, names.item_mlp, "readout.item")
+    for ours, theirs, transform in (
+        ("0", "0", TRANSPOSED),
+        ("0.norm", "1", AS_IS),
+        ("1", "2", TRANSPOSED),
+    ):
+        takings.take(f"{names.task_mlp}.{theirs}.weight", f"readout.mlp.{ours}.weight", transform)
+        takings.take(f"{names.task_mlp}.{theirs}.bias", f"readout.mlp.{ours}.bias")
+    return {
+        "readout": "item_product",
+        "readout_norm": "layer" if has_norm else "l2",
+        "readout_norm_eps": _READOUT_EPS,
+        "readout_periods": periods,
+        "readout_hidden": [takings.shape(f"{names.task_mlp}.0.weight")[0]],
+        "readout_activation": "swish_norm",
+        "readout_item_hidden": takings.shape(f"{names.item_mlp}.0.weight")[0],
+        "readout_mlp_eps": _MLP_EPS,
+        "tasks": [task.model_dump() for task in options.tasks],
+    }
+
+
+def _numbers(takings: Takings, name: str) -> list[float]:
+    numbers: list[float] = takings.peek(name).to(torch.float64).flatten().tolist()
+    takings.unused(name, "the periods stand in the configuration")
+    return numbers
+
+
+def _take_mlp(takings: Takings, source: str, target: str) -> None:
+    """Linear, swish-norm, linear, LayerNorm."""
+    for ours, theirs, transform in (
+        ("0", "0", TRANSPOSED),
+        ("inner_norm", "1", AS_IS),
+        ("1", "2", TRANSPOSED),
+        ("outer_norm", "3", AS_IS),
+    ):
+        takings.take(f"{source}.{theirs}.weight", f"{target}.{ours}.weight", transform)
+        takings.take(f"{source}.{theirs}.bias", f"{target}.{ours}.bias")

@@ -1,0 +1,70 @@
+"""Loading an engine: a checkpoint folder, a device, and the form in which K,V are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relaygr.worker.device import Device, open_device, set_threads
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from relaygr.worker.model.interface import (
+    Engine,
+    EngineLimits,
+    PrefixChunk,
+    PrefixInputs,
+    RankInputs,
+    RankOutputs,
+    TooLongError,
+)
+from relaygr.worker.model.null_engine import NullEngine
+from relaygr.worker.model.options import Family
+from relaygr.worker.model.paged_engine import PagedEngine
+from relaygr.worker.model.precision import ComputeDtype
+
+__all__ = [
+    "Engine",
+    "EngineLimits",
+    "PrefixChunk",
+    "PrefixInputs",
+    "RankInputs",
+    "RankOutputs",
+    "TooLongError",
+    "build_engine",
+    "load_engine",
+]
+
+DEFAULT_PAGE_TOKENS = 64
+
+
+def load_engine(
+    path: Path,
+    device: str | None = None,
+    kv_dtype: KvDtype = KvDtype.FLOAT32,
+    page_tokens: int = DEFAULT_PAGE_TOKENS,
+    threads: int | None = None,
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    graphs: bool = False,
+) -> Engine:
+    """The checkpoint in folder `path`, on the device that the setting names (None: the accelerator, else the CPU).
+
+    `threads`: CPU threads of one operator, process-wide; None leaves torch's own choice. Raises RelayError for a
+    checkpoint that is not there or broken, and for a device that is not there.
+    """
+    if threads is not None:
+        set_threads(threads)
+    opened = open_device(device)
+    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype, graphs)
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    device: Device,
+    kv_dtype: KvDtype,
+    page_tokens: int,
+    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    graphs: bool = False,
+) -> Engine:
+    """An engine for a checkpoint that is in memory. `graphs`: forwards run from captured graphs (`graphs.py`)."""
+    if checkpoint.config.family is Family.NULL:
+        return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
+    return PagedEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype, graphs=graphs)

@@ -1,0 +1,174 @@
+"""The options of a model and the parts of its configuration: what each value means. `config.py` puts them together."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from relaygr.schemas.messages import MAX_FEATURES
+
+Size = Annotated[int, Field(ge=1, le=1_048_576)]
+
+
+class Part(BaseModel):
+    """A part of the configuration: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Family(enum.StrEnum):
+    """What computes the scores."""
+
+    HSTU = "hstu"
+    SOFTMAX = "softmax"
+    """A decoder with soft-max attention and an MLP in each layer."""
+    NULL = "null"
+    """Computes nothing: for measuring what surrounds the model."""
+
+
+class Activated(enum.StrEnum):
+    """Which blocks of the joint projection go through SiLU."""
+
+    U = "u"
+    UVQK = "uvqk"
+
+
+class OutputForm(enum.StrEnum):
+    """What the output projection reads; A is the attention's result."""
+
+    U_A_UNORM = "u_a_unorm"
+    """[U, A, U * norm(A)]"""
+    U_NA_UNORM = "u_na_unorm"
+    """[U, norm(A), U * norm(A)]"""
+    UNORM = "unorm"
+    """U * norm(A)"""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of H dv rows that the output projection has."""
+        return 1 if self is OutputForm.UNORM else 3
+
+
+class TaskKind(enum.StrEnum):
+    """What a task predicts."""
+
+    BINARY = "binary"
+    """Score = sigmoid(logit)."""
+    REGRESSION = "regression"
+    """Score = logit."""
+
+
+class ReadoutNorm(enum.StrEnum):
+    """How a candidate's last row is normalised before the task MLP."""
+
+    LAYER = "layer"
+    L2 = "l2"
+
+
+class RelativeBias(Part):
+    """Added to q.k before SiLU: by the distance of two tokens, and by the time between them."""
+
+    positions: Annotated[int, Field(ge=1, le=1_048_576, description="N: the table has 2 N - 1 weights, a layer")]
+    time_buckets: Annotated[
+        int, Field(ge=0, le=65_536, description="the time table has one weight more; 0: no bias by time")
+    ] = 0
+    log_base: Annotated[float, Field(ge=1e-6, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
+
+
+class InputForm(enum.StrEnum):
+    """What behaviours and candidates become before the first layer."""
+
+    ADDED = "added"
+    """One token: item + action; candidates have an action row of their own."""
+    INTERLEAVED = "interleaved"
+    """Two tokens, item then action; candidates are items alone. NVIDIA's recsys-examples."""
+    DLRM = "dlrm"
+    """One token: MLP(item) + MLP(item's features) + MLP(action bits). Meta's DLRM-v3."""
+
+
+class PositionOrigin(enum.StrEnum):
+    """Where positions are counted from."""
+
+    START = "start"
+    """A prefix is good for any later request."""
+    END = "end"
+    """Back from the history's end: a prefix is good for one impression."""
+
+
+class TimeEncoding(enum.StrEnum):
+    """How the time before the query becomes a row of the time table."""
+
+    NONE = "none"
+    SQRT = "sqrt"
+    LOG = "log"
+
+
+class ReadoutForm(enum.StrEnum):
+    """What the task MLP reads."""
+
+    ROW = "row"
+    """The candidate's last row, normalised."""
+    ITEM_PRODUCT = "item_product"
+    """The same times an MLP of the candidate's own embedding. Meta's DLRM-v3."""
+
+
+class ReadoutActivation(enum.StrEnum):
+    """Between the layers of the task MLP."""
+
+    SILU = "silu"
+    RELU = "relu"
+    GELU = "gelu"
+    SWISH_NORM = "swish_norm"
+    """x * sigmoid(LayerNorm(x))"""
+
+
+class ContextualFeature(Part):
+    """A categorical user feature: tokens at the beginning of the prefix."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
+    tokens: Annotated[
+        int, Field(ge=1, le=MAX_FEATURES, description="values that it takes of a history's features, a token each")
+    ] = 1
+    min_tokens: Annotated[
+        int, Field(ge=0, le=65_536, description="hidden from sequences of fewer behaviours and candidates together")
+    ] = 0
+
+
+class ItemFeature(Part):
+    """A categorical feature that each item has, such as its category: `item_features.K.rows` holds the values."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
+
+
+class DlrmInputs(Part):
+    """Sizes of the input MLPs of Meta's DLRM-v3."""
+
+    table_dim: Annotated[int, Field(ge=1, le=65_536, description="width of the item, item feature and feature tables")]
+    hidden: Annotated[int, Field(ge=1, le=65_536, description="width inside the MLPs")]
+    norm_eps: Annotated[float, Field(gt=0, lt=1, description="of the MLPs' norms")] = 1e-5
+    item_features: Annotated[tuple[ItemFeature, ...], Field(max_length=MAX_FEATURES)] = ()
+    action_weights: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=65_535)], ...],
+        Field(
+            max_length=16, description="the action code has an embedding for each of these that shares a bit with it"
+        ),
+    ] = ()
+    action_dim: Annotated[int, Field(ge=1, le=65_536, description="width of each such embedding")] = 8
+
+
+class TimePeriod(Part):
+    """A circle that the query time goes round: hours of a day, days of a week."""
+
+    unit_seconds: Annotated[float, Field(gt=0)]
+    units: Annotated[float, Field(gt=0, description="units in a round")]
+
+
+class Task(Part):
+    """One column of the scores."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    kind: TaskKind = TaskKind.BINARY

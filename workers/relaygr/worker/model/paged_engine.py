@@ -1,0 +1,158 @@
+"""A checkpoint's inputs, layers and read-out over K,V in pages, in torch. Contract: `interface.py`.
+
+One forward takes the rows of all its chunks and requests through the layers together: the matrix products are over
+every row there is and none is padding; attention keeps the segments apart (`attention/segments.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.device import Device
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.bias import relative_biases
+from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
+from relaygr.worker.model.attention.dtypes import torch_dtype
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.spec import spec_of
+from relaygr.worker.model.base_engine import BaseEngine
+from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.graphs import layer_runner
+from relaygr.worker.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
+from relaygr.worker.model.inputs.shapes import input_row_elements
+from relaygr.worker.model.inputs.times import query_seconds
+from relaygr.worker.model.inputs.tokens import Column
+from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
+from relaygr.worker.model.layers import build_layers
+from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.readout import Readout
+from relaygr.worker.model.readout.shapes import readout_row_elements
+from relaygr.worker.model.segmenting import Segmenting
+from relaygr.worker.model.stack import Stack
+
+_FLOAT_BYTES = 4
+_TOKEN_BYTES = 8 * len(Column)
+
+
+class PagedEngine(BaseEngine):
+    """Any family of layers on any device that torch knows."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        kv_dtype: KvDtype,
+        page_tokens: int,
+        compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+        choose: AttentionChooser = choose_attention,
+        graphs: bool = False,
+    ) -> None:
+        """`choose`: what picks the attention's back end; benchmarks compare them by it.
+
+        `graphs`: forwards run from captured graphs, if that back end can be captured (`graphs.py`).
+        """
+        super().__init__(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
+        config = checkpoint.config
+        self._config = config
+        self._gates = FeatureGates(config.contextual_features)
+        self._lookup = TokenLookup(config, checkpoint.vocabulary())
+        self._segmenting = Segmenting(config)
+        tensors = {
+            name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
+        }
+        self._embedding = TokenEmbedding(config, tensors, device.sent)
+        stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
+        self._attention = choose(
+            spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
+        )
+        self._layers = layer_runner(stack, self._attention, device, graphs)
+        self._readout = Readout(config, tensors)
+        self._kv: PagedKv | None = None
+
+    @property
+    def backend(self) -> str:
+        return self._layers.name
+
+    @property
+    def passes_to_warm(self) -> int:
+        return self._layers.passes_to_warm
+
+    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
+        c = self._config
+        values, keys = c.num_heads * c.hidden_dim, c.num_heads * c.attention_dim
+        # float32: x before and after the layer and normalised; A, and A normalised.
+        full = 3 * c.embedding_dim + 3 * values
+        # Of the compute type: the norms and a product's result once more, the projection and a copy of its K and V.
+        narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
+        rows = max_chunk_tokens + max_batch_rows
+        max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
+        layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
+        layers += self._attention.scratch_bytes(rows, max_tokens)
+        # Embedding comes before the layers, and is done with all but the rows when they begin.
+        layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
+        # The tokens stay until the read-out has taken those of the candidates.
+        readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES + rows * _TOKEN_BYTES
+        return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
+
+    def bind(self, arena: torch.Tensor) -> None:
+        self._kv = PagedKv(arena, self.geometry, self.device.sent)
+
+    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
+        return self._gates.shown(features, behaviours, candidates)
+
+    def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
+        self._check_prefix(behaviours)
+        found = self._lookup.prefix(features, behaviours, query_time_ms)
+        return PrefixInputs(found.tokens, found.unknown_items, query_seconds(query_time_ms))
+
+    def rank_inputs(
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,
+        prefix_timestamps_ms: Int64Array | None = None,
+    ) -> RankInputs:
+        self._check_request(suffix, candidates)
+        found = self._lookup.scored(prefix_tokens, suffix, candidates, query_time_ms)
+        return RankInputs(
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            rows=found.tokens,
+            suffix_tokens=found.tokens.shape[0] - candidates.size,
+            num_candidates=int(candidates.size),
+            unknown_items=found.unknown_items,
+            prefix_times=self._segmenting.prefix_times(prefix_tokens, prefix_timestamps_ms),
+        )
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        if self._kv is None:
+            raise ValueError("the engine has no arena yet: call bind first")
+        if not chunks and not requests:
+            return []
+        segments: list[Segment] = [self._segmenting.of_chunk(chunk) for chunk in chunks]
+        segments += [self._segmenting.of_request(request) for request in requests]
+        tokens = np.concatenate(
+            [chunk.inputs.rows[chunk.start : chunk.end] for chunk in chunks] + [request.rows for request in requests]
+        )
+        before = [request.layer_ready for request in requests if request.layer_ready is not None]
+        sent = self.device.sent(torch.from_numpy(tokens))
+        rows = self._layers(self._kv, segments, self._embedding(tokens, sent), before)
+        return self._scores(rows, sent, sum(chunk.end - chunk.start for chunk in chunks), requests) if requests else []
+
+    def _scores(
+        self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[RankInputs]
+    ) -> list[RankOutputs]:
+        """Of the requests, whose rows and tokens begin at `start`."""
+        ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
+        counts = [request.num_candidates for request in requests]
+        asked = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
+        scores = self._readout(torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]))
+        return [RankOutputs(part) for part in np.split(scores.cpu().numpy(), np.cumsum(counts)[:-1])]

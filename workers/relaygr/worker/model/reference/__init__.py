@@ -1,0 +1,67 @@
+"""The whole model in one piece, as slow and plain as it can be: the oracle of tests, never the way to serve.
+
+It shares no code with the engine but the names of the tensors: no pages, no chunks, no tiles, one dense mask, any
+float type. A prefix, a suffix and candidates go through all layers together. Its masks are those that other people's
+test vectors are held against (`masks.py`), which the engine does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.options import Family
+from relaygr.worker.model.reference.layers import Attention, decoder_layer, hstu_layer
+from relaygr.worker.model.reference.scores import read_out
+from relaygr.worker.model.reference.sequence import embed, sequence_of
+from relaygr.worker.model.reference.sight import bias_of, mask_of
+
+__all__ = ["ReferenceOutputs", "full_inference"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOutputs:
+    """scores [candidates, tasks]; keys, values: of each layer [tokens, H * dim], prefix first."""
+
+    scores: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def full_inference(
+    checkpoint: Checkpoint,
+    features: NDArray[np.int64],
+    history: Behaviours,
+    candidates: NDArray[np.int64],
+    query_time_ms: int = 0,
+    dtype: torch.dtype = torch.float64,
+    round_kv: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> ReferenceOutputs:
+    """Scores of the candidates after the history (prefix and suffix together), computed in `dtype`.
+
+    `round_kv` stands for what storage does to K and V.
+    """
+    config = checkpoint.config
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
+    sequence = sequence_of(config, tensors, features, history, candidates, query_time_ms)
+    x = embed(config, tensors, sequence)
+    mask = mask_of(config, sequence)
+    layer = decoder_layer if config.family is Family.SOFTMAX else hstu_layer
+    keys, values = [], []
+    for index in range(config.num_layers):
+        own = {
+            name.removeprefix(f"layers.{index}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"layers.{index}.")
+        }
+        attention = Attention(config, mask, bias_of(config, own, sequence), round_kv)
+        x = layer(config, own, x, attention)
+        keys.append(attention.keys)
+        values.append(attention.values)
+    return ReferenceOutputs(read_out(config, tensors, x[x.shape[0] - candidates.size :], sequence), keys, values)

@@ -1,0 +1,260 @@
+"""`dlrm_`: Meta's whole ranking model, converted and run by the modules that serve it, over pages.
+
+A case holds embeddings where a model has tables: each of its rows becomes an item, or a feature's value, of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.model.attention.dtypes import torch_dtype
+from relaygr.worker.model.attention.spec import spec_of
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.convert import Converted, ConvertOptions, SourceKind, convert_state_dict
+from relaygr.worker.model.convert.options import SourceFeature
+from relaygr.worker.model.convert.state_dict import StateDict
+from relaygr.worker.model.inputs import Column, FeatureGates, TokenEmbedding, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.shapes import ITEM_FEATURE_ROWS
+from relaygr.worker.model.inputs.times import age_rows
+from relaygr.worker.model.layers import build_layers
+from relaygr.worker.model.options import Task, TaskKind
+from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.readout import Readout
+from relaygr.worker.model.vectors.cases import (
+    Case,
+    Checked,
+    MalformedCaseError,
+    NotUnderstoodError,
+    alpha_of,
+    compare,
+    require_rows,
+    slices,
+)
+from relaygr.worker.model.vectors.paged import PAGINGS, PagedLayers
+
+_KNOWN = frozenset(
+    {"contextual", "tasks", "post", "N", "dim", "heads", "layers", "norm_eps", "post_ln_eps", "swish_ln_eps"}
+    | {"stu_contextual_seq_len", "use_group_norm", "alpha", "attn_alpha", "max_attn_len", "min_full_attn_seq_len"}
+)
+_WITH_TIME = "timestamp+layernorm"
+_POSTS = ("layernorm", _WITH_TIME)
+_ITEM = "item"
+_GATED_FEATURE = "user_id"
+_GATE_TOKENS = 4
+"""The contextual token of the user id counts only from so many tokens of history and candidates on."""
+_MODULE_DEFAULT = "module default"
+_MODULE_DEFAULT_EPS = 1e-5
+_ACTION_WEIGHTS = (1, 2, 4)
+"""The bits of actions, where no buffer holds them."""
+_MS = 1000
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """A contextual feature: its tokens, and of each user the rows of its embeddings."""
+
+    name: str
+    tokens: int
+    rows: list[range]
+
+
+class _Served:
+    """The modules of a served model."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], masked_context: int) -> None:
+        self.gates = FeatureGates(config.contextual_features)
+        self.lookup = TokenLookup(config, Vocabulary(config.vocabulary_size))
+        self.embedding = TokenEmbedding(config, tensors)
+        self.readout = Readout(config, tensors)
+        spec = replace(spec_of(config, ComputeDtype.FLOAT32), contextual_tokens=masked_context)
+        layers = build_layers(config, tensors, torch_dtype(ComputeDtype.FLOAT32))
+        self.layers = PagedLayers(layers, spec)
+
+
+def run_dlrm(case: Case) -> list[Checked]:
+    """The candidates' rows, their items' rows, and predictions."""
+    case.require_known(_KNOWN)
+    if case.option("post") not in _POSTS:
+        raise NotUnderstoodError(f"option post={case.option('post')!r} is not known")
+    histories, asked = case.lengths("uih_lengths"), case.lengths("num_candidates")
+    items = [name.removeprefix("in/") for name in case.names("in/") if case.has(f"in/c_{name.removeprefix('in/')}")]
+    if not items:
+        raise MalformedCaseError("in/item or in/c_item is missing")
+    items.sort(key=lambda name: name != _ITEM)
+    require_rows(f"in/{items[0]}", case.floats(f"in/{items[0]}").shape[0], histories)
+    contexts = _contexts(case, len(histories))
+    converted = _converted(case, items, contexts)
+    model = _Served(converted.config, dict(converted.tensors), case.whole("stu_contextual_seq_len", 0))
+    checked = []
+    for paging in PAGINGS:
+        rows, tokens = [], []
+        for user in _users(case, histories, asked, contexts):
+            found = _rows_of(model, converted.config, user, paging)
+            rows.append(found[0])
+            tokens.append(found[1])
+        last, own = torch.cat(rows), torch.cat(tokens)
+        where = f"in pages of {paging[0]}"
+        users, theirs = model.readout.user_rows(last, own), model.readout.item_rows(own)
+        checked += [
+            compare(f"candidates_user_embeddings {where}", users, case.floats("candidates_user_embeddings")),
+            compare(f"candidates_item_embeddings {where}", theirs, case.floats("candidates_item_embeddings")),
+            compare(f"preds {where}", model.readout(last, own).T, case.floats("preds")),
+        ]
+    return checked
+
+
+@dataclass(frozen=True, slots=True)
+class _User:
+    """One user's request: ids are rows of the case's embeddings."""
+
+    features: NDArray[np.int64]
+    behaviours: Behaviours
+    candidates: NDArray[np.int64]
+    candidate_times: NDArray[np.int64]
+
+
+def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_Context]) -> Iterator[_User]:
+    times, asked_times = (case.integers(f"payload/{name}").numpy() for name in ("time", "c_time"))
+    actions = case.integers("payload/action").numpy() if case.has("payload/action") else np.zeros_like(times)
+    if actions.size and (actions.min() < 0 or actions.max() > np.iinfo(np.uint16).max):
+        raise NotUnderstoodError("action codes beyond 16 bits are not known")
+    first_candidate = sum(histories)
+    parts = zip(slices(histories), slices(asked), strict=True)
+    for user, (history, own) in enumerate(parts):
+        yield _User(
+            np.array([row for context in contexts for row in _values(context, user)], dtype=np.int64),
+            Behaviours(
+                np.arange(history.start, history.stop, dtype=np.int64),
+                actions[history].astype(np.uint16),
+                times[history] * _MS,
+            ),
+            np.arange(own.start, own.stop, dtype=np.int64) + first_candidate,
+            asked_times[own],
+        )
+
+
+def _values(context: _Context, user: int) -> list[int]:
+    """One value a token; what is missing is unknown, whose embedding is zero."""
+    rows = list(context.rows[user])[: context.tokens]
+    return rows + [_UNKNOWN] * (context.tokens - len(rows))
+
+
+def _rows_of(
+    model: _Served, config: ModelConfig, user: _User, paging: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the candidates after the last layer, and their tokens."""
+    stamps = user.candidate_times if user.candidate_times.size else user.behaviours.timestamps_ms // _MS
+    query_time = int(stamps[-1]) if stamps.size else 0
+    features = model.gates.shown(user.features, len(user.behaviours), user.candidates.size)
+    prefix = model.lookup.prefix(features, user.behaviours, query_time * _MS).tokens
+    scored = model.lookup.scored(prefix.shape[0], Behaviours.empty(), user.candidates, query_time * _MS).tokens
+    # A request has one query time; the case may have one a candidate, and the last of them counts for ages.
+    scored[:, Column.TIME] = user.candidate_times
+    scored[:, Column.AGE] = age_rows(
+        user.candidate_times, query_time, config.time_encoding, config.time_unit_seconds, config.num_times
+    )
+    x = model.embedding(np.concatenate((prefix, scored)))
+    rows = model.layers.run(x, prefix.shape[0], user.candidates.size, *paging).rows
+    return rows[prefix.shape[0] :], torch.from_numpy(scored)
+
+
+def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Converted:
+    """The case's weights and embeddings as a state dict, converted. Raises MalformedCaseError if something lacks."""
+    tensors = {name.removeprefix("w/buffer/").removeprefix("w/"): case.floats(name) for name in case.names("w/")}
+    tables = {name: torch.cat((case.floats(f"in/{name}"), case.floats(f"in/c_{name}"))) for name in items}
+    tensors |= {f"_embedding_collection.embeddings.{name}.weight": table for name, table in tables.items()}
+    rows = torch.arange(tables[items[0]].shape[0] + 1)
+    tensors |= {ITEM_FEATURE_ROWS.format(index): rows for index in range(len(items) - 1)}
+    for context in contexts:
+        tensors[f"_embedding_collection.embeddings.{context.name}.weight"] = case.floats(f"in/{context.name}")
+    options = ConvertOptions(
+        heads=case.whole("heads"),
+        normalizer=case.number("N"),
+        eps=case.number("norm_eps"),
+        alpha=alpha_of(case),
+        max_attn_len=case.whole("max_attn_len", 0),
+        min_full_attn_len=case.whole("min_full_attn_seq_len", 0),
+        action_weights=_ACTION_WEIGHTS,
+        tasks=_tasks(case),
+        features=tuple(_source_feature(context) for context in contexts),
+        item_features=tuple(items[1:]),
+        tables={"item": items[0]},
+    )
+    try:
+        converted = convert_state_dict(StateDict(tensors), SourceKind.META, options, case.name)
+    except RelayError as error:
+        raise MalformedCaseError(str(error)) from error
+    missing = [missing.looked_for for missing in converted.report.missing]
+    if missing:
+        raise MalformedCaseError(f"missing: {', '.join(missing)}")
+    if bool(converted.config.readout_periods) != (case.option("post") == _WITH_TIME):
+        raise MalformedCaseError(f"post is {case.option('post')}, the weights are another one's")
+    return replace(converted, config=_with_eps(case, converted.config))
+
+
+def _source_feature(context: _Context) -> SourceFeature:
+    least = _GATE_TOKENS if context.name == _GATED_FEATURE else 0
+    return SourceFeature(name=context.name, tokens=context.tokens, min_tokens=least)
+
+
+def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
+    """Epsilons that the case names and a state dict does not say."""
+    eps = {"readout_norm_eps": _eps(case, "post_ln_eps"), "swish_norm_eps": _eps(case, "swish_ln_eps")}
+    return config.model_copy(update=eps)
+
+
+def _eps(case: Case, name: str) -> float:
+    return _MODULE_DEFAULT_EPS if case.option(name, _MODULE_DEFAULT) == _MODULE_DEFAULT else case.number(name)
+
+
+def _tasks(case: Case) -> tuple[Task, ...]:
+    tasks = []
+    for text in case.option("tasks"):
+        name, _, kind = str(text).rpartition(":")
+        if kind not in list(TaskKind):
+            raise NotUnderstoodError(f"option tasks={case.option('tasks')!r} has a kind that is not known")
+        tasks.append(Task(name=name or kind, kind=TaskKind(kind)))
+    return tuple(tasks)
+
+
+def _contexts(case: Case, users: int) -> list[_Context]:
+    """Contextual features in order, named in a list, or in a mapping to how many tokens each has."""
+    told = case.option("contextual", [])
+    sizes = dict(told) if isinstance(told, dict) else {}
+    names = [str(name) for name in told]
+    rows = {name: _ranges(case, name, users) for name in names}
+    longest = {name: max((len(own) for own in rows[name]), default=0) for name in names}
+    tokens = {name: int(sizes.get(name, max(1, longest[name]))) for name in names}
+    linear = "w/_hstu_transducer._input_preprocessor._batched_contextual_linear_weights"
+    if names and case.has(linear) and case.array(linear).shape[0] != sum(tokens.values()):
+        raise NotUnderstoodError(
+            f"option contextual={told!r} does not say how many tokens each has: "
+            f"{case.array(linear).shape[0]} in all, the embeddings have {tokens}"
+        )
+    return [_Context(name, tokens[name], rows[name]) for name in names]
+
+
+def _ranges(case: Case, name: str, users: int) -> list[range]:
+    """Of each user, the rows of a feature's embeddings: by its lengths or offsets, else the same number for all."""
+    count = case.floats(f"in/{name}").shape[0]
+    lengths = next((found for found in case.names() if found.endswith(f"/{name}_lengths")), None)
+    offsets = next((found for found in case.names() if found.endswith(f"/{name}_offsets")), None)
+    if lengths is not None:
+        own = case.lengths(lengths)
+    elif offsets is not None:
+        own = np.diff(case.integers(offsets).numpy()).tolist()
+    elif users and count % users == 0:
+        own = [count // users] * users
+    else:
+        raise NotUnderstoodError(f"contextual feature {name} has {count} embeddings for {users} users, and no lengths")
+    if len(own) != users or sum(own) != count:
+        raise MalformedCaseError(f"in/{name} has {count} rows, its lengths {own} do not fit {users} users")
+    return [range(part.start, part.stop) for part in slices(own)]

@@ -1,0 +1,110 @@
+"""Rows of a case through layers over pages, as the engine takes them: in chunks into pages, then the rest against them.
+
+What a case holds is embedded rows, so these are the engine's layers, attention and pages without its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.attention.choose import attention_for
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment, SegmentTimes
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.stack import Layer, Stack
+
+PAGINGS = ((4, 3), (64, 512))
+"""(page_tokens, chunk tokens) that cases go through: one that cuts everything, one that cuts nothing small."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """Whole seconds, int64 [tokens]: of each token, and of the one after it."""
+
+    own: NDArray[np.int64]
+    following: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRun:
+    """rows [tokens, D] after the last layer; keys, values [layers, prefix tokens, H * dim] as the pages hold them."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class PagedLayers:
+    """Layers with one attention, over an arena of its own for each sequence."""
+
+    def __init__(self, layers: Sequence[Layer], spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
+        self._layers = layers
+        self._spec = spec
+        self._biases = biases
+        self._stack = Stack(layers, KvDtype.FLOAT32)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        prefix: int,
+        targets: int,
+        page_tokens: int,
+        chunk_tokens: int,
+        times: SequenceTimes | None = None,
+    ) -> PagedRun:
+        """One sequence x [tokens, D]: `prefix` tokens in chunks, then the other history rows and the targets."""
+        s = self._spec
+        geometry = KvGeometry(
+            len(self._layers), s.num_heads, s.attention_dim, s.hidden_dim, page_tokens, KvDtype.FLOAT32
+        )
+        count = geometry.pages_for(prefix)
+        kv = PagedKv(torch.zeros((count + 1, geometry.page_bytes), dtype=torch.uint8), geometry)
+        # In descending order: the page table counts, not the neighbourhood.
+        pages = np.arange(count, 0, -1, dtype=np.int32)
+        attention = attention_for(s, self._biases).attention
+        rows = [x[:0]]
+        for segment in self._segments(pages, prefix, x.shape[0], targets, chunk_tokens, times):
+            first = segment.context_tokens
+            rows.append(self._stack(x[first : first + segment.rows], attention.begin(kv, [segment])))
+        keys, values = (
+            torch.stack([_in_order(view(layer), pages, prefix) for layer in range(len(self._layers))])
+            for view in (kv.k, kv.v)
+        )
+        return PagedRun(torch.cat(rows), keys, values)
+
+    def _segments(
+        self,
+        pages: NDArray[np.int32],
+        prefix: int,
+        tokens: int,
+        targets: int,
+        chunk_tokens: int,
+        times: SequenceTimes | None,
+    ) -> list[Segment]:
+        history = tokens - targets
+        step = max(1, prefix) if self._spec.contextual_tokens else chunk_tokens
+        segments = []
+        for start in range(0, prefix, step):
+            end = min(start + step, prefix)
+            segments.append(Segment(pages, start, end - start, 0, True, history, _times_of(times, start, end)))
+        if tokens > prefix:
+            last = _times_of(times, prefix, tokens)
+            segments.append(Segment(pages, prefix, history - prefix, targets, False, history, last))
+        return segments
+
+
+def _times_of(times: SequenceTimes | None, start: int, end: int) -> SegmentTimes | None:
+    return None if times is None else SegmentTimes(times.own[:end].copy(), times.following[start:end].copy())
+
+
+def _in_order(stored: torch.Tensor, pages: NDArray[np.int32], tokens: int) -> torch.Tensor:
+    """[pages, heads, page_tokens, dim] -> [tokens, heads * dim]"""
+    chosen = stored[torch.from_numpy(pages.astype(np.int64))].transpose(1, 2)
+    return chosen.flatten(2).flatten(0, 1)[:tokens]

@@ -1,0 +1,93 @@
+"""How a ranking request is to be served in the time that it has: pure decisions over predictions.
+
+In order of preference: on its whole prefix, what is not cached of it computed first and kept; on the part that is
+cached, with the rest as part of the suffix (exact too, but nothing is kept for the next request); on the newest
+part of the history that fits; not at all. Never a silent late answer. (Whether a reload from DRAM pays is the
+cache's question: `relaygr.worker.cache.transfer`.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from dataclasses import dataclass
+from functools import partial
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.worker.scheduler.chunks import Chunking
+
+
+class Route(enum.StrEnum):
+    """What to do with a ranking request."""
+
+    WHOLE = "whole"
+    TAIL_AS_SUFFIX = "tail_as_suffix"
+    TRUNCATE = "truncate"
+    REJECT = "reject"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """The route, its predicted time in µs, and how many prefix tokens it ranks on."""
+
+    route: Route
+    predicted_us: int
+    prefix_tokens: int
+
+
+def plan_ranking(
+    prefix_tokens: int,
+    scored_tokens: int,
+    cached_tokens: int,
+    remaining_us: int,
+    latency: LatencyModel,
+    chunking: Chunking,
+    tail_may_be_suffix: bool = False,
+) -> RoutePlan:
+    """The best route that ends within `remaining_us`, with the first `cached_tokens` of the prefix in HBM.
+
+    `scored_tokens`: suffix tokens + candidates. `tail_may_be_suffix`: the model allows the tokens that are not
+    cached to be ranked as a part of the suffix, and there are not too many of them.
+    """
+    predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
+    predicted_us += chunking.duration_us(cached_tokens, prefix_tokens, latency)
+    if predicted_us <= remaining_us:
+        return RoutePlan(Route.WHOLE, int(predicted_us), prefix_tokens)
+    tail_tokens = prefix_tokens - cached_tokens
+    if tail_may_be_suffix and 0 < tail_tokens < prefix_tokens:
+        predicted_us = latency.hit_us(cached_tokens, scored_tokens + tail_tokens)
+        if predicted_us <= remaining_us:
+            return RoutePlan(Route.TAIL_AS_SUFFIX, int(predicted_us), cached_tokens)
+    return plan_truncation(prefix_tokens, scored_tokens, remaining_us, latency, chunking)
+
+
+def plan_truncation(
+    prefix_tokens: int, scored_tokens: int, remaining_us: int, latency: LatencyModel, chunking: Chunking
+) -> RoutePlan:
+    """The longest prefix in whole pages, shorter than `prefix_tokens`, whose full inference fits; else REJECT."""
+    page_tokens = chunking.page_tokens
+    total = max(0, (prefix_tokens - 1) // page_tokens) * page_tokens
+    predicted_us = latency.hit_us(0, scored_tokens)
+    if predicted_us > remaining_us:
+        return RoutePlan(Route.REJECT, int(predicted_us), 0)
+    kept, spent_us = 0, 0.0
+    while kept < total:
+        # What was spent so far is the same for every prefix that ends within this piece, or later.
+        end = chunking.end(kept, total, latency)
+        ends = range(kept + page_tokens, end + 1, page_tokens)
+        ends_us = partial(_ends_us, kept, spent_us, scored_tokens, latency)
+        fitting = bisect.bisect_right(ends, float(remaining_us), key=ends_us)
+        if fitting:
+            last = ends[fitting - 1]
+            predicted_us = ends_us(last)
+            spent_us += latency.append_us(kept, last - kept)
+            kept = last
+        if kept < end:
+            break
+    return RoutePlan(Route.TRUNCATE, int(predicted_us), kept)
+
+
+def _ends_us(done_tokens: int, spent_us: float, scored_tokens: int, latency: LatencyModel, end_tokens: int) -> float:
+    """When a prefix of `end_tokens` is ranked, with its first `done_tokens` computed after `spent_us`."""
+    computed_us = spent_us + latency.append_us(done_tokens, end_tokens - done_tokens)
+    return computed_us + latency.hit_us(end_tokens, scored_tokens)

@@ -1,0 +1,178 @@
+"""The index of an arena: a file with one slot for each page, and a header that says whose it is.
+
+A prefix owns its pages alone, so its record lies in the slots of its own pages: the first page's slot is the
+record's *head*, the others carry on where it is full. Nothing is shared, so nothing is moved, nothing needs a
+transaction, and the index holds as many prefixes as the arena.
+
+    header   magic and a JSON object that must be equal to the one expected, and its CRC-32
+    slot     kind u32 (0 none, HEAD, MORE) | next page i32 (-1: last) | length u32 | CRC-32 u32 |
+             used_us u64 | stamp u64 | bytes
+
+`put` writes the kind of the head last, `drop` clears it first: one aligned store each, so a process that dies
+in the middle leaves the record in the index or not. `length` and the CRC-32 cover the whole record; a head whose
+bytes do not match is torn, which no death explains, and is not given out. `stamp` is the writer's, another for
+each `put`: who has seen it knows the record.
+
+Plain memory, no locks: one process writes. Others may read meanwhile, and may then see records as torn.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.worker.cache.pages import PageArray
+
+HEADER_BYTES: Final = 4096
+_HEADER: Final = struct.Struct("<16sII")
+_MAGIC: Final = b"relaygr.arena.1\0"
+_SLOT_HEAD: Final = struct.Struct("<IIII")
+_SLOT_HEAD_BYTES: Final = 32
+_NONE, _HEAD, _MORE = 0, 0x64616568, 0x65726F6D
+_KIND, _NEXT, _LENGTH, _CRC = range(4)
+_LAST: Final = 0xFFFFFFFF
+
+Identity = Mapping[str, str | int]
+"""What the header says: a flat JSON object."""
+
+
+def slot_bytes(record_bytes_per_page: int) -> int:
+    """A slot that holds so much of a record, in whole cache lines."""
+    return -(-(record_bytes_per_page + _SLOT_HEAD_BYTES) // 64) * 64
+
+
+def index_bytes(num_pages: int, one_slot_bytes: int) -> int:
+    """Size of the file."""
+    return HEADER_BYTES + num_pages * one_slot_bytes
+
+
+class Distrust(enum.StrEnum):
+    """Why an index is not the one expected."""
+
+    NEW = "new"
+    OTHER_FORMAT = "other_format"
+    TORN_HEADER = "torn_header"
+    OTHER_ARENA = "other_arena"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`fields`: which parts of the identity are not equal."""
+
+    reason: Distrust
+    fields: tuple[str, ...] = ()
+
+
+class ArenaIndex:
+    """Over the file's bytes, uint8 [index_bytes(num_pages, one_slot_bytes)]."""
+
+    def __init__(self, file: NDArray[np.uint8], num_pages: int, one_slot_bytes: int) -> None:
+        self._header = file[:HEADER_BYTES]
+        self._slots = file[HEADER_BYTES:].reshape(num_pages, one_slot_bytes)
+        self._slot_bytes = one_slot_bytes
+        self._bytes = file.data[HEADER_BYTES:]
+        """The slots again: a record is read faster from these, and what is known of all slots from arrays."""
+        self._words = self._slots.view("<u4")
+        self._used_us = self._slots.view("<u8")[:, 2]
+        self._stamps = self._slots.view("<u8")[:, 3]
+        self._room = one_slot_bytes - _SLOT_HEAD_BYTES
+
+    # The whole.
+
+    def difference(self, identity: Identity) -> Difference | None:
+        """Why this is not the index of `identity`; None: it is."""
+        magic, length, crc = _HEADER.unpack(self._header[: _HEADER.size].tobytes())
+        if magic != _MAGIC:
+            return Difference(Distrust.OTHER_FORMAT if magic.strip(b"\0") else Distrust.NEW)
+        text = self._header[_HEADER.size : _HEADER.size + length].tobytes()
+        found = _object_in(text) if zlib.crc32(text) == crc else None
+        if found is None:
+            return Difference(Distrust.TORN_HEADER)
+        others = sorted(name for name in {*found, *identity} if found.get(name) != identity.get(name))
+        return Difference(Distrust.OTHER_ARENA, tuple(others)) if others else None
+
+    def format(self, identity: Identity) -> None:
+        """Empties it, and makes it the index of `identity`."""
+        text = json.dumps(dict(identity)).encode()
+        self._header[:] = 0
+        self._words[:, _KIND] = _NONE
+        body = _HEADER.size + len(text)
+        self._header[_HEADER.size : body] = np.frombuffer(text, np.uint8)
+        self._header[16 : _HEADER.size] = np.frombuffer(struct.pack("<II", len(text), zlib.crc32(text)), np.uint8)
+        self._header[:16] = np.frombuffer(_MAGIC, np.uint8)
+
+    # One record.
+
+    def heads(self) -> PageArray:
+        """Pages whose slots are heads, the one used longest ago first."""
+        heads = np.flatnonzero(self._words[:, _KIND] == _HEAD).astype(np.int32)
+        return heads[np.argsort(self._used_us[heads], kind="stable")]
+
+    def get(self, head: int) -> bytes | None:
+        """The record that begins in this page's slot; None if it is torn."""
+        _, _, left, crc = _SLOT_HEAD.unpack_from(self._bytes, head * self._slot_bytes)
+        if left > self._room * len(self._slots):
+            return None
+        parts, page, kind = [], head, _HEAD
+        while left > 0:
+            if page >= len(self._slots):
+                return None
+            at = page * self._slot_bytes
+            found, following, _, _ = _SLOT_HEAD.unpack_from(self._bytes, at)
+            if found != kind:
+                return None
+            at += _SLOT_HEAD_BYTES
+            parts.append(self._bytes[at : at + min(left, self._room)])
+            left, page, kind = left - self._room, following, _MORE
+        record = b"".join(parts)
+        return record if record and zlib.crc32(record) == crc else None
+
+    def stamps(self, heads: PageArray) -> NDArray[np.uint64]:
+        """The stamp of each of these records."""
+        return self._stamps[heads].copy()
+
+    def put(self, record: bytes, pages: PageArray, used_us: int, stamp: int) -> bool:
+        """Stores the record of the prefix that lies in `pages`; False, and nothing is there, if it does not fit."""
+        head = int(pages[0])
+        self.drop(head)
+        chain = [int(page) for page in pages[: -(-len(record) // self._room)]]
+        if len(record) > self._room * len(chain):
+            return False
+        for number, page in enumerate(chain):
+            part = record[number * self._room : (number + 1) * self._room]
+            words = self._words[page]
+            words[_KIND] = _NONE if page == head else _MORE
+            words[_NEXT] = chain[number + 1] if number + 1 < len(chain) else _LAST
+            self._slots[page, _SLOT_HEAD_BYTES : _SLOT_HEAD_BYTES + len(part)] = np.frombuffer(part, np.uint8)
+        words = self._words[head]
+        words[_LENGTH] = len(record)
+        words[_CRC] = zlib.crc32(record)
+        self._used_us[head] = used_us
+        self._stamps[head] = stamp
+        words[_KIND] = _HEAD
+        return True
+
+    def use(self, head: int, used_us: int) -> None:
+        """The prefix was used; monotonic µs, which all processes of a machine share."""
+        self._used_us[head] = used_us
+
+    def drop(self, head: int) -> None:
+        """Whatever begins in this page's slot is gone. Nothing if nothing does."""
+        self._words[head, _KIND] = _NONE
+
+
+def _object_in(text: bytes) -> dict[str, object] | None:
+    """A checksum may be right by accident: that of nothing is 0."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
