@@ -17,30 +17,30 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.cli import cache
 from relaygr.cli.app import app
 from relaygr.interactions import read_interactions
-from relaygr.replay import side_by_side
+from relaygr.replay import parallel
 from relaygr.replay.bound import HitBound
-from relaygr.replay.demand import Demand, DemandKind, Histories, Visits, demands_of
+from relaygr.replay.demand import Demand, DemandKind, PrefixKeyMaker, Visits, demands_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
-from relaygr.replay.making import Sketches, records_of_interactions, records_of_schedule, window_start
-from relaygr.replay.run import Arena, Candidate, Outcome, replay
+from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult, replay
+from relaygr.replay.synthetic import Sketches, records_of_interactions, records_of_schedule, window_start
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.traffic.population import MadePopulation
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.cache import Tier
+from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from relaygr.worker.cache.trace import TraceReader, TraceRecord
-from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, Deadline
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16
 GEOMETRY = DramGeometry(KvGeometry(1, 1, 1, 1, PAGE_TOKENS, KvDtype.BFLOAT16))
 PAGE_BYTES = GEOMETRY.page_bytes
 LAYOUT = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
-ARENA = Arena(
+ENVIRONMENT = ReplayEnvironment(
     GEOMETRY,
     LAYOUT,
     # Computing costs 10 µs a token, so reloads always pay on this link: a page takes 1 µs.
@@ -67,18 +67,20 @@ def visits_of(users: str, behaviours: int = 16) -> list[Demand]:
 class TestByHand:
     def test_lru_with_room_for_two(self) -> None:
         """a and b miss; a hits; c evicts b; b evicts a; c hits; a evicts b."""
-        done = replay(visits_of("abacbca"), ARENA, on(2))
+        done = replay(visits_of("abacbca"), ENVIRONMENT, on(2))
         assert (done.visits, done.hbm_hits, done.dram_hits, done.hbm_evictions) == (7, 2, 0, 3)
         assert (done.asked_tokens, done.hbm_tokens, done.recomputed_tokens) == (7 * 16, 2 * 16, 5 * 16)
 
     def test_what_left_hbm_comes_back_from_dram_and_is_not_computed_again(self) -> None:
-        done = replay(visits_of("abab"), ARENA, on(1, 4))
+        done = replay(visits_of("abab"), ENVIRONMENT, on(1, 4))
         assert (done.hbm_hits, done.dram_hits) == (0, 2)
         assert (done.recomputed_tokens, done.reloaded_tokens) == (32, 32)
         assert (done.spilled_bytes, done.reloaded_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
 
     def test_a_reload_that_a_ranking_joins_is_counted_once(self) -> None:
-        slow = Arena(GEOMETRY, LAYOUT, LatencyModel(LatencyCoefficients(*[1e6] * 11)), LinkSpeed(300_000.0, 1e9))
+        slow = ReplayEnvironment(
+            GEOMETRY, LAYOUT, LatencyModel(LatencyCoefficients(*[1e6] * 11)), LinkSpeed(300_000.0, 1e9)
+        )
         ranks = rank("a", 20.1)
         prepares = Demand(DemandKind.PREPARE, 20 * VISIT_US, ranks.user, b"m", ranks.sketch)
         done = replay([rank("a", 0), rank("b", 10), prepares, ranks], slow, on(1, 4))
@@ -86,19 +88,19 @@ class TestByHand:
         assert done.recomputed_tokens == 32
 
     def test_a_reload_that_does_not_pay_is_computed(self) -> None:
-        slow = Arena(GEOMETRY, LAYOUT, ARENA.latency, LinkSpeed(delay_us=1e6, bytes_per_us=1.0))
+        slow = ReplayEnvironment(GEOMETRY, LAYOUT, ENVIRONMENT.latency, LinkSpeed(delay_us=1e6, bytes_per_us=1.0))
         demands = [rank(user, 100 * place) for place, user in enumerate("abab")]
         done = replay(demands, slow, on(1, 4))
         assert (done.dram_hits, done.reloaded_bytes, done.recomputed_tokens) == (2, 0, 64)
 
     def test_growth_computes_the_tail_and_counts_as_a_hit(self) -> None:
-        done = replay([rank("a", 0, 32), rank("a", 2, 40), rank("a", 4, 40)], ARENA, on(8))
+        done = replay([rank("a", 0, 32), rank("a", 2, 40), rank("a", 4, 40)], ENVIRONMENT, on(8))
         assert (done.visits, done.hbm_hits) == (3, 2)
         assert done.recomputed_tokens == 32 + 8
         assert done.hbm_tokens == 32 + 40
 
     def test_a_window_that_slid_can_not_hit(self) -> None:
-        done = replay([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], ARENA, on(50))
+        done = replay([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], ENVIRONMENT, on(50))
         assert (done.hbm_hits, done.recomputed_tokens) == (0, 228)
         assert HitBound([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], LAYOUT, PAGE_TOKENS).with_all_room == 0
 
@@ -106,25 +108,25 @@ class TestByHand:
         first = rank("a", 0)
         forget = Demand(DemandKind.FORGET, VISIT_US, first.user, b"m", first.sketch)
         other = Demand(DemandKind.RANK, 9 * VISIT_US, first.user, b"n", first.sketch)
-        done = replay([first, forget, rank("a", 3), rank("a", 6), other], ARENA, on(8))
+        done = replay([first, forget, rank("a", 3), rank("a", 6), other], ENVIRONMENT, on(8))
         assert (done.visits, done.hbm_hits) == (4, 1)
 
     def test_job_and_ranking_of_one_impression_are_one_visit(self) -> None:
         ranks = rank("a", 0.15)
         prepares = Demand(DemandKind.PREPARE, 0, ranks.user, b"m", ranks.sketch)
-        done = replay([prepares, ranks, rank("a", 2)], ARENA, on(4))
+        done = replay([prepares, ranks, rank("a", 2)], ENVIRONMENT, on(4))
         assert (done.visits, done.hbm_hits, done.recomputed_tokens) == (2, 1, 16)
 
     def test_what_is_leased_is_not_evicted_by_others(self) -> None:
         held = rank("a", 0)
         prepares = Demand(DemandKind.PREPARE, 0, held.user, b"m", held.sketch)
         demands = [prepares, rank("b", 0.1), rank("c", 0.2), rank("a", 0.3), rank("b", 5)]
-        done = replay(demands, ARENA, on(1))
+        done = replay(demands, ENVIRONMENT, on(1))
         assert done.no_room == 2
         assert done.recomputed_tokens == 4 * 16
 
     def test_what_is_too_long_for_hbm_is_computed_every_time(self) -> None:
-        done = replay(visits_of("aaa", behaviours=64), ARENA, on(2))
+        done = replay(visits_of("aaa", behaviours=64), ENVIRONMENT, on(2))
         assert (done.hbm_hits, done.recomputed_tokens, done.no_room) == (0, 3 * 64, 3)
 
 
@@ -162,7 +164,7 @@ class TestBound:
     def test_no_policy_is_above_it(self, policy: PolicyName, steps: Steps, hbm_pages: int, dram_pages: int) -> None:
         demands = grown(steps)
         bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
-        done = replay(demands, ARENA, on(hbm_pages, dram_pages, policy))
+        done = replay(demands, ENVIRONMENT, on(hbm_pages, dram_pages, policy))
         assert done.visits == bound.visits
         assert done.hbm_hits <= bound.hits(hbm_pages)
         assert done.hbm_hits + done.dram_hits <= bound.hits(hbm_pages + dram_pages)
@@ -186,7 +188,7 @@ class TestBound:
             for user, again, next_visit in (("a", second + 0.95, second + 1.05), ("b", second + 1.08, second + 1.15)):
                 demands += [rank(user, again), rank(user, next_visit)]
                 hits += 1
-        done = replay(demands, ARENA, on(1))
+        done = replay(demands, ENVIRONMENT, on(1))
         assert (done.visits, done.hbm_hits) == (hits + 2, hits)
         assert done.hbm_hits <= HitBound(demands, LAYOUT, PAGE_TOKENS).hits(1)
 
@@ -200,7 +202,7 @@ class TestBound:
     def test_with_all_room_every_policy_reaches_it(self, steps: Steps) -> None:
         demands = grown(steps)
         bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
-        done = replay(demands, ARENA, on(10_000))
+        done = replay(demands, ENVIRONMENT, on(10_000))
         assert done.hbm_hits == bound.with_all_room == bound.hits(10_000)
         assert done.recomputed_tokens == done.asked_tokens - done.hbm_tokens
 
@@ -223,7 +225,7 @@ def belady_hits(users: list[str], room: int) -> int:
 class TestHistories:
     @given(lengths=st.lists(st.tuples(st.integers(1, 400), st.sampled_from([0, 0, 64])), min_size=2, max_size=8))
     def test_keys_share_what_the_sketches_of_neighbours_share(self, lengths: list[tuple[int, int]]) -> None:
-        histories = Histories()
+        histories = PrefixKeyMaker()
         demands = [rank("ann", second, length, start) for second, (length, start) in enumerate(lengths)]
         keys = [histories.key(demand) for demand in demands]
         assert all(
@@ -359,25 +361,25 @@ class TestCommand:
         width = int.from_bytes(plot.read_bytes()[16:20], "big")
         assert width == 150 * (5 + 4 * panels)
 
-    def test_side_by_side_the_outcomes_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_in_parallel_the_results_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         header, candidates = TraceReader(trace).header, [on(40, 100, policy) for policy in PolicyName]
-        arena = Arena(header.geometry, header.layout, ARENA.latency, ARENA.link)
+        environment = ReplayEnvironment(header.geometry, header.layout, ENVIRONMENT.latency, ENVIRONMENT.link)
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
         played: list[int] = []
-        alone = side_by_side.replay_all(trace, 300, arena, candidates, played.append)
+        alone = parallel.replay_all(trace, 300, environment, candidates, played.append)
         assert played == sorted(played)
         assert played[-1] > 300 * (len(candidates) - 1)
-        monkeypatch.setattr(side_by_side, "_DEMANDS_FOR_PROCESSES", 0)
-        assert side_by_side.replay_all(trace, 300, arena, candidates, played.append) == alone
+        monkeypatch.setattr(parallel, "_DEMANDS_FOR_PROCESSES", 0)
+        assert parallel.replay_all(trace, 300, environment, candidates, played.append) == alone
         assert max(played) <= 300 * len(candidates)
 
     def test_a_trace_that_becomes_another_one_meanwhile_gives_no_table(
         self, trace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def begun_anew(*arguments: Any) -> list[Outcome]:
+        def begun_anew(*arguments: Any) -> list[ReplayResult]:
             with trace.open("r+b") as file:
                 file.truncate(trace.stat().st_size // 2)
-            return side_by_side.replay_all(*arguments)
+            return parallel.replay_all(*arguments)
 
         monkeypatch.setattr(cache, "replay_all", begun_anew)
         with pytest.raises(RelayError, match="became another one"):
@@ -426,7 +428,7 @@ def test_an_empty_trace_has_nothing_to_replay(tmp_path: Path) -> None:
         cache.replay_command(path)
 
 
-def test_outcomes_are_plain_numbers() -> None:
-    done = replay(visits_of("ab"), ARENA, on(2))
-    assert isinstance(done, Outcome)
+def test_results_are_plain_numbers() -> None:
+    done = replay(visits_of("ab"), ENVIRONMENT, on(2))
+    assert isinstance(done, ReplayResult)
     assert isinstance(done.hbm_hits, int)

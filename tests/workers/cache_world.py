@@ -16,11 +16,11 @@ import numpy as np
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
 from relaygr.worker.cache.events import CacheListener
-from relaygr.worker.cache.holds import LONGEST_HOLD_US
+from relaygr.worker.cache.pins import LONGEST_HOLD_US
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.worker.cache import PrefixCache, PrefixKey, Tier
+from relaygr.worker.cache.copies import CopyRequest
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.journal import PageGuard, StoredEntry
-from relaygr.worker.cache.transfer import CopyRequest
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.shared.arena import ArenaShape, SharedArena

@@ -21,22 +21,22 @@ from relaygr.worker.cache import (
     MissReason,
     NoRoom,
     NoRoomReason,
-    Pending,
     PendingKind,
     PendingOutcome,
+    PendingPrefix,
     PrefixCache,
     Purpose,
     SpillOutcome,
     Tier,
     WasteReason,
 )
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, SpillGate, reload_pays
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, SpillGate, reload_pays
 from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
 
 
@@ -76,7 +76,7 @@ class TestFullUnderPinning:
         world.spilled(make_key("dram"))
         filling = world.reserve(make_key("filling"))
         loading = world.cache.start_reload(make_key("dram"), 100, 0)
-        assert isinstance(loading, Pending) and not loading.done
+        assert isinstance(loading, PendingPrefix) and not loading.done
         world.store(make_key("leased"))
         assert world.cache.lease(make_key("leased"), "r1", 1000)
         world.store(make_key("spilling"))
@@ -136,7 +136,7 @@ class TestFailures:
         world.spilled(make_key())
         outcomes: list[PendingOutcome | None] = []
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         pending.add_done_callback(lambda ended: outcomes.append(ended.outcome))
         assert world.mover.run(copied=False) == 2
         assert outcomes == [PendingOutcome.FAILED]
@@ -150,7 +150,7 @@ class TestFailures:
     def test_a_reload_that_fails_once_is_tried_again_for_the_same_waiters(self, world: World) -> None:
         world.spilled(make_key())
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.mover.finish(copied=False)
         assert not pending.done
@@ -162,7 +162,7 @@ class TestFailures:
     def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: World) -> None:
         world.spilled(make_key())
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.cache.invalidate_user("ann")
         world.mover.finish(copied=False)
@@ -173,7 +173,7 @@ class TestFailures:
         """It was never tried, yet counted as failed twice: each end of a worker cost the warm start prefixes."""
         world.spilled(make_key())
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         world.mover.close()
         assert pending.outcome is PendingOutcome.FAILED
         assert world.cache.peek(make_key()).dram_behaviours == make_key().length
@@ -181,13 +181,13 @@ class TestFailures:
     def test_a_reload_that_could_not_be_tried_again_leaves_dram_as_it_was(self, world: World) -> None:
         world.spilled(make_key())
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.mover.refuses = True
         world.mover.finish(copied=False)
         assert pending.outcome is PendingOutcome.FAILED
         world.mover.refuses = False
-        assert isinstance(world.cache.start_reload(make_key(), 100, 1), Pending)
+        assert isinstance(world.cache.start_reload(make_key(), 100, 1), PendingPrefix)
         world.mover.run()
         world.hit(make_key())
 
@@ -202,7 +202,7 @@ class TestFailures:
     def test_an_aborted_fill_fails_its_waiters_and_the_next_one_may_try(self, world: World) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         fill.abort()
         fill.abort()
         assert pending.outcome is PendingOutcome.FAILED
@@ -217,10 +217,10 @@ class TestFailures:
     def test_one_waiter_that_fails_does_not_keep_the_others_waiting(self, world: World) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         told: list[str] = []
 
-        def fail(_: Pending) -> None:
+        def fail(_: PendingPrefix) -> None:
             raise RuntimeError("my own fault")
 
         pending.add_done_callback(fail)
@@ -326,7 +326,7 @@ class TestInvalidation:
     def test_invalidated_while_filling_is_discarded_and_waiters_miss(self, world: World) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         world.cache.invalidate_user("ann")
         assert pending.outcome is PendingOutcome.INVALIDATED
         assert not fill.is_current
@@ -354,7 +354,7 @@ class TestInvalidation:
         assert world.cache.peek(make_key("bob")).hbm_state is EntryState.SPILLING
         assert world.cache.invalidate_user("ann") == 2
         assert world.cache.invalidate_user("bob") == 2
-        assert isinstance(loading, Pending) and loading.outcome is PendingOutcome.INVALIDATED
+        assert isinstance(loading, PendingPrefix) and loading.outcome is PendingOutcome.INVALIDATED
         world.mover.run()
         world.cache.check_invariants()
         assert (world.cache.stats().hbm.free, world.cache.stats().dram.free) == (32, 64)
@@ -382,7 +382,7 @@ class TestSingleFlight:
             assert isinstance(world.cache.acquire(make_key(), 0), Miss)
             all_missed.wait(30)
             pending = world.cache.start_reload(make_key(), 100, 0)
-            assert isinstance(pending, Pending)
+            assert isinstance(pending, PendingPrefix)
             answers.append(pending)
             pending.add_done_callback(lambda _: arrived.release())
 
@@ -428,7 +428,7 @@ class TestSingleFlight:
         for thread in threads:
             thread.join()
         (fill,) = [answer for answer in answers if isinstance(answer, Fill)]
-        waiting = [answer for answer in answers if isinstance(answer, Pending)]
+        waiting = [answer for answer in answers if isinstance(answer, PendingPrefix)]
         assert (len(waiting), len(set(map(id, waiting)))) == (99, 1)
         assert fill.start_behaviours == cached
         world.begin(fill)
@@ -443,7 +443,7 @@ class TestSingleFlight:
     def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: World) -> None:
         fill = world.reserve(make_key())
         joined = world.cache.acquire(make_key(), 0)
-        assert isinstance(joined, Pending) and joined.kind is PendingKind.FILL
+        assert isinstance(joined, PendingPrefix) and joined.kind is PendingKind.FILL
         assert world.cache.reserve(make_key(), 0) is joined
         assert world.cache.start_reload(make_key(), 10, 0) is joined
         world.write(fill, make_key(), fill.tokens)
@@ -454,12 +454,12 @@ class TestSingleFlight:
     def test_a_prefix_that_is_ready_by_now_comes_back_as_a_pending_that_ended(self, world: World) -> None:
         world.store(make_key())
         for answer in (world.cache.reserve(make_key(), 1), world.cache.start_reload(make_key(), 10, 1)):
-            assert isinstance(answer, Pending) and answer.outcome is PendingOutcome.PUBLISHED
+            assert isinstance(answer, PendingPrefix) and answer.outcome is PendingOutcome.PUBLISHED
 
     def test_an_append_under_way_is_waited_for_or_passed_by(self, world: World) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=150))
-        assert isinstance(world.cache.acquire(make_key(length=150), 1), Pending)
+        assert isinstance(world.cache.acquire(make_key(length=150), 1), PendingPrefix)
         passed_by = world.cache.acquire(make_key(length=150), 1, join=False)
         assert isinstance(passed_by, Hit) and passed_by.handle.behaviours == 100
         assert world.hit(make_key(length=100)).complete
@@ -589,7 +589,7 @@ class TestLeases:
         changed = make_key(length=200, changed_at=150)
         fill = world.reserve(changed)
         waiting = world.cache.acquire(changed, 1)
-        assert isinstance(waiting, Pending)
+        assert isinstance(waiting, PendingPrefix)
         assert world.cache.lease(make_key(length=200), "r1", 100)
         assert (fill.is_current, waiting.outcome) == (False, PendingOutcome.INVALIDATED)
         world.write(fill, changed, fill.tokens)
@@ -738,8 +738,8 @@ class TestTiers:
         world.spilled(make_key())
         assert world.cache.acquire(make_key(), 0) == Miss(MissReason.IN_DRAM, 100)
         pending = world.cache.start_reload(make_key(), 100, 0)
-        assert isinstance(pending, Pending) and pending.kind is PendingKind.LOAD
-        assert isinstance(world.cache.acquire(make_key(), 0), Pending)
+        assert isinstance(pending, PendingPrefix) and pending.kind is PendingKind.LOAD
+        assert isinstance(world.cache.acquire(make_key(), 0), PendingPrefix)
         world.mover.run()
         handle = world.hit(make_key())
         assert (handle.complete, handle.source) == (True, PrefixSource.DRAM)
@@ -790,7 +790,7 @@ class TestTiers:
         assert world.cache.start_reload(make_key(), 100, 0) == Declined(DeclineReason.QUEUE_FULL)
         world.cache.check_invariants()
         world.mover.refuses = False
-        assert isinstance(world.cache.start_reload(make_key(), 100, 0), Pending)
+        assert isinstance(world.cache.start_reload(make_key(), 100, 0), PendingPrefix)
 
     def test_a_reload_that_saves_less_than_it_costs_is_declined(self, world: World) -> None:
         world.spilled(make_key())
@@ -798,7 +798,7 @@ class TestTiers:
         copy_us = world.mover.forecast(size_bytes, CopyPriority.RELOAD).copy_us
         declined = world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us)
         assert declined == Declined(DeclineReason.NOT_WORTH_IT)
-        assert isinstance(world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us * 1.01), Pending)
+        assert isinstance(world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us * 1.01), PendingPrefix)
 
     @pytest.mark.parametrize(
         ("wait_us", "copy_us", "saved_us", "pays"),
@@ -836,7 +836,7 @@ class TestTiers:
         copy_us = world.mover.forecast(7 * num_layers * GEOMETRY.page_bytes, CopyPriority.RELOAD).copy_us
         answer = world.cache.start_reload(make_key(length=length), 100, 0, saved_us=copy_us / 2, rank_us=copy_us)
         if pays:
-            assert isinstance(answer, Pending)
+            assert isinstance(answer, PendingPrefix)
         else:
             assert answer == Declined(DeclineReason.NOT_WORTH_IT)
 
@@ -847,16 +847,16 @@ class TestTiers:
         for user in users:
             world.spilled(make_key(user))
         for user, deadline_us in zip(users, (100, 200, 300), strict=True):
-            assert isinstance(world.cache.start_reload(make_key(user), deadline_us, 0), Pending)
+            assert isinstance(world.cache.start_reload(make_key(user), deadline_us, 0), PendingPrefix)
         world.mover.start()
         joined = world.cache.acquire(make_key("cid"), 0)
-        assert isinstance(joined, Pending)
+        assert isinstance(joined, PendingPrefix)
         joined.needed_by(150)
         world.mover.finish()
         world.mover.start()
         world.mover.finish()
         assert joined.outcome is PendingOutcome.PUBLISHED
-        assert isinstance(world.cache.acquire(make_key("bob"), 0), Pending)
+        assert isinstance(world.cache.acquire(make_key("bob"), 0), PendingPrefix)
 
     def test_spills_stop_while_copies_are_slow_and_start_again_well_below(self) -> None:
         gate = SpillGate(open_below_us=20, close_above_us=50, weight=1.0)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.worker.cache import Fill, Hit, Pending, PendingOutcome, SpillOutcome
+from relaygr.worker.cache import Fill, Hit, PendingOutcome, PendingPrefix, SpillOutcome
 from relaygr.worker.cache.build import build_cache
 from relaygr.worker.cache.codec import PageCodec, make_codec
 from relaygr.worker.device import CpuDevice
@@ -199,7 +199,7 @@ def test_a_prefix_comes_back_from_smaller_pages_as_the_codec_says(dtype: KvDtype
         built.hbm_arena[other.pages.tolist()] = 255
         other.abort()
         pending = cache.start_reload(key, 100, 3)
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingPrefix)
         _wait(lambda: pending.done)
         assert pending.outcome is PendingOutcome.PUBLISHED
         found = cache.acquire(key, 4)

@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.schemas.messages import Path
-from relaygr.worker.cache import Fill, NoRoom, Pending, PendingOutcome, PrefixCache
-from relaygr.worker.cache.holds import LONGEST_HOLD_US
+from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, PendingPrefix, PrefixCache
 from relaygr.worker.cache.metrics import CacheCollector
+from relaygr.worker.cache.pins import LONGEST_HOLD_US
 from relaygr.worker.work import PrefixWork
 from tests.workers.cache_world import GEOMETRY, LAYOUT, Later, World, make_key
 from tests.workers.overlap_world import OverlapWorld, worst
@@ -108,7 +108,7 @@ def test_a_leaked_fill_fails_after_its_time_and_others_may_compute_the_prefix() 
     world = World()
     fill = world.reserve(KEY, now_us=0)
     waiting = world.cache.acquire(KEY, 0)
-    assert isinstance(waiting, Pending)
+    assert isinstance(waiting, PendingPrefix)
     assert world.cache.take_overdue(LONGEST_HOLD_US - 1) == 0
     assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
     assert (waiting.outcome, fill.is_current) == (PendingOutcome.FAILED, False)

@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.digest import digest_chain
-from relaygr.worker.cache import Fill, Hit, PageCopy, Pending, PendingOutcome, SpillOutcome, Tier
+from relaygr.worker.cache import Fill, Hit, PageCopy, PendingOutcome, PendingPrefix, SpillOutcome, Tier
 from relaygr.worker.cache.arena import allocate_arena, copy_page, copy_runs
 from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline, SpillGate
 from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
 from relaygr.worker.cache.metrics import CacheCollector
 from relaygr.worker.cache.mover import ThreadMover
 from relaygr.worker.cache.pages import PagePool
-from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate
 from relaygr.worker.device import CpuDevice
 from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
 
@@ -388,7 +388,7 @@ class TestArenas:
             other.abort()
             arrived = threading.Event()
             pending = cache.start_reload(key, 100, 3)
-            assert isinstance(pending, Pending)
+            assert isinstance(pending, PendingPrefix)
             pending.add_done_callback(lambda _: arrived.set())
             assert arrived.wait(10)
             assert pending.outcome is PendingOutcome.PUBLISHED

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
-from relaygr.worker.cache import Fill, Handle, Hit, Pending, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
+from relaygr.worker.cache import Fill, Handle, Hit, PendingPrefix, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from tests.workers.cache_world import GEOMETRY, LAYOUT, SteppedMover
@@ -114,11 +114,11 @@ class Soak:
         found = self.cache.acquire(key, self.now_us, arriving=self.random.random() < 0.5)
         if isinstance(found, Hit):
             self.held.handles.append(found.handle)
-        elif isinstance(found, Pending):
+        elif isinstance(found, PendingPrefix):
             found.add_done_callback(self.tell)
         else:
             reload = self.cache.start_reload(key, self.now_us + 1_000, self.now_us)
-            if isinstance(reload, Pending):
+            if isinstance(reload, PendingPrefix):
                 reload.add_done_callback(self.tell)
             else:
                 fill = self.cache.reserve(key, self.now_us, self.random.choice(list(Purpose)))
@@ -130,7 +130,7 @@ class Soak:
         while len(self.held.fills) > 10:
             self.end_fill(self.held.fills.pop(0))
 
-    def tell(self, _: Pending) -> None:
+    def tell(self, _: PendingPrefix) -> None:
         self.held.told += 1
 
     def end_fill(self, fill: Fill) -> None:
@@ -147,8 +147,8 @@ class Soak:
 
     def index_sizes(self) -> dict[str, int]:
         """Everything of the books that has a length."""
-        sizes = {"pending": len(self.cache._books.pending), "copies": len(self.mover)}
-        for tier in self.cache._books.tiers:
+        sizes = {"pending": len(self.cache._ledger.pending), "copies": len(self.mover)}
+        for tier in self.cache._ledger.tiers:
             state = tier._state
             by_name = {
                 "entries": len(state.index),

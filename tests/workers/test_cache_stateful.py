@@ -26,11 +26,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relaygr.worker.cache import Fill, Handle, Hit, Miss, Pending, PrefixKey, Presence, Purpose, SpillOutcome
+from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Presence, Purpose, SpillOutcome
+from relaygr.worker.cache.copies import SpillGate
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
-from relaygr.worker.cache.transfer import SpillGate
 from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
 
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
@@ -54,7 +54,7 @@ class Held:
 @dataclass(slots=True)
 class Waiter:
     told: int = 0
-    pending: Pending | None = None
+    pending: PendingPrefix | None = None
 
 
 def shadows() -> dict[tuple[str, bytes, bytes], np.ndarray]:  # type: ignore[type-arg]
@@ -125,11 +125,11 @@ class CacheMachine(RuleBasedStateMachine):
     def time_passes(self, visits: float) -> None:
         self.now_us += int(visits * VISIT_US)
 
-    def wait_on(self, pending: Pending, raises: bool = False) -> None:
+    def wait_on(self, pending: PendingPrefix, raises: bool = False) -> None:
         waiter = Waiter(pending=pending)
         self.run.waiters.append(waiter)
 
-        def tell(_: Pending) -> None:
+        def tell(_: PendingPrefix) -> None:
             waiter.told += 1
             if raises:
                 raise RuntimeError("a waiter that fails")
@@ -152,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(found, Hit):
             assert found.handle.arrival is None or arriving
             self.run.handles.append(Held(key, found.handle))
-        elif isinstance(found, Pending):
+        elif isinstance(found, PendingPrefix):
             assert join
             self.wait_on(found, raises)
 
@@ -171,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(answer, Fill):
             self.world.begin(answer)
             self.run.fills.append((key, answer))
-        elif isinstance(answer, Pending):
+        elif isinstance(answer, PendingPrefix):
             self.wait_on(answer)
 
     @precondition(lambda self: self.run.fills)
@@ -260,7 +260,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 4 * VISIT_US))
     def lease(self, key: PrefixKey, request: int, lasts_us: int) -> None:
         until_us = self.tick() + lasts_us
-        ready, coming = self.cache.peek(key).hbm_behaviours, self.cache._books.hbm.index.find_work(key)
+        ready, coming = self.cache.peek(key).hbm_behaviours, self.cache._ledger.hbm.index.find_work(key)
         if self.cache.lease(key, f"r{request}", until_us):
             # It holds what will be there, if that is more, and then not what is there now.
             held = 0 if coming is not None and coming.behaviours > ready else ready
@@ -283,7 +283,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, deadline_us=st.integers(0, 50), saved_us=st.none() | st.floats(0, 1))
     def reload(self, key: PrefixKey, deadline_us: int, saved_us: float | None) -> None:
         answer = self.cache.start_reload(key, deadline_us, self.tick(), saved_us)
-        if isinstance(answer, Pending):
+        if isinstance(answer, PendingPrefix):
             self.wait_on(answer)
 
     @rule(key=keys)
@@ -477,7 +477,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_hit_would_show_another_prefix(self) -> None:
         if hasattr(self, "cache"):
-            for tier in self.cache._books.tiers:
+            for tier in self.cache._ledger.tiers:
                 rows = self.world.arenas[tier.tier]
                 for entry in tier.index.all():
                     if entry.is_visible:

@@ -27,7 +27,7 @@ from relaygr.schemas.messages import (
 )
 from relaygr.worker.admission import JobAdmission
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.executor import Executor
 from relaygr.worker.history.record import StoredHistory

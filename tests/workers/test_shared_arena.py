@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache import Miss, MissReason, Pending, PendingOutcome, PrefixKey, SpillOutcome, Tier
-from relaygr.worker.cache.entries import Entry
+from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
+from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
@@ -39,7 +39,7 @@ ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 def reload(world: World, key: PrefixKey) -> None:
     """Brings the prefix back from DRAM, and reads every row of it."""
     pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
-    assert isinstance(pending, Pending), pending
+    assert isinstance(pending, PendingPrefix), pending
     world.mover.run()
     assert pending.outcome is PendingOutcome.PUBLISHED
     world.cache.release(world.hit(key))
@@ -47,7 +47,7 @@ def reload(world: World, key: PrefixKey) -> None:
 
 def reload_fails(world: World, key: PrefixKey) -> None:
     pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingPrefix)
     world.mover.run()
     assert pending.outcome is PendingOutcome.FAILED
 
@@ -329,7 +329,7 @@ def test_two_prefixes_that_claim_one_page_are_both_forgotten(tmp_path: Path) -> 
     left_by(tmp_path, ANN, BOB)
     found = SharedWorld(tmp_path)
     ann, bob = sorted(found.restored, key=lambda entry: entry.key.user_id)
-    forged = Entry(1, bob.key, 1, pages=bob.pages.copy(), tokens=bob.tokens)
+    forged = CacheEntry(1, bob.key, 1, pages=bob.pages.copy(), tokens=bob.tokens)
     forged.pages[1:] = ann.pages[1 : bob.pages.size]
     found.shared.journal.published(forged, 0)
     found.die()

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import relaygr.worker.cache
 import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.cache.transfer import CopyRequest
+from relaygr.worker.cache.copies import CopyRequest
 from relaygr.worker.shared.arena import SharedArena
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.journal import ArenaJournal, TornPageError

@@ -23,10 +23,10 @@ from rich.progress import (
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.cache_trace import trace
 from relaygr.replay.bound import HitBound
-from relaygr.replay.demand import Passage, demands_of
+from relaygr.replay.demand import DemandCounter, demands_of
 from relaygr.replay.link import LinkSpeed
-from relaygr.replay.run import Arena, Candidate, Outcome
-from relaygr.replay.side_by_side import replay_all
+from relaygr.replay.parallel import replay_all
+from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult
 from relaygr.replay.tables import tables_of
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
@@ -73,7 +73,7 @@ def replay_command(
     header = reader.header
     coefficients = _coefficients(console, header, calibration)
     speed = LinkSpeed(link_delay_us, link_gib_s * _GIB / 1e6)
-    arena = Arena(header.geometry, header.layout, LatencyModel(coefficients), speed)
+    environment = ReplayEnvironment(header.geometry, header.layout, LatencyModel(coefficients), speed)
     ttl_us = header.ttl_us if ttl_s is None else round(ttl_s * 1e6)
     pairs = (
         [_policies(text, ttl_us) for text in policy]
@@ -88,19 +88,19 @@ def replay_command(
         Candidate(policies, hbm_bytes, dram_bytes)
         for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
     ]
-    passage, bound = _look_through(reader, limit)
-    if not passage.demands:
+    counter, bound = _look_through(reader, limit)
+    if not counter.demands:
         raise RelayError(f"The trace {trace_file} holds no look-ups yet: there is nothing to replay.")
-    _describe(console, trace_file, header, passage, limit)
-    outcomes = _replay_all(trace_file, passage.demands, arena, candidates)
-    if any(one.visits != bound.visits for one in outcomes):
+    _describe(console, trace_file, header, counter, limit)
+    results = _replay_all(trace_file, counter.demands, environment, candidates)
+    if any(one.visits != bound.visits for one in results):
         raise RelayError(f"The trace {trace_file} became another one while it was replayed: try again with a copy.")
-    for table in tables_of(outcomes, bound, arena):
+    for table in tables_of(results, bound, environment):
         console.print()
         console.print(table)
     console.print(
         f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something: those "
-        f"are hits if they found it. Computed: share of the {outcomes[0].asked_tokens:,} tokens asked for, first "
+        f"are hits if they found it. Computed: share of the {results[0].asked_tokens:,} tokens asked for, first "
         "visits and growth included. Evicted: from HBM + from DRAM. Bound: no policy can be above.",
         soft_wrap=True,
     )
@@ -108,7 +108,7 @@ def replay_command(
         # Takes a second to import, and is not needed without it.
         from relaygr.replay.plots import save_plot
 
-        save_plot(plot, outcomes, bound, arena)
+        save_plot(plot, results, bound, environment)
         console.print(f"plot written to {plot}", soft_wrap=True)
 
 
@@ -128,20 +128,22 @@ def _coefficients(console: Console, header: TraceHeader, calibration: Path | Non
     return _ASSUMED
 
 
-def _look_through(reader: TraceReader, limit: int) -> tuple[Passage, HitBound]:
+def _look_through(reader: TraceReader, limit: int) -> tuple[DemandCounter, HitBound]:
     """What the trace holds by now, and what no policy could have beaten."""
-    passage = Passage()
+    counter = DemandCounter()
     with _progress(TaskProgressColumn()) as progress:
         task = progress.add_task("reading", total=reader.size_bytes)
         records = reader.records(lambda done: progress.update(task, completed=done))
-        demands = passage.of(itertools.islice(demands_of(records), limit))
-        return passage, HitBound(demands, reader.header.layout, reader.header.geometry.kv.page_tokens)
+        demands = counter.of(itertools.islice(demands_of(records), limit))
+        return counter, HitBound(demands, reader.header.layout, reader.header.geometry.kv.page_tokens)
 
 
-def _replay_all(path: Path, demands: int, arena: Arena, candidates: Sequence[Candidate]) -> list[Outcome]:
+def _replay_all(
+    path: Path, demands: int, environment: ReplayEnvironment, candidates: Sequence[Candidate]
+) -> list[ReplayResult]:
     with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("replaying", total=demands * len(candidates))
-        return replay_all(path, demands, arena, candidates, lambda done: progress.update(task, completed=done))
+        return replay_all(path, demands, environment, candidates, lambda done: progress.update(task, completed=done))
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
@@ -149,14 +151,14 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(*shown, console=Console(stderr=True), transient=True)
 
 
-def _describe(console: Console, path: Path, header: TraceHeader, passage: Passage, limit: int) -> None:
+def _describe(console: Console, path: Path, header: TraceHeader, counter: DemandCounter, limit: int) -> None:
     kv = header.geometry.kv
     console.print(
-        f"{path}: {passage.demands:,} look-ups by {passage.users:,} users in {passage.seconds:,.0f} s; "
+        f"{path}: {counter.demands:,} look-ups by {counter.users:,} users in {counter.seconds:,.0f} s; "
         f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens",
         soft_wrap=True,
     )
-    if passage.demands == limit:
+    if counter.demands == limit:
         console.print(f"The first {limit:,} look-ups only: give --limit for more.")
 
 

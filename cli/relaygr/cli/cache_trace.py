@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.cli.options import ConfigOption, SetOption, load_settings
 from relaygr.interactions import Interactions, read_interactions
-from relaygr.replay.making import records_of_interactions, records_of_schedule, write_trace
+from relaygr.replay.synthetic import records_of_interactions, records_of_schedule, write_trace
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS
 from relaygr.settings import Settings

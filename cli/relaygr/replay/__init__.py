@@ -1,11 +1,13 @@
-"""What another cache would have done with the same requests.
+"""Replays recorded look-ups against a cache with other policies and sizes.
 
-    demand         who asked for which prefix, when: from a recorded trace (or `making`: from a log, or a schedule)
-    run            the demand against the real books, with another policy and size, on a virtual clock
-    side_by_side   several candidates at once
-    bound          what no policy could have beaten
-    tables, plots  for people
+    demand         who asked for which prefix, and when: read from a trace
+    synthetic      makes traces without a worker, from a log of interactions or from a schedule
+    run            plays a demand against a real `PrefixCache` on a virtual clock
+    link           the simulated link between the two tiers
+    parallel       plays several candidates side by side
+    bound          an upper bound on the hits of any policy
+    tables, plots  print and draw the results
 
-A replay moves no bytes and computes nothing. Computing takes no time in it, copies take the link's; so it
-tells policies and sizes apart, not queues.
+A replay moves no bytes and computes nothing. Computing takes no time in it and copies take the link's time. So a
+replay compares policies and sizes; it says nothing about queueing.
 """

@@ -57,7 +57,7 @@ def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
             yield Demand(kind, latest_us, record.user, record.namespace, record.sketch)
 
 
-class Passage:
+class DemandCounter:
     """Counts a demand while it passes. `users` and `seconds` are of what passed so far."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Visits:
         return Visit(number, demand.sketch.behaviours, reusable, before)
 
 
-class Histories:
+class PrefixKeyMaker:
     """Keys for the books, which want digest chains, from sketches: made-up digests that part where the sketches do."""
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
 from relaygr.worker.cache.tiers import Tier
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from relaygr.replay.bound import HitBound
-from relaygr.replay.run import Arena, Outcome
+from relaygr.replay.run import ReplayEnvironment, ReplayResult
 from relaygr.replay.tables import bounds_of, name_of
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import size_text
@@ -19,21 +19,21 @@ from relaygr.settings import size_text
 _BOUND = "0.55"
 
 
-def save_plot(path: Path, outcomes: Sequence[Outcome], bound: HitBound, arena: Arena) -> None:
+def save_plot(path: Path, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
     """Writes the picture; the ending of `path` says its kind. Raises RelayError."""
-    panels = _panels(outcomes)
+    panels = _panels(results)
     figure = Figure(figsize=(5 + 4 * len(panels), 5), layout="constrained")
     FigureCanvasAgg(figure)
     all_axes: list[Axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0].tolist()
     is_by_size = any(len(_sizes(panel)) > 1 for panel in panels)
     for axes, panel in zip(all_axes, panels, strict=True):
-        (_against_size if is_by_size else _by_policy)(axes, panel, bound, arena)
+        (_against_size if is_by_size else _by_policy)(axes, panel, bound, environment)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(0, 1)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
     all_axes[0].set_ylabel("visits that found all they could reuse")
-    dashed = is_by_size and any(each.candidate.dram_bytes for each in outcomes)
+    dashed = is_by_size and any(each.candidate.dram_bytes for each in results)
     title = "solid: in HBM\ndashed: in HBM or DRAM" if dashed else None
     lines, names = all_axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside right upper", title=title, title_fontsize="small", fontsize="small")
@@ -43,30 +43,30 @@ def save_plot(path: Path, outcomes: Sequence[Outcome], bound: HitBound, arena: A
         raise RelayError(f"--plot {path} can not be written: {error}.") from error
 
 
-def _sizes(outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:
+def _sizes(results: Sequence[ReplayResult]) -> list[tuple[int, int]]:
     """HBM's and DRAM's that were replayed."""
-    return sorted({(each.candidate.hbm_bytes, each.candidate.dram_bytes) for each in outcomes})
+    return sorted({(each.candidate.hbm_bytes, each.candidate.dram_bytes) for each in results})
 
 
-def _panels(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+def _panels(results: Sequence[ReplayResult]) -> list[list[ReplayResult]]:
     """In each one tier's size changes at most: DRAM's where HBM's does not, else HBM's, a panel for each of DRAM's."""
-    if len({each.candidate.hbm_bytes for each in outcomes}) == 1:
-        return [list(outcomes)]
-    dram_sizes = sorted({each.candidate.dram_bytes for each in outcomes})
-    return [[each for each in outcomes if each.candidate.dram_bytes == size] for size in dram_sizes]
+    if len({each.candidate.hbm_bytes for each in results}) == 1:
+        return [list(results)]
+    dram_sizes = sorted({each.candidate.dram_bytes for each in results})
+    return [[each for each in results if each.candidate.dram_bytes == size] for size in dram_sizes]
 
 
-def _against_size(axes: Axes, outcomes: Sequence[Outcome], bound: HitBound, arena: Arena) -> None:
+def _against_size(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
     """A solid line for HBM and a dashed one for both tiers, a colour a policy."""
-    sizes = _sizes(outcomes)
+    sizes = _sizes(results)
     (hbm_bytes, dram_bytes), varies_hbm = sizes[0], sizes[0][0] != sizes[-1][0]
 
-    def size_of(one: Outcome) -> int:
+    def size_of(one: ReplayResult) -> int:
         return one.candidate.hbm_bytes if varies_hbm else one.candidate.dram_bytes
 
-    ordered = sorted(outcomes, key=size_of)
-    has_dram = any(each.candidate.dram_bytes for each in outcomes)
-    for name in dict.fromkeys(name_of(each.candidate.policies) for each in outcomes):
+    ordered = sorted(results, key=size_of)
+    has_dram = any(each.candidate.dram_bytes for each in results)
+    for name in dict.fromkeys(name_of(each.candidate.policies) for each in results):
         line = [each for each in ordered if name_of(each.candidate.policies) == name]
         along = [size_of(each) for each in line]
         visits = max(1, line[0].visits)
@@ -74,7 +74,7 @@ def _against_size(axes: Axes, outcomes: Sequence[Outcome], bound: HitBound, aren
         if has_dram:
             both = [(each.hbm_hits + each.dram_hits) / visits for each in line]
             axes.plot(along, both, linestyle="--", marker="o", markersize=4, color=drawn.get_color())
-    bounds = {size_of(each): bounds_of(bound, arena, each.candidate) for each in ordered}
+    bounds = {size_of(each): bounds_of(bound, environment, each.candidate) for each in ordered}
     axes.plot(list(bounds), [pair[0] for pair in bounds.values()], color=_BOUND, label="bound")
     if has_dram:
         axes.plot(list(bounds), [pair[1] for pair in bounds.values()], color=_BOUND, linestyle="--")
@@ -90,16 +90,16 @@ def _amount(size_bytes: int) -> str:
     return size_text(size_bytes) if size_bytes else "no"
 
 
-def _by_policy(axes: Axes, outcomes: Sequence[Outcome], bound: HitBound, arena: Arena) -> None:
+def _by_policy(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
     """Stacked bars, and the bounds as lines across."""
-    names = [name_of(each.candidate.policies) for each in outcomes]
-    visits = max(1, outcomes[0].visits)
-    in_hbm = [each.hbm_hits / visits for each in outcomes]
+    names = [name_of(each.candidate.policies) for each in results]
+    visits = max(1, results[0].visits)
+    in_hbm = [each.hbm_hits / visits for each in results]
     axes.bar(names, in_hbm, label="in HBM", color="C0")
-    candidate = outcomes[0].candidate
+    candidate = results[0].candidate
     if candidate.dram_bytes:
-        axes.bar(names, [each.dram_hits / visits for each in outcomes], bottom=in_hbm, label="in DRAM", color="C1")
-    hbm_bound, both_bound = bounds_of(bound, arena, candidate)
+        axes.bar(names, [each.dram_hits / visits for each in results], bottom=in_hbm, label="in DRAM", color="C1")
+    hbm_bound, both_bound = bounds_of(bound, environment, candidate)
     axes.axhline(hbm_bound, color="C0", linestyle=":", label="bound, HBM")
     if candidate.dram_bytes:
         axes.axhline(both_bound, color="C1", linestyle=":", label="bound, either")

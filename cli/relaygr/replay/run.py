@@ -18,11 +18,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.replay.demand import Demand, DemandKind, Histories, Visit, Visits
+from relaygr.replay.demand import Demand, DemandKind, PrefixKeyMaker, Visit, Visits
 from relaygr.replay.link import LinkSpeed, VirtualLink
-from relaygr.worker.cache import Fill, Hit, Pending, PendingOutcome, PrefixCache, PrefixKey, Presence, Purpose, Tier
+from relaygr.worker.cache import (
+    Fill,
+    Hit,
+    PendingOutcome,
+    PendingPrefix,
+    PrefixCache,
+    PrefixKey,
+    Presence,
+    Purpose,
+    Tier,
+)
+from relaygr.worker.cache.copies import SpillGate
 from relaygr.worker.cache.policies import VISIT_US, TierPolicies
-from relaygr.worker.cache.transfer import SpillGate
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
 # A spill of a replay may always go: nothing else wants the link, and its queue is bounded.
@@ -30,7 +40,7 @@ _OPEN_GATE_US = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ReplayEnvironment:
     """What is replayed on: the shape of K,V, the device's times, and the link between the tiers."""
 
     geometry: DramGeometry
@@ -49,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     """What became of the demand. Tokens are of prefixes; bytes are those that crossed the link."""
 
     candidate: Candidate
@@ -71,29 +81,29 @@ class Outcome:
     """Prefixes that were computed but could not be kept."""
 
 
-class Replay:
-    """One run. `play` each demand in its order, then take the `outcome`."""
+class CacheReplay:
+    """One run. `play` each demand in its order, then take the `result`."""
 
-    def __init__(self, arena: Arena, candidate: Candidate) -> None:
+    def __init__(self, environment: ReplayEnvironment, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._layout = arena.layout
-        self._latency = arena.latency
-        self._link = VirtualLink(arena.geometry.page_bytes, arena.link)
+        self._layout = environment.layout
+        self._latency = environment.latency
+        self._link = VirtualLink(environment.geometry.page_bytes, environment.link)
         self._cache = PrefixCache(
-            arena.geometry.kv,
-            arena.layout,
-            candidate.hbm_bytes // arena.geometry.kv.page_bytes,
-            candidate.dram_bytes // arena.geometry.page_bytes,
+            environment.geometry.kv,
+            environment.layout,
+            candidate.hbm_bytes // environment.geometry.kv.page_bytes,
+            candidate.dram_bytes // environment.geometry.page_bytes,
             self._link if candidate.dram_bytes else None,
             policies=candidate.policies,
             spill_gate=SpillGate(_OPEN_GATE_US, _OPEN_GATE_US),
-            dram_geometry=arena.geometry,
+            dram_geometry=environment.geometry,
         )
-        self._cache.weigh_by(arena.latency.pre_us)
-        self._histories = Histories()
+        self._cache.weigh_by(environment.latency.pre_us)
+        self._histories = PrefixKeyMaker()
         self._visits = Visits()
         self._expires_us = 0
-        self._reloads: set[Pending] = set()
+        self._reloads: set[PendingPrefix] = set()
         """Under way: who joins one adds no bytes."""
         self._counted = dict.fromkeys(
             ("visits", "hbm_hits", "dram_hits", "asked_tokens", "hbm_tokens", "reloaded_tokens", "recomputed_tokens"), 0
@@ -124,12 +134,12 @@ class Replay:
         else:
             self._prepare(key, presence, now_us, ranks)
 
-    def outcome(self) -> Outcome:
+    def result(self) -> ReplayResult:
         """Ends the copies under way and adds up."""
         self._link.run()
         stats = self._cache.stats()
         self._cache.check_invariants()
-        return Outcome(
+        return ReplayResult(
             candidate=self._candidate,
             **self._counted,
             spilled_bytes=self._link.moved_bytes[Tier.DRAM],
@@ -155,13 +165,13 @@ class Replay:
         if in_dram > in_hbm:
             saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
             reload = self._cache.start_reload(key, now_us + int(saved_us), now_us, saved_us)
-            if isinstance(reload, Pending):
+            if isinstance(reload, PendingPrefix):
                 self._reloads.add(reload)
                 reload.add_done_callback(partial(self._reloaded, key, in_hbm, ranks))
                 return
         self._compute(key, ranks)
 
-    def _reloaded(self, key: PrefixKey, cached_tokens: int, ranks: bool, pending: Pending) -> None:
+    def _reloaded(self, key: PrefixKey, cached_tokens: int, ranks: bool, pending: PendingPrefix) -> None:
         is_first = pending in self._reloads
         self._reloads.discard(pending)
         if is_first and pending.outcome is PendingOutcome.PUBLISHED:
@@ -178,7 +188,7 @@ class Replay:
             handle = fill.publish(now_us)
             if handle is not None:
                 self._cache.release(handle)
-        elif not isinstance(fill, Pending):
+        elif not isinstance(fill, PendingPrefix):
             self._counted["recomputed_tokens"] += self._tokens(key.length)
         self._keep(key, now_us, ranks)
 
@@ -196,14 +206,14 @@ class Replay:
 
 def replay(
     demands: Iterable[Demand],
-    arena: Arena,
+    environment: ReplayEnvironment,
     candidate: Candidate,
     on_progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> ReplayResult:
     """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played so far."""
-    run = Replay(arena, candidate)
+    run = CacheReplay(environment, candidate)
     for number, demand in enumerate(demands, 1):
         run.play(demand)
         if on_progress is not None and number % 256 == 0:
             on_progress(number)
-    return run.outcome()
+    return run.result()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from relaygr.replay.bound import HitBound
-from relaygr.replay.run import Arena, Candidate, Outcome
+from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult
 from relaygr.settings import size_text
 from relaygr.worker.cache.policies import TierPolicies
 
@@ -17,18 +17,18 @@ def name_of(policies: TierPolicies) -> str:
     return policies.hbm.value if policies.hbm is policies.dram else f"{policies.hbm.value}/{policies.dram.value}"
 
 
-def bounds_of(bound: HitBound, arena: Arena, candidate: Candidate) -> tuple[float, float]:
+def bounds_of(bound: HitBound, environment: ReplayEnvironment, candidate: Candidate) -> tuple[float, float]:
     """Shares of visits that no policy could have hit more of: in HBM, and in either tier."""
-    hbm_pages = candidate.hbm_bytes // arena.geometry.kv.page_bytes
-    dram_pages = candidate.dram_bytes // arena.geometry.page_bytes
+    hbm_pages = candidate.hbm_bytes // environment.geometry.kv.page_bytes
+    dram_pages = candidate.dram_bytes // environment.geometry.page_bytes
     visits = max(1, bound.visits)
     return bound.hits(hbm_pages) / visits, bound.hits(hbm_pages + dram_pages) / visits
 
 
-def tables_of(outcomes: Sequence[Outcome], bound: HitBound, arena: Arena) -> Iterator[Table]:
+def tables_of(results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> Iterator[Table]:
     """A table for each size, a line a policy; in the last, what no policy could have been above."""
-    by_size: dict[tuple[int, int], list[Outcome]] = {}
-    for one in outcomes:
+    by_size: dict[tuple[int, int], list[ReplayResult]] = {}
+    for one in results:
         by_size.setdefault((one.candidate.hbm_bytes, one.candidate.dram_bytes), []).append(one)
     for (hbm_bytes, dram_bytes), same in by_size.items():
         title = f"{size_text(hbm_bytes)} of HBM, {size_text(dram_bytes) if dram_bytes else 'none'} of DRAM"
@@ -48,7 +48,7 @@ def tables_of(outcomes: Sequence[Outcome], bound: HitBound, arena: Arena) -> Ite
                 _bytes(one.reloaded_bytes),
                 f"{_count(one.hbm_evictions)} + {_count(one.dram_evictions)}",
             )
-        in_hbm, in_either = bounds_of(bound, arena, same[0].candidate)
+        in_hbm, in_either = bounds_of(bound, environment, same[0].candidate)
         table.add_row("bound", _share(in_hbm), "", _share(in_either), style="dim")
         unkept = max(one.no_room for one in same)
         if unkept:

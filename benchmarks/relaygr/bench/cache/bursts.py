@@ -25,9 +25,9 @@ import numpy as np
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.cache.operations import BEHAVIOURS, LAYOUT, PAGES, key_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
-from relaygr.worker.cache import Fill, Hit, Pending, PendingOutcome, PrefixCache, Tier
+from relaygr.worker.cache import Fill, Hit, PendingOutcome, PendingPrefix, PrefixCache, Tier
+from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
 from relaygr.worker.cache.copy_queue import CopyLimits
-from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
 from relaygr.worker.kv import KvDtype, KvGeometry
 
 # 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 of them a second.
@@ -68,7 +68,7 @@ class Request:
     user: int
 
 
-class Variant(Protocol):
+class BurstVariant(Protocol):
     """A way to get prefixes into HBM."""
 
     link: VirtualLink
@@ -135,17 +135,17 @@ class WithSingleFlight:
             self._cache.release(found.handle)
             return ready(now_us)
         pending = found
-        if not isinstance(pending, Pending):
+        if not isinstance(pending, PendingPrefix):
             reload = self._cache.start_reload(key, now_us, now_us, self._saved_us)
-            pending = reload if isinstance(reload, Pending) else self._cache.reserve(key, now_us)  # type: ignore[assignment]
+            pending = reload if isinstance(reload, PendingPrefix) else self._cache.reserve(key, now_us)  # type: ignore[assignment]
         if isinstance(pending, Fill):
             self._computing.begin(now_us, partial(self._end_fill, pending, ready))
-        elif isinstance(pending, Pending):
+        elif isinstance(pending, PendingPrefix):
             pending.add_done_callback(partial(self._end_wait, user, ready))
         else:
             self._computing.begin(now_us, ready)
 
-    def _end_wait(self, user: int, ready: Callable[[int], None], pending: Pending) -> None:
+    def _end_wait(self, user: int, ready: Callable[[int], None], pending: PendingPrefix) -> None:
         if pending.outcome is PendingOutcome.PUBLISHED:
             ready(self.link.now_us)
         else:
@@ -202,7 +202,7 @@ def measure(
     computing = Computing(pre_us)
     saved_us = pre_us if break_even else None
     make = WithSingleFlight if single_flight else WithoutSingleFlight
-    variant: Variant = make(computing, saved_us)
+    variant: BurstVariant = make(computing, saved_us)
     delays_ms: list[float] = []
 
     def go_on(now_us: int) -> None:

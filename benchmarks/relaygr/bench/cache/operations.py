@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
 from relaygr.worker.cache import Fill, Hit, PrefixCache, PrefixKey
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 
 BEHAVIOURS = 1024

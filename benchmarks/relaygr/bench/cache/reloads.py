@@ -16,7 +16,7 @@ import torch
 
 from relaygr.bench.cache.operations import key_of
 from relaygr.schemas.digest import DigestChain
-from relaygr.worker.cache import Fill, Pending, PendingOutcome, PrefixCache, PrefixKey
+from relaygr.worker.cache import Fill, PendingOutcome, PendingPrefix, PrefixCache, PrefixKey
 from relaygr.worker.cache.build import BuiltCache, build_cache
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.device import CpuDevice
@@ -73,10 +73,10 @@ def _round(built: BuiltCache, keys: list[PrefixKey]) -> tuple[float, float, floa
     started_ns = time.perf_counter_ns()
     for place, key in enumerate(keys):
         pending = built.cache.start_reload(key, place, place)
-        if not isinstance(pending, Pending):
+        if not isinstance(pending, PendingPrefix):
             raise TypeError(f"a reload was refused: {pending}")
 
-        def ended(done: Pending, place: int = place) -> None:
+        def ended(done: PendingPrefix, place: int = place) -> None:
             latencies_ms[place] = (time.perf_counter_ns() - started_ns) / 1e6
             if done.outcome is PendingOutcome.PUBLISHED:
                 left.release()

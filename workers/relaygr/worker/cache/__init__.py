@@ -7,7 +7,7 @@ import each other; `PrefixCache` joins them through the `Mover` protocol of `tra
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.handles import Fill, Handle
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.pending import Pending
+from relaygr.worker.cache.pending import PendingPrefix
 from relaygr.worker.cache.results import (
     Declined,
     DeclineReason,
@@ -39,9 +39,9 @@ __all__ = [
     "NoRoom",
     "NoRoomReason",
     "PageCopy",
-    "Pending",
     "PendingKind",
     "PendingOutcome",
+    "PendingPrefix",
     "PrefixCache",
     "PrefixKey",
     "Presence",

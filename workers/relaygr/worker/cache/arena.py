@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from relaygr.worker.cache.codec import make_codec
+from relaygr.worker.cache.copies import CopyPriority, CopyRequest, layer_groups
 from relaygr.worker.cache.journal import NoGuard, PageGuard
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.results import PageCopy
 from relaygr.worker.cache.tiers import Tier
-from relaygr.worker.cache.transfer import CopyPriority, CopyRequest, layer_groups
 from relaygr.worker.device import Device, Event, Stream
 from relaygr.worker.kv import DramGeometry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 
 # Before the first copy is measured: what plain memory does.
 _FIRST_GUESS_US_PER_BYTE = 1 / 4096

@@ -56,7 +56,7 @@ class Holding(enum.StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CacheEntry:
     """A prefix. `pages` (int32) is its page table, `tokens` the rows in it; `pins` counts readers."""
 
     number: int
@@ -68,7 +68,7 @@ class Entry:
     pins: int = 0
     spills: int = 0
     leases: set[str] = field(default_factory=set)
-    work: Work | None = None
+    work: WorkInFlight | None = None
     source: PrefixSource = PrefixSource.COMPUTED
     unused_pre_infer: bool = False
     attached: bool = True
@@ -90,14 +90,14 @@ class Entry:
 class Pin:
     """One reader's hold on the first `pages` of an entry. `forced`: it was leaked, and taken from its holder."""
 
-    entry: Entry
+    entry: CacheEntry
     pages: PageArray
     open: bool = True
     forced: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class WorkInFlight:
     """Pages being filled or loaded: a new entry's, or the tail of one that grows.
 
     `kept` leading pages of the entry stay in the table; `base` pins what the tail builds on.
@@ -109,7 +109,7 @@ class Work:
     purpose: Purpose
     key: PrefixKey
     tokens: int
-    entry: Entry
+    entry: CacheEntry
     generation: int
     new_pages: PageArray
     base: Pin | None = None
@@ -134,10 +134,10 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """An entry, and how many leading behaviours of the key asked for it covers."""
 
-    entry: Entry
+    entry: CacheEntry
     behaviours: int
 
 
@@ -145,5 +145,5 @@ class Match:
 class WorkMatch:
     """Work in flight that will cover `behaviours` of the key."""
 
-    work: Work
+    work: WorkInFlight
     behaviours: int

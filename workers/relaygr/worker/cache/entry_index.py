@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from relaygr.worker.cache.entries import Entry, Match, WorkMatch
+from relaygr.worker.cache.entries import CacheEntry, PrefixMatch, WorkMatch
 from relaygr.worker.cache.identity import PrefixKey, common_behaviours
 
 
@@ -13,25 +13,25 @@ class EntryIndex:
     """Single-threaded: the cache's lock guards it."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
-        self._by_user: dict[str, list[Entry]] = {}
-        self._by_namespace: dict[bytes, dict[int, Entry]] = {}
+        self._entries: dict[int, CacheEntry] = {}
+        self._by_user: dict[str, list[CacheEntry]] = {}
+        self._by_namespace: dict[bytes, dict[int, CacheEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, number: int) -> Entry:
+    def __getitem__(self, number: int) -> CacheEntry:
         return self._entries[number]
 
-    def all(self) -> Iterable[Entry]:
+    def all(self) -> Iterable[CacheEntry]:
         return self._entries.values()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CacheEntry) -> None:
         self._entries[entry.number] = entry
         self._by_user.setdefault(entry.key.user_id, []).append(entry)
         self._by_namespace.setdefault(entry.key.namespace, {})[entry.number] = entry
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CacheEntry) -> None:
         """Leaves no empty list behind: users come and go without end."""
         del self._entries[entry.number]
         siblings = self._by_user[entry.key.user_id]
@@ -43,14 +43,14 @@ class EntryIndex:
         if not peers:
             del self._by_namespace[entry.key.namespace]
 
-    def find(self, key: PrefixKey) -> Match | None:
+    def find(self, key: PrefixKey) -> PrefixMatch | None:
         """The visible entry that covers most of `key`."""
-        best: Match | None = None
+        best: PrefixMatch | None = None
         for entry in self._by_user.get(key.user_id, ()):
             if entry.is_visible:
                 behaviours = common_behaviours(key, entry.key)
                 if behaviours > (best.behaviours if best else 0):
-                    best = Match(entry, behaviours)
+                    best = PrefixMatch(entry, behaviours)
         return best
 
     def find_work(self, key: PrefixKey) -> WorkMatch | None:
@@ -68,10 +68,10 @@ class EntryIndex:
         entries = self._by_user.get(user_id, ())
         return any(namespace is None or entry.key.namespace == namespace for entry in entries)
 
-    def of_user(self, user_id: str) -> list[Entry]:
+    def of_user(self, user_id: str) -> list[CacheEntry]:
         return list(self._by_user.get(user_id, ()))
 
-    def of_namespace(self, namespace: bytes, limit: int) -> list[Entry]:
+    def of_namespace(self, namespace: bytes, limit: int) -> list[CacheEntry]:
         """So many of them at most."""
         return list(itertools.islice(self._by_namespace.get(namespace, {}).values(), limit))
 

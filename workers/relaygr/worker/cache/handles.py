@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.arrival import LayerArrival
-from relaygr.worker.cache.entries import Pin, Work
+from relaygr.worker.cache.entries import Pin, WorkInFlight
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.results import PageCopy
 
@@ -49,7 +49,7 @@ class Fill:
     unpublished.
     """
 
-    def __init__(self, fills: Fills, work: Work) -> None:
+    def __init__(self, fills: Fills, work: WorkInFlight) -> None:
         self._fills = fills
         self._work = work
         self.behaviours = work.key.length
@@ -61,7 +61,7 @@ class Fill:
         self.copy_page: PageCopy | None = work.copy_page
 
     @property
-    def work(self) -> Work:
+    def work(self) -> WorkInFlight:
         """For the cache alone."""
         return self._work
 

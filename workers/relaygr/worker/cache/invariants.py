@@ -10,7 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-from relaygr.worker.cache.entries import Entry, EntryState, Holding
+from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.tier_state import TierState, holding_of
 
@@ -62,7 +62,7 @@ def _check_entries(state: TierState) -> tuple[PageArray, Counter[Holding]]:
 
 def _check_references(state: TierState, owners: PageArray) -> PageArray:
     expected = owners.copy()
-    pins: Counter[Entry] = Counter()
+    pins: Counter[CacheEntry] = Counter()
     for pin in state.pins:
         expected[pin.pages] += 1
         pins[pin.entry] += 1

@@ -20,7 +20,7 @@ from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.pages import PageArray
 
 if TYPE_CHECKING:
-    from relaygr.worker.cache.entries import Entry
+    from relaygr.worker.cache.entries import CacheEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +36,13 @@ class StoredEntry:
 class TierJournal(Protocol):
     """Must be quick, and must not raise: it is called under the cache's lock."""
 
-    def published(self, entry: Entry, now_us: int) -> None:
+    def published(self, entry: CacheEntry, now_us: int) -> None:
         """The entry is READY: its key, tokens and pages are what they will stay until `removed`."""
 
-    def touched(self, entry: Entry, now_us: int) -> None:
+    def touched(self, entry: CacheEntry, now_us: int) -> None:
         """The entry was used."""
 
-    def removed(self, entry: Entry) -> None:
+    def removed(self, entry: CacheEntry) -> None:
         """From now on its pages may be written."""
 
     def end(self) -> None:
@@ -62,13 +62,13 @@ class PageGuard(Protocol):
 class NoJournal:
     """For a tier that ends with its process."""
 
-    def published(self, entry: Entry, now_us: int) -> None:  # noqa: ARG002
+    def published(self, entry: CacheEntry, now_us: int) -> None:  # noqa: ARG002
         return
 
-    def touched(self, entry: Entry, now_us: int) -> None:  # noqa: ARG002
+    def touched(self, entry: CacheEntry, now_us: int) -> None:  # noqa: ARG002
         return
 
-    def removed(self, entry: Entry) -> None:  # noqa: ARG002
+    def removed(self, entry: CacheEntry) -> None:  # noqa: ARG002
         return
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from relaygr.worker.cache.entries import Entry
+from relaygr.worker.cache.entries import CacheEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class Lease:
     """One request's hold."""
 
     request_id: str
-    entry: Entry
+    entry: CacheEntry
     until_us: int
 
 
-class LeaseBook:
+class LeaseTable:
     """Leases by request, and by the time they end. At most `limit` at once."""
 
     def __init__(self, limit: int) -> None:

@@ -5,14 +5,14 @@ The cache's lock guards it.
 
 from __future__ import annotations
 
-from relaygr.worker.cache.entries import Entry
+from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.leases import Lease
 from relaygr.worker.cache.results import WasteReason
 from relaygr.worker.cache.stats import Counters
 from relaygr.worker.cache.tier_state import TierState
 
 
-class Leasing:
+class TierLeases:
     """Of one tier."""
 
     def __init__(self, state: TierState, counters: Counters) -> None:
@@ -23,7 +23,7 @@ class Leasing:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def begin(self, entry: Entry, request_id: str, until_us: int) -> bool:
+    def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> bool:
         """Holds the entry for a request; False when there are too many leases."""
         previous = self._leases.get(request_id)
         if not self._leases.put(Lease(request_id, entry, until_us)):
@@ -56,13 +56,13 @@ class Leasing:
                 self.count_waste(lease.entry, WasteReason.LEASE_EXPIRED)
         return len(ended)
 
-    def end_all(self, entry: Entry) -> None:
+    def end_all(self, entry: CacheEntry) -> None:
         """The entry is gone: nobody holds it."""
         for request_id in entry.leases:
             self._leases.take(request_id)
         entry.leases.clear()
 
-    def count_waste(self, entry: Entry, reason: WasteReason) -> None:
+    def count_waste(self, entry: CacheEntry, reason: WasteReason) -> None:
         """Counts the entry's pre-infer, once, if nothing used it."""
         if entry.unused_pre_infer:
             entry.unused_pre_infer = False

@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.entries import Entry, EntryState, Holding, Match, Pin, Work
+from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding, Pin, PrefixMatch, WorkInFlight
 from relaygr.worker.cache.entry_index import EntryIndex
 from relaygr.worker.cache.identity import Mark, PrefixKey
 from relaygr.worker.cache.invariants import check_tier
 from relaygr.worker.cache.journal import NoJournal, StoredEntry, TierJournal
-from relaygr.worker.cache.leases import LeaseBook
-from relaygr.worker.cache.leasing import Leasing
+from relaygr.worker.cache.leases import LeaseTable
+from relaygr.worker.cache.leasing import TierLeases
 from relaygr.worker.cache.pages import PageArray, PagePool
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
 from relaygr.worker.cache.readers import Readers
@@ -66,11 +66,11 @@ class TierMetadata:
         self._journal: TierJournal = journal if journal is not None else NoJournal()
         self._is_open = journal is None
         self._counters = counters
-        self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseBook(lease_limit))
+        self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseTable(lease_limit))
         self._pool, self._policy = self._state.pool, policy
         self._index, self._account = self._state.index, self._state.account
         self.readers = Readers(self._state)
-        self.leasing = Leasing(self._state, counters)
+        self.leasing = TierLeases(self._state, counters)
         self._layout = layout
         self._last_number = 0
         self.saved_us: Callable[[int], float] = float
@@ -100,13 +100,13 @@ class TierMetadata:
 
     # Use.
 
-    def touch(self, entry: Entry, now_us: int) -> None:
+    def touch(self, entry: CacheEntry, now_us: int) -> None:
         """The entry was used: later in the order of eviction."""
         if entry.attached:
             self._policy.touch(entry.number, now_us)
             self._journal.touched(entry, now_us)
 
-    def demote(self, entry: Entry) -> None:
+    def demote(self, entry: CacheEntry) -> None:
         """The entry goes first when room is needed."""
         if entry.attached:
             self._policy.demote(entry.number)
@@ -122,8 +122,14 @@ class TierMetadata:
     # Work in flight.
 
     def begin(
-        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, now_us: int, base: Match | None, own_pins: int = 0
-    ) -> Work | NoRoomReason:
+        self,
+        key: PrefixKey,
+        kind: PendingKind,
+        purpose: Purpose,
+        now_us: int,
+        base: PrefixMatch | None,
+        own_pins: int = 0,
+    ) -> WorkInFlight | NoRoomReason:
         """Takes pages for `key`: those after `base`'s where it can grow, else for the whole.
 
         `own_pins` of the base's readers belong to the caller, and do not make its tail page shared.
@@ -141,14 +147,14 @@ class TierMetadata:
             return self._begin_new(key, kind, purpose, tokens, now_us)
         return self._begin_growth(key, kind, purpose, tokens, now_us, base, own_pins)
 
-    def pages_needed(self, key: PrefixKey, base: Match | None) -> int:
+    def pages_needed(self, key: PrefixKey, base: PrefixMatch | None) -> int:
         """New pages that loading `key` onto `base` takes."""
         needed = self._state.pages_for(self._layout.tokens(key.length))
         if base is None or not self._may_grow(base, 0):
             return needed
         return needed - self._layout.tokens(base.behaviours) // self._state.page_tokens
 
-    def publish(self, work: Work, now_us: int, source: PrefixSource) -> Entry | None:
+    def publish(self, work: WorkInFlight, now_us: int, source: PrefixSource) -> CacheEntry | None:
         """Makes the work's pages visible; None, and the pages free, if it went stale meanwhile."""
         if not work.is_current:
             self.abort(work)
@@ -185,7 +191,7 @@ class TierMetadata:
         if stored:
             self._pool.claim(np.concatenate([each.pages for each in stored]))
         for each in stored:
-            entry = Entry(self._next_number(), each.key, self._next_number())
+            entry = CacheEntry(self._next_number(), each.key, self._next_number())
             entry.step(EntryState.LOADING)
             entry.step(EntryState.READY)
             entry.pages, entry.tokens, entry.source = each.pages, each.tokens, each.source
@@ -200,7 +206,7 @@ class TierMetadata:
         """What happens to the entries from now on is this process's alone."""
         self._journal.end()
 
-    def abort(self, work: Work) -> None:
+    def abort(self, work: WorkInFlight) -> None:
         """Gives the work's pages back. A new entry is EMPTY again; one that grew is as before."""
         self._close(work)
         self._give_up(work)
@@ -209,7 +215,7 @@ class TierMetadata:
         if work.base is not None:
             self.readers.unpin(work.base)
 
-    def remove(self, entry: Entry, reason: WasteReason) -> Work | None:
+    def remove(self, entry: CacheEntry, reason: WasteReason) -> WorkInFlight | None:
         """Takes the entry out of the index; the open work, stale from now on.
 
         Its pages are free at once, or when their last reader leaves; those in flight when the work ends.
@@ -226,7 +232,7 @@ class TierMetadata:
             entry.step(EntryState.EMPTY)
         return stale
 
-    def give_up_truncation(self, leased: Match) -> Work | None:
+    def give_up_truncation(self, leased: PrefixMatch) -> WorkInFlight | None:
         """The work, if any, that would have taken a part of what was just leased away: stale from now on."""
         work = leased.entry.work
         if work is None or self._layout.tokens(leased.behaviours) <= work.start_tokens:
@@ -236,24 +242,24 @@ class TierMetadata:
 
     # What users hold.
 
-    def hold(self, held: Pin | Work, until_us: int) -> None:
+    def hold(self, held: Pin | WorkInFlight, until_us: int) -> None:
         """A handle has this pin, or a fill this work, until then at most. Later ones may not end earlier."""
         self._state.held_until_us[held] = until_us
 
-    def take_overdue(self, now_us: int) -> list[Pin | Work]:
+    def take_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
         """Takes what was held too long from its holders. It keeps its pages, so that the device may go on with them."""
         until_us = self._state.held_until_us
         overdue = list(itertools.takewhile(lambda held: until_us[held] <= now_us, until_us))
         for held in overdue:
             del until_us[held]
             held.forced = True
-            if isinstance(held, Work):
+            if isinstance(held, WorkInFlight):
                 self._give_up(held)
         return overdue
 
     # How it is done.
 
-    def _may_grow(self, base: Match, own_pins: int) -> bool:
+    def _may_grow(self, base: PrefixMatch, own_pins: int) -> bool:
         entry = base.entry
         if entry.work is not None or not entry.attached:
             return False
@@ -263,7 +269,7 @@ class TierMetadata:
 
     def _begin_new(
         self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, now_us: int
-    ) -> Work | NoRoomReason:
+    ) -> WorkInFlight | NoRoomReason:
         siblings = self._index.of_user(key.user_id)
         surplus = None
         if len(siblings) >= MAX_ENTRIES_PER_USER:
@@ -275,14 +281,21 @@ class TierMetadata:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
             self._evict(surplus)
-        entry = Entry(self._next_number(), key.held(), self._next_number())
+        entry = CacheEntry(self._next_number(), key.held(), self._next_number())
         entry.step(EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
         self._index.add(entry)
-        return self._open(Work(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages))
+        return self._open(WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages))
 
     def _begin_growth(
-        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, now_us: int, base: Match, own_pins: int
-    ) -> Work | NoRoomReason:
+        self,
+        key: PrefixKey,
+        kind: PendingKind,
+        purpose: Purpose,
+        tokens: int,
+        now_us: int,
+        base: PrefixMatch,
+        own_pins: int,
+    ) -> WorkInFlight | NoRoomReason:
         entry = base.entry
         start_tokens = self._layout.tokens(base.behaviours)
         whole, partial = divmod(start_tokens, self._state.page_tokens)
@@ -296,7 +309,7 @@ class TierMetadata:
             self.readers.unpin(pin)
             return NoRoomReason.FULL
         copies = partial and not in_place and kind is PendingKind.FILL
-        work = Work(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages)
+        work = WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages)
         work.base = pin
         work.kept = kept
         work.start_behaviours = base.behaviours
@@ -304,13 +317,13 @@ class TierMetadata:
         work.copy_page = PageCopy(int(pin.pages[whole]), int(pages[0])) if copies else None
         return self._open(work)
 
-    def _open(self, work: Work) -> Work:
+    def _open(self, work: WorkInFlight) -> WorkInFlight:
         work.entry.work = work
         self._state.works.add(work)
         self._account.in_flight += work.new_pages.size
         return work
 
-    def _give_up(self, work: Work) -> None:
+    def _give_up(self, work: WorkInFlight) -> None:
         """Nothing will come of the work, and other work may begin in its place."""
         if work.is_current and work.base is None:
             self._detach(work.entry)
@@ -319,7 +332,7 @@ class TierMetadata:
             work.entry.work = None
         work.generation = _NEVER
 
-    def _close(self, work: Work) -> None:
+    def _close(self, work: WorkInFlight) -> None:
         if not work.open:
             raise ValueError("work in flight was ended twice")
         work.open = False
@@ -346,29 +359,29 @@ class TierMetadata:
                 self._evict(entry)
         return self._pool.take(count)
 
-    def _is_evictable(self, entry: Entry) -> bool:
+    def _is_evictable(self, entry: CacheEntry) -> bool:
         return entry.is_visible and entry.holding is Holding.EVICTABLE
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: CacheEntry) -> None:
         self._counters.evictions[self.tier] += 1
         self._policy.evict(entry.number)
         self.remove(entry, WasteReason.EVICTED)
 
-    def _weight(self, entry: Entry) -> EntryWeight:
+    def _weight(self, entry: CacheEntry) -> EntryWeight:
         identity = hash((entry.key.user_id, entry.key.namespace))
         return EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
 
-    def _demote_others(self, entry: Entry) -> None:
+    def _demote_others(self, entry: CacheEntry) -> None:
         """A user's newer prefix makes the older ones the first to go."""
         for other in self._index.of_user(entry.key.user_id):
             if other is not entry:
                 self._policy.demote(other.number)
 
-    def _show(self, entry: Entry, now_us: int) -> None:
+    def _show(self, entry: CacheEntry, now_us: int) -> None:
         self._policy.add(entry.number, self._weight(entry), now_us)
         self._account.reclassify(entry)
 
-    def _detach(self, entry: Entry) -> None:
+    def _detach(self, entry: CacheEntry) -> None:
         self._index.remove(entry)
         self._policy.remove(entry.number)
         entry.attached = False

@@ -11,8 +11,8 @@ from typing import Protocol
 import structlog
 
 from relaygr.runtime.clock import Clock
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
-from relaygr.worker.cache.transfer import CopyForecast, CopyPriority, CopyRequest
 
 _log = structlog.get_logger()
 

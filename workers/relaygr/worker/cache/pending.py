@@ -11,13 +11,13 @@ from collections.abc import Callable
 import structlog
 
 from relaygr.worker.cache.arrival import LayerArrival
+from relaygr.worker.cache.copies import Deadline
 from relaygr.worker.cache.results import PendingKind, PendingOutcome
-from relaygr.worker.cache.transfer import Deadline
 
 _log = structlog.get_logger()
 
 
-class Pending:
+class PendingPrefix:
     """Ends once, with an outcome. `behaviours` of the key asked for will then be covered."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Pending:
         self._deadline = deadline
         self._lock = threading.Lock()
         self._outcome = outcome
-        self._callbacks: list[Callable[[Pending], None]] = []
+        self._callbacks: list[Callable[[PendingPrefix], None]] = []
 
     @property
     def outcome(self) -> PendingOutcome | None:
@@ -51,7 +51,7 @@ class Pending:
         if self._deadline is not None:
             self._deadline.bring_forward(deadline_us)
 
-    def add_done_callback(self, callback: Callable[[Pending], None]) -> None:
+    def add_done_callback(self, callback: Callable[[PendingPrefix], None]) -> None:
         """Calls `callback(self)` once when it ends, in the thread that ends it; at once if it has."""
         with self._lock:
             if self._outcome is None:

@@ -5,7 +5,7 @@ A pin holds its pages whatever becomes of their entry, and of the work that fill
 
 from __future__ import annotations
 
-from relaygr.worker.cache.entries import Entry, EntryState, Pin, Work
+from relaygr.worker.cache.entries import CacheEntry, EntryState, Pin, WorkInFlight
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.tier_state import TierState
 
@@ -16,11 +16,11 @@ class Readers:
     def __init__(self, state: TierState) -> None:
         self._state = state
 
-    def pin(self, entry: Entry, behaviours: int) -> Pin:
+    def pin(self, entry: CacheEntry, behaviours: int) -> Pin:
         """Holds the pages of the entry's first `behaviours` behaviours."""
         return self._pin(entry, entry.pages, behaviours)
 
-    def pin_work(self, work: Work, behaviours: int) -> Pin:
+    def pin_work(self, work: WorkInFlight, behaviours: int) -> Pin:
         """Holds the pages of a prefix under way. They stay the reader's when the work ends, well or not."""
         return self._pin(work.entry, work.table, behaviours)
 
@@ -37,7 +37,7 @@ class Readers:
         state.account.orphaned -= state.pool.drop(pin.pages)
         state.account.reclassify(pin.entry)
 
-    def begin_spill(self, entry: Entry) -> Pin:
+    def begin_spill(self, entry: CacheEntry) -> Pin:
         """Pins the whole entry for a copy to DRAM."""
         if entry.state is EntryState.READY:
             entry.step(EntryState.SPILLING)
@@ -52,7 +52,7 @@ class Readers:
             entry.step(EntryState.READY)
         self.unpin(pin)
 
-    def _pin(self, entry: Entry, table: PageArray, behaviours: int) -> Pin:
+    def _pin(self, entry: CacheEntry, table: PageArray, behaviours: int) -> Pin:
         state = self._state
         pages = table[: state.pages_for(state.layout.tokens(behaviours))]
         state.pool.share(pages)

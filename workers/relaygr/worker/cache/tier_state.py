@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from relaygr.worker.cache.entries import Entry, Holding, Pin, Work
+from relaygr.worker.cache.entries import CacheEntry, Holding, Pin, WorkInFlight
 from relaygr.worker.cache.entry_index import EntryIndex
-from relaygr.worker.cache.leases import LeaseBook
+from relaygr.worker.cache.leases import LeaseTable
 from relaygr.worker.cache.pages import PagePool
 from relaygr.worker.cache.policies import EvictionPolicy
 from relaygr.worker.cache.stats import TierStats
@@ -25,7 +25,7 @@ class PageAccount:
     orphaned: int = 0
     in_flight: int = 0
 
-    def reclassify(self, entry: Entry) -> None:
+    def reclassify(self, entry: CacheEntry) -> None:
         """Counts the entry's pages as what holds them now."""
         self.held[entry.holding] -= entry.counted_pages
         entry.holding = holding_of(entry)
@@ -41,11 +41,11 @@ class TierState:
     layout: PrefixLayout
     pool: PagePool
     policy: EvictionPolicy
-    leases: LeaseBook
+    leases: LeaseTable
     index: EntryIndex = field(default_factory=EntryIndex)
-    works: set[Work] = field(default_factory=set)
+    works: set[WorkInFlight] = field(default_factory=set)
     pins: set[Pin] = field(default_factory=set)
-    held_until_us: dict[Pin | Work, int] = field(default_factory=dict)
+    held_until_us: dict[Pin | WorkInFlight, int] = field(default_factory=dict)
     """Pins that handles hold and work that fills hold, the first to end first, and when each was held too long."""
     account: PageAccount = field(default_factory=PageAccount)
 
@@ -66,7 +66,7 @@ class TierState:
         )
 
 
-def holding_of(entry: Entry) -> Holding:
+def holding_of(entry: CacheEntry) -> Holding:
     """What keeps the entry's pages, as its pins and leases are now."""
     if entry.pins:
         return Holding.PINNED

@@ -7,7 +7,7 @@ from functools import partial
 
 import structlog
 
-from relaygr.worker.cache import Handle, Hit, Pending, Purpose, WasteReason
+from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.prefixes import PrefixFlow
 from relaygr.worker.executor.shared import Shared
 from relaygr.worker.history.resolve import HistoryMismatchError
@@ -85,7 +85,7 @@ class JobFlow:
         if coming is not None and coming.span.key.chain.digest == span.key.chain.digest:
             return self._join(work, coming)
         found = self._shared.cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
-        if isinstance(found, Pending):
+        if isinstance(found, PendingPrefix):
             return self._lease_after_reload(work, span, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None and handle.complete:
@@ -110,7 +110,7 @@ class JobFlow:
             work.begun = True
             self._shared.metrics.job_started(self._shared.clock.wall_us() - work.job.retrieval_at_us)
 
-    def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: Pending) -> None:
+    def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: PendingPrefix) -> None:
         self.begin(work)
 
         def arrived(work: JobWork) -> None:

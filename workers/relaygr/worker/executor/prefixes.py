@@ -14,7 +14,7 @@ import structlog
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Path, PrefixSource
-from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, Pending, PrefixKey, Purpose
+from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, PendingPrefix, PrefixKey, Purpose
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.executor.pieces import PieceFlow
 from relaygr.worker.executor.shared import Shared
@@ -160,7 +160,7 @@ class PrefixFlow:
                 if reserved.copy_page is not None:
                     self._copy_page(reserved.copy_page)
                 return True
-            if isinstance(reserved, Pending):
+            if isinstance(reserved, PendingPrefix):
                 self._look_again(prefix)
                 return False
             self._rank_on_what_is_cached(prefix, now_us)

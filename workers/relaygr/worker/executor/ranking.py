@@ -17,7 +17,7 @@ import structlog
 
 from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource
-from relaygr.worker.cache import Handle, Hit, Pending, Purpose, WasteReason
+from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.prefixes import PrefixFlow
 from relaygr.worker.executor.shared import Shared
 from relaygr.worker.executor.waiting import Waiting
@@ -101,7 +101,7 @@ class RankingFlow:
             return self._join(work, coming)
         purpose = Purpose.RANKING if work.lookups == 1 else Purpose.AGAIN
         found = self._shared.cache.acquire(span.key, now_us, purpose=purpose, arriving=True)
-        if isinstance(found, Pending):
+        if isinstance(found, PendingPrefix):
             return self._waiting.for_prefix(work, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:

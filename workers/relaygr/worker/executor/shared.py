@@ -12,7 +12,7 @@ from relaygr.consumer import Received
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.messages import FailureReason
 from relaygr.worker.admission import JobAdmission
-from relaygr.worker.cache import Handle, Pending, PrefixCache
+from relaygr.worker.cache import Handle, PendingPrefix, PrefixCache
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine, RankOutputs
 from relaygr.worker.parking import ParkingLot
@@ -140,7 +140,7 @@ class Shared:
 
     def reload_more(
         self, span: PrefixSpan, handle: Handle | None, deadline_us: int, rank_us: float = 0.0
-    ) -> Pending | None:
+    ) -> PendingPrefix | None:
         """Starts a reload if DRAM holds more of the prefix than HBM, and copying it beats computing it.
 
         A ranking that takes `rank_us` may go on beside the copy.
@@ -153,7 +153,7 @@ class Shared:
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
         saved_us = self.chunking.duration_us(cached, stored, self.latency)
         pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us, rank_us)
-        return pending if isinstance(pending, Pending) else None
+        return pending if isinstance(pending, PendingPrefix) else None
 
     def park(self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]) -> bool:
         """Waits for the user's history to change, at most until then. False if there is no time or no place."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from relaygr.schemas.messages import Path, PrefixSource
-from relaygr.worker.cache import Handle, Hit, Pending, PendingKind, Purpose
+from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose
 from relaygr.worker.executor.shared import Shared
 from relaygr.worker.work import PrefixSpan, RankingWork
 
@@ -39,7 +39,7 @@ class Waiting:
         again = partial(self._requests.look_up, work)
         return self._shared.park(work.request.user_id, work.answer_by_us - int(needed_us), again, again)
 
-    def for_prefix(self, work: RankingWork, pending: Pending) -> None:
+    def for_prefix(self, work: RankingWork, pending: PendingPrefix) -> None:
         """Waits at most until full inference would still end in time, though another piece of work runs first."""
         assert work.span is not None
         if pending.kind is PendingKind.LOAD:

@@ -3,7 +3,7 @@
 In order of preference: on its whole prefix, what is not cached of it computed first and kept; on the part that is
 cached, with the rest as part of the suffix (exact too, but nothing is kept for the next request); on the newest
 part of the history that fits; not at all. Never a silent late answer. (Whether a reload from DRAM pays is the
-cache's question: `relaygr.worker.cache.transfer`.)
+cache's question: `relaygr.worker.cache.copies`.)
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relaygr.worker.cache.entries import Entry
+from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.shared import metrics
@@ -59,7 +59,7 @@ class ArenaJournal:
 
     # The books, under the cache's lock.
 
-    def published(self, entry: Entry, now_us: int) -> None:
+    def published(self, entry: CacheEntry, now_us: int) -> None:
         if self._ended or not self._lock.is_held():
             return
         stored = StoredEntry(entry.key, entry.pages, entry.tokens, entry.source)
@@ -70,11 +70,11 @@ class ArenaJournal:
         if not self._index.put(record, entry.pages, now_us, stamp):
             metrics.UNRECORDED.inc()
 
-    def touched(self, entry: Entry, now_us: int) -> None:
+    def touched(self, entry: CacheEntry, now_us: int) -> None:
         if not self._ended:
             self._index.use(int(entry.pages[0]), now_us)
 
-    def removed(self, entry: Entry) -> None:
+    def removed(self, entry: CacheEntry) -> None:
         if not self._ended:
             self._index.drop(int(entry.pages[0]))
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from relaygr.worker.cache.entries import Entry, Work
+from relaygr.worker.cache.entries import CacheEntry, WorkInFlight
 from relaygr.worker.cache.events import CacheEvent, CacheListener, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.metadata import TierMetadata
-from relaygr.worker.cache.pending import Pending
+from relaygr.worker.cache.pending import PendingPrefix
 from relaygr.worker.cache.results import Miss, MissReason, PendingOutcome, WasteReason
 from relaygr.worker.cache.stats import Counters
 
@@ -24,7 +24,7 @@ After = list[Callable[[], None]]
 """What is to be called once the lock is left."""
 
 
-class Books:
+class TierLedger:
     """Shared by the cache and its copies."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Books:
         self.hbm = hbm
         self.dram = dram
         self.counters = counters
-        self.pending: dict[Work, Pending] = {}
+        self.pending: dict[WorkInFlight, PendingPrefix] = {}
         self.only_namespace: bytes | None = None
         self.latest_us = 0
         self._listener = listener
@@ -61,7 +61,7 @@ class Books:
             event = CacheEvent(sequence, self.latest_us, kind, key.user_id, key.namespace, key.chain, str(outcome))
             after.append(partial(self._listener.on_event, event))
 
-    def finish(self, after: After, work: Work, outcome: PendingOutcome) -> None:
+    def finish(self, after: After, work: WorkInFlight, outcome: PendingOutcome) -> None:
         """Ends the wait for the work."""
         pending = self.pending.pop(work, None)
         if pending is not None:
@@ -89,7 +89,7 @@ class Books:
             return Miss(MissReason.OTHER_MODEL)
         return Miss(MissReason.ABSENT)
 
-    def remove(self, after: After, entries: Iterable[tuple[TierMetadata, Entry]]) -> None:
+    def remove(self, after: After, entries: Iterable[tuple[TierMetadata, CacheEntry]]) -> None:
         """Invalidates the entries; the waiters for what they were getting learn it."""
         for tier, entry in entries:
             stale = tier.remove(entry, WasteReason.INVALIDATED)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from relaygr.replay.demand import demands_of
-from relaygr.replay.run import Arena, Candidate, Outcome, replay
+from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult, replay
 from relaygr.worker.cache.trace import TraceReader
 
 # A process takes a second to start, which is worth some ten thousand demands.
@@ -27,20 +27,24 @@ _played: MutableSequence[int] = []
 
 
 def replay_all(
-    path: Path, demands: int, arena: Arena, candidates: Sequence[Candidate], on_progress: Callable[[int], None]
-) -> list[Outcome]:
+    path: Path,
+    demands: int,
+    environment: ReplayEnvironment,
+    candidates: Sequence[Candidate],
+    on_progress: Callable[[int], None],
+) -> list[ReplayResult]:
     """The first so many demands of the trace under each candidate; `on_progress` gets how many were played in all."""
     processes = min(len(candidates), os.cpu_count() or 1)
     if processes == 1 or demands * len(candidates) < _DEMANDS_FOR_PROCESSES:
         return [
-            _replay(path, demands, arena, candidate, partial(_add, on_progress, number * demands))
+            _replay(path, demands, environment, candidate, partial(_add, on_progress, number * demands))
             for number, candidate in enumerate(candidates)
         ]
     context = multiprocessing.get_context("spawn")
     played = context.RawArray("q", len(candidates))
     with ProcessPoolExecutor(processes, context, _begin, (played,)) as pool:
         futures = [
-            pool.submit(_replay_here, number, path, demands, arena, candidate)
+            pool.submit(_replay_here, number, path, demands, environment, candidate)
             for number, candidate in enumerate(candidates)
         ]
         while wait(futures, _LOOK_S).not_done:
@@ -59,11 +63,15 @@ def _begin(played: MutableSequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _replay_here(number: int, path: Path, demands: int, arena: Arena, candidate: Candidate) -> Outcome:
-    return _replay(path, demands, arena, candidate, partial(_played.__setitem__, number))
+def _replay_here(
+    number: int, path: Path, demands: int, environment: ReplayEnvironment, candidate: Candidate
+) -> ReplayResult:
+    return _replay(path, demands, environment, candidate, partial(_played.__setitem__, number))
 
 
 def _replay(
-    path: Path, demands: int, arena: Arena, candidate: Candidate, on_progress: Callable[[int], None]
-) -> Outcome:
-    return replay(itertools.islice(demands_of(TraceReader(path).records()), demands), arena, candidate, on_progress)
+    path: Path, demands: int, environment: ReplayEnvironment, candidate: Candidate, on_progress: Callable[[int], None]
+) -> ReplayResult:
+    return replay(
+        itertools.islice(demands_of(TraceReader(path).records()), demands), environment, candidate, on_progress
+    )

@@ -15,11 +15,11 @@ import structlog
 
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.arrival import LayerArrival
-from relaygr.worker.cache.books import Books
-from relaygr.worker.cache.entries import Match, Pin, Work
+from relaygr.worker.cache.entries import Pin, PrefixMatch, WorkInFlight
 from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.handles import Handle
 from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.ledger import TierLedger
 from relaygr.worker.cache.results import PendingOutcome
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
@@ -37,30 +37,30 @@ class Completion(Protocol):
         """Calls `callback()` once it is complete, from any thread; at once if it is."""
 
 
-class Holds:
+class Pins:
     """Of one cache. What it says of sections is about the lock of `books`."""
 
-    def __init__(self, books: Books, layout: PrefixLayout, geometry: DramGeometry, longest_hold_us: int) -> None:
-        self._books = books
+    def __init__(self, ledger: TierLedger, layout: PrefixLayout, geometry: DramGeometry, longest_hold_us: int) -> None:
+        self._ledger = ledger
         self._layout = layout
         self._is_exact = geometry.is_exact
         self._longest_hold_us = longest_hold_us
 
     # Inside a section.
 
-    def handle(self, match: Match, key: PrefixKey) -> Handle:
+    def handle(self, match: PrefixMatch, key: PrefixKey) -> Handle:
         """On a part of `key`, or all of it, that is ready."""
-        pin = self._books.hbm.readers.pin(match.entry, match.behaviours)
+        pin = self._ledger.hbm.readers.pin(match.entry, match.behaviours)
         return self._handle(pin, match.behaviours, key, match.entry.source, None)
 
-    def arriving_handle(self, work: Work, key: PrefixKey, arrival: LayerArrival) -> Handle:
+    def arriving_handle(self, work: WorkInFlight, key: PrefixKey, arrival: LayerArrival) -> Handle:
         """On the whole of `key`, whose layers are on their way."""
-        pin = self._books.hbm.readers.pin_work(work, key.length)
+        pin = self._ledger.hbm.readers.pin_work(work, key.length)
         return self._handle(pin, key.length, key, PrefixSource.DRAM, arrival)
 
-    def begin(self, held: Pin | Work) -> None:
+    def begin(self, held: Pin | WorkInFlight) -> None:
         """From now on somebody holds this."""
-        self._books.hbm.hold(held, self._books.latest_us + self._longest_hold_us)
+        self._ledger.hbm.hold(held, self._ledger.latest_us + self._longest_hold_us)
 
     # Outside.
 
@@ -70,17 +70,17 @@ class Holds:
 
     def take_overdue(self, now_us: int, after: Completion | None) -> int:
         """See `PrefixCache.take_overdue`."""
-        books = self._books
-        with books.section(now_us) as calls:
-            overdue = books.hbm.take_overdue(now_us)
+        ledger = self._ledger
+        with ledger.section(now_us) as calls:
+            overdue = ledger.hbm.take_overdue(now_us)
             for held in overdue:
                 if isinstance(held, Pin):
-                    books.counters.forced_unpins += 1
+                    ledger.counters.forced_unpins += 1
                     continue
-                books.counters.forced_aborts += 1
-                books.counters.fills[PendingOutcome.FAILED] += 1
-                books.finish(calls, held, PendingOutcome.FAILED)
-                books.tell(calls, EventKind.ABORT, held.key, PendingOutcome.FAILED)
+                ledger.counters.forced_aborts += 1
+                ledger.counters.fills[PendingOutcome.FAILED] += 1
+                ledger.finish(calls, held, PendingOutcome.FAILED)
+                ledger.tell(calls, EventKind.ABORT, held.key, PendingOutcome.FAILED)
         for held in overdue:
             if isinstance(held, Pin):
                 _log.error("a handle was never released", pages=held.pages.size, tokens=held.entry.tokens)
@@ -105,18 +105,18 @@ class Holds:
         )
 
     def _unpin(self, pin: Pin) -> None:
-        with self._books.section():
+        with self._ledger.section():
             if pin.forced:
-                self._books.counters.late_releases += 1
+                self._ledger.counters.late_releases += 1
             else:
-                self._books.hbm.readers.unpin(pin)
+                self._ledger.hbm.readers.unpin(pin)
 
-    def _free(self, forced: Pin | Work) -> None:
-        with self._books.section():
+    def _free(self, forced: Pin | WorkInFlight) -> None:
+        with self._ledger.section():
             if isinstance(forced, Pin):
-                self._books.hbm.readers.unpin(forced)
+                self._ledger.hbm.readers.unpin(forced)
             else:
-                self._books.hbm.abort(forced)
+                self._ledger.hbm.abort(forced)
 
 
 def _when_passed(after: Completion | None, call: Callable[[], None]) -> None:

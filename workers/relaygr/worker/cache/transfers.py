@@ -1,0 +1,239 @@
+"""Reloads and spills: what is copied between the tiers, when that pays, and what its end changes.
+
+The bytes are the mover's. All-or-nothing: only an ended copy is published, under the generation that it
+began with; one that fails gives its pages back. A reload that fails is tried once more; if that fails too it
+evicts what it read, whose bytes are in doubt. One that was not tried twice (the queue was full or closed, or nobody
+had use for it) says nothing about them, and evicts nothing. The mover is called outside the lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache.arrival import LayerArrival
+from relaygr.worker.cache.copies import (
+    CopyPriority,
+    CopyRequest,
+    Deadline,
+    Mover,
+    SpillGate,
+    layer_groups,
+    reload_pays,
+)
+from relaygr.worker.cache.entries import CacheEntry, Pin, WorkInFlight
+from relaygr.worker.cache.events import EventKind
+from relaygr.worker.cache.handles import Handle
+from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.ledger import TierLedger
+from relaygr.worker.cache.pending import PendingPrefix
+from relaygr.worker.cache.results import (
+    Declined,
+    DeclineReason,
+    NoRoom,
+    NoRoomReason,
+    PendingKind,
+    PendingOutcome,
+    Purpose,
+    SpillOutcome,
+)
+from relaygr.worker.cache.tiers import Tier
+from relaygr.worker.kv import DramGeometry
+
+_FAR_FUTURE_US = 2**62
+
+
+class TierTransfers:
+    """Of one cache. A page of the DRAM tier, as `geometry` says, is what crosses the link.
+
+    With `layer_wise` a reload has a `LayerArrival`.
+    """
+
+    def __init__(
+        self, ledger: TierLedger, mover: Mover, spill_gate: SpillGate, geometry: DramGeometry, layer_wise: bool
+    ) -> None:
+        self._ledger = ledger
+        self._mover = mover
+        self._spill_gate = spill_gate
+        self._page_bytes = geometry.page_bytes
+        self._num_layers = geometry.kv.num_layers if layer_wise else 0
+
+    def start_reload(
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
+    ) -> PendingPrefix | NoRoom | Declined:
+        """See `PrefixCache.start_reload`."""
+        ledger = self._ledger
+        with ledger.section(now_us) as after:
+            begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
+            if isinstance(begun, Declined):
+                ledger.counters.declined[begun.reason] += 1
+                ledger.tell(after, EventKind.RELOAD, key, begun.reason)
+                return begun
+            if isinstance(begun, NoRoom):
+                ledger.counters.no_room[begun.reason] += 1
+                ledger.tell(after, EventKind.RELOAD, key, begun.reason)
+                return begun
+            if isinstance(begun, PendingPrefix):
+                ledger.tell(after, EventKind.RELOAD, key, "joined")
+                return begun
+            work, pin, request = begun
+            pending = ledger.pending[work]
+            ledger.tell(after, EventKind.RELOAD, key, "started")
+        if not self._mover.submit(request):
+            with ledger.section() as after:
+                ledger.dram.readers.unpin(pin)
+                ledger.hbm.abort(work)
+                ledger.counters.declined[DeclineReason.QUEUE_FULL] += 1
+                ledger.finish(after, work, PendingOutcome.FAILED)
+            return Declined(DeclineReason.QUEUE_FULL)
+        return pending
+
+    def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
+        """See `PrefixCache.spill`."""
+        ledger = self._ledger
+        with ledger.section() as after:
+            begun = self._begin_spill(what)
+            if isinstance(begun, SpillOutcome):
+                ledger.counters.spills[begun] += 1
+                return begun
+            work, pin, request = begun
+            ledger.tell(after, EventKind.SPILL, work.key, SpillOutcome.STARTED)
+        started = self._mover.submit(request)
+        outcome = SpillOutcome.STARTED if started else SpillOutcome.QUEUE_FULL
+        with ledger.section():
+            ledger.counters.spills[outcome] += 1
+            if not started:
+                ledger.hbm.readers.end_spill(pin)
+                ledger.dram.abort(work)
+        return outcome
+
+    def close(self) -> None:
+        """Ends the copies; those that wait fail."""
+        self._mover.close()
+
+    # Everything below runs under the lock, but for the two ends of copies, which take it.
+
+    def _begin_reload(
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
+    ) -> tuple[WorkInFlight, Pin, CopyRequest] | PendingPrefix | NoRoom | Declined:
+        hbm, dram = self._ledger.hbm, self._ledger.dram
+        stored = dram.index.find(key) if self._ledger.refusal(key) is None else None
+        found, coming = hbm.index.find(key), hbm.index.find_work(key)
+        wanted = stored.behaviours if stored else 1
+        if coming is not None and coming.behaviours >= wanted:
+            return self._ledger.pending[coming.work]
+        if found is not None and found.behaviours >= wanted:
+            return PendingPrefix(PendingKind.LOAD, found.behaviours, PendingOutcome.PUBLISHED)
+        target = stored.entry.key.head(stored.behaviours) if stored is not None else None
+        if stored is None or target is None:
+            return Declined(DeclineReason.NOT_IN_DRAM)
+        if saved_us is not None:
+            pages = hbm.pages_needed(target, found)
+            forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
+            # Only a whole prefix can be ranked on while it arrives.
+            overlaps = self._num_layers > 0 and target.length == key.length
+            groups = layer_groups(self._num_layers, pages) if overlaps else 1
+            if not reload_pays(forecast, saved_us, groups, rank_us):
+                return Declined(DeclineReason.NOT_WORTH_IT)
+        work = hbm.begin(target, PendingKind.LOAD, Purpose.RANKING, now_us, found)
+        if isinstance(work, NoRoomReason):
+            return NoRoom(work)
+        dram.touch(stored.entry, now_us)
+        pin = dram.readers.pin(stored.entry, stored.behaviours)
+        work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
+        deadline = Deadline(deadline_us)
+        self._ledger.pending[work] = PendingPrefix(
+            PendingKind.LOAD, target.length, arrival=work.arrival, deadline=deadline
+        )
+        again = CopyRequest(
+            source=Tier.DRAM,
+            target=Tier.HBM,
+            source_pages=pin.pages[work.kept :],
+            target_pages=work.new_pages,
+            priority=CopyPriority.RELOAD,
+            deadline=deadline,
+            on_done=partial(self._reloaded, work, pin, None),
+        )
+        first = replace(again, on_done=partial(self._reloaded, work, pin, again), arrival=work.arrival)
+        return work, pin, first
+
+    def _reloaded(self, work: WorkInFlight, pin: Pin, again: CopyRequest | None, copied: bool) -> None:
+        ledger = self._ledger
+        if not copied and work.arrival is not None:
+            work.arrival.fail()
+        if not copied and again is not None and self._retries(work, pin, again):
+            return
+        with ledger.section() as after:
+            ledger.dram.readers.unpin(pin)
+            outcome = PendingOutcome.FAILED
+            if copied:
+                entry = ledger.hbm.publish(work, ledger.latest_us, PrefixSource.DRAM)
+                outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
+            else:
+                ledger.hbm.abort(work)
+                if again is None and pin.entry.attached:
+                    ledger.remove(after, [(ledger.dram, pin.entry)])
+            ledger.counters.reloads[outcome] += 1
+            ledger.finish(after, work, outcome)
+            ledger.tell(after, EventKind.RELOADED, work.key, outcome)
+
+    def _retries(self, work: WorkInFlight, pin: Pin, again: CopyRequest) -> bool:
+        """Whether a copy that failed is made once more: somebody may still have use for it, and there is room."""
+        with self._ledger.section():
+            if not (work.is_current and pin.entry.attached):
+                return False
+        if not self._mover.submit(again):
+            return False
+        with self._ledger.section():
+            self._ledger.counters.reload_retries += 1
+        return True
+
+    def _begin_spill(self, what: Handle | PrefixKey) -> tuple[WorkInFlight, Pin, CopyRequest] | SpillOutcome:
+        hbm, dram, now_us = self._ledger.hbm, self._ledger.dram, self._ledger.latest_us
+        entry = self._entry_of(what)
+        if entry is None:
+            return SpillOutcome.NOT_READY
+        stored = dram.index.find(entry.key)
+        if stored is not None and stored.behaviours == entry.key.length:
+            dram.touch(stored.entry, now_us)
+            return SpillOutcome.ALREADY_THERE
+        if dram.index.find_work(entry.key) is not None:
+            return SpillOutcome.UNDER_WAY
+        size_bytes = dram.pages_needed(entry.key, stored) * self._page_bytes
+        if not self._spill_gate.admits(self._mover.forecast(size_bytes, CopyPriority.SPILL).wait_us):
+            return SpillOutcome.SLOW
+        work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
+        if isinstance(work, NoRoomReason):
+            return SpillOutcome.NO_ROOM
+        pin = hbm.readers.begin_spill(entry)
+        request = CopyRequest(
+            source=Tier.HBM,
+            target=Tier.DRAM,
+            source_pages=pin.pages[work.kept :],
+            target_pages=work.new_pages,
+            priority=CopyPriority.SPILL,
+            deadline=Deadline(_FAR_FUTURE_US),
+            on_done=partial(self._spilled, work, pin),
+        )
+        return work, pin, request
+
+    def _spilled(self, work: WorkInFlight, pin: Pin, copied: bool) -> None:
+        ledger = self._ledger
+        with ledger.section() as after:
+            outcome = PendingOutcome.FAILED
+            if copied:
+                entry = ledger.dram.publish(work, ledger.latest_us, pin.entry.source)
+                outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
+            else:
+                ledger.dram.abort(work)
+            ledger.hbm.readers.end_spill(pin)
+            ledger.counters.spills_ended[outcome] += 1
+            ledger.tell(after, EventKind.SPILLED, work.key, outcome)
+
+    def _entry_of(self, what: Handle | PrefixKey) -> CacheEntry | None:
+        if isinstance(what, Handle):
+            entry = what.pin.entry
+            return entry if entry.attached and entry.is_visible else None
+        match = self._ledger.hbm.index.find(what)
+        return match.entry if match is not None else None
