@@ -32,7 +32,7 @@ from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.logs import LogSettings
+from relaygr.runtime.settings import LogSettings
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.worker.settings import WorkerSettings

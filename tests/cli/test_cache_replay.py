@@ -25,7 +25,7 @@ from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult, repla
 from relaygr.replay.synthetic import Sketches, records_of_interactions, records_of_schedule, window_start
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.traffic.population import MadePopulation
+from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.cache import Tier
 from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline
@@ -281,7 +281,7 @@ def test_copies_cross_a_virtual_link_one_after_the_other() -> None:
 class TestMaking:
     def test_a_schedule_becomes_jobs_and_rankings_in_the_order_of_time(self) -> None:
         traffic = TrafficSettings(duration_s=20, rate_per_s=20, users=10, growth=8, lead_sigma=1.0)
-        records = list(records_of_schedule(traffic, MadePopulation(traffic)))
+        records = list(records_of_schedule(traffic, SyntheticPopulation(traffic)))
         assert [record.at_us for record in records] == sorted(record.at_us for record in records)
         kinds = [record.kind for record in records]
         assert kinds.count(EventKind.PREPARE) == kinds.count(EventKind.ACQUIRE) > 300
@@ -295,7 +295,7 @@ class TestMaking:
     def test_a_schedule_without_an_end_is_refused(self) -> None:
         traffic = TrafficSettings(duration_s=0)
         with pytest.raises(ValueError, match="no end"):
-            next(records_of_schedule(traffic, MadePopulation(traffic)))
+            next(records_of_schedule(traffic, SyntheticPopulation(traffic)))
 
     def test_a_log_becomes_an_impression_at_each_moment_with_the_history_before_it(self, tmp_path: Path) -> None:
         log = tmp_path / "log.csv"

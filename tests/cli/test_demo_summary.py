@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from relaygr.demo.summary import LEAST_COMPARED, compare_scores, gates, summarise
-from relaygr.traffic.records import LOST, Record, pack_scores
+from relaygr.traffic.records import LOST, ImpressionRecord, pack_scores
 
 SCORES = np.array([0.5, -1.0, 0.25], np.float32)
 
 
-def record(number: int = 0, **fields: object) -> Record:
-    whole = Record(
+def record(number: int = 0, **fields: object) -> ImpressionRecord:
+    whole = ImpressionRecord(
         number, f"g.0.{number}", "u", "ranked", 10_000, 0, False, path="hbm", prefix_source="computed",
         history_number=3, history_length=3, model_revision="m", scores=pack_scores(SCORES),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_errors_are_relative_to_the_largest_score_of_the_request() -> None:
     assert found.worst_error == pytest.approx(1e-3, rel=0.01)
 
 
-def verdicts(records: list[Record], compared: int = LEAST_COMPARED) -> list[bool]:
+def verdicts(records: list[ImpressionRecord], compared: int = LEAST_COMPARED) -> list[bool]:
     ours = [record(number) for number in range(compared)]
     return [gate.passed for gate in gates(summarise(records, 1), summarise([], 0), compare_scores(ours, ours))]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from relaygr.client import RankStatus
 from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import MadePopulation
-from relaygr.traffic.records import LOST, Record
+from relaygr.traffic.population import SyntheticPopulation
+from relaygr.traffic.records import LOST, ImpressionRecord
 from relaygr.traffic.settings import TrafficSettings
 
 
@@ -47,8 +47,8 @@ class ForgetfulClient:
 
 def test_a_request_whose_end_nobody_tells_is_recorded_as_lost():
     settings = TrafficSettings(duration_s=0.05, rate_per_s=100, settle_s=0, users=2, history_max=32, lead_median_ms=1)
-    records: list[Record] = []
-    gateway = Gateway(ForgetfulClient, settings, MadePopulation(settings), records.append)
+    records: list[ImpressionRecord] = []
+    gateway = Gateway(ForgetfulClient, settings, SyntheticPopulation(settings), records.append)
     gateway.play()
     numbers = [record.number for record in records]
     assert numbers and sorted(numbers) == list(range(len(numbers)))

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.interactions import BadLine, Interactions, LayoutKind, Limits, read_interactions, recognise
-from relaygr.interactions import lines as lines_module
-from relaygr.interactions.ids import BadIdError, ItemIndex, UserIndex, hashed_item
+from relaygr.interactions import BadLine, Interactions, LayoutKind, Limits, layouts, read_interactions, recognise
+from relaygr.interactions.reading import BadIdError, ItemIndex, UserIndex, hashed_item
 from relaygr.runtime.errors import RelayError
 
 INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
@@ -245,7 +244,7 @@ def test_blocks_of_any_size_read_the_same(write: Write, monkeypatch: pytest.Monk
     whole = read_interactions(path)
     assert len(whole.report.bad_lines) == 10
     for block_bytes in (1, 7, 50, 1000):
-        by_blocks = functools.partial(lines_module.read_blocks, block_bytes=block_bytes)
+        by_blocks = functools.partial(layouts.read_blocks, block_bytes=block_bytes)
         monkeypatch.setattr("relaygr.interactions.reading.read_blocks", by_blocks)
         parts = read_interactions(path)
         assert parts.users == whole.users
@@ -276,7 +275,7 @@ def test_progress_ends_at_the_size_of_the_file(write: Write) -> None:
         (b"1\t2\t3\n4\t5\t6\n", "the layout is not known"),
         (gzip.compress(b"1::2::3::4\n" * 1000)[:-9], "broken gzip"),
         (b"\x1f\x8bno gzip at all", "broken gzip"),
-        (b"x" * (lines_module.MAX_LINE_BYTES * 3), "line 1 is longer than"),
+        (b"x" * (layouts.MAX_LINE_BYTES * 3), "line 1 is longer than"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused_with_a_sentence(write: Write, content: bytes, text: str) -> None:

@@ -13,8 +13,8 @@ from scipy import stats
 
 from relaygr.client import RankOutcome, RankStatus
 from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import MadePopulation
-from relaygr.traffic.records import Record
+from relaygr.traffic.population import SyntheticPopulation
+from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import Impression, impressions
 from relaygr.traffic.settings import TrafficSettings
 
@@ -24,7 +24,7 @@ COUNT = 4_000
 
 def first_impressions(seed: int) -> list[Impression]:
     settings = TrafficSettings(seed=seed, rate_per_s=RATE_PER_S, users=5, history_median=8, history_max=16, growth=0)
-    return list(itertools.islice(impressions(settings, MadePopulation(settings)), COUNT))
+    return list(itertools.islice(impressions(settings, SyntheticPopulation(settings)), COUNT))
 
 
 def exponential_p_value(gaps_us: np.ndarray) -> float:  # type: ignore[type-arg]
@@ -103,8 +103,8 @@ def test_a_stalled_server_yields_growing_latency() -> None:
         duration_s=0.6, rate_per_s=200, users=3, history_median=8, history_max=16, settle_s=0, lead_median_ms=1,
         lead_sigma=0, relay=False,
     )  # fmt: skip
-    population = MadePopulation(settings)
-    records: list[Record] = []
+    population = SyntheticPopulation(settings)
+    records: list[ImpressionRecord] = []
     Gateway(StallingClient, settings, population, records.append).play()
     due_us = {each.number: each.ranking_us for each in impressions(settings, population)}
     assert sorted(record.number for record in records) == sorted(due_us), "every impression of the schedule was sent"

@@ -13,8 +13,8 @@ import pytest
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import MadePopulation, history_at
-from relaygr.traffic.records import LOST, NOT_SENT, Record, RecordWriter, pack_scores, read_records
+from relaygr.traffic.population import SyntheticPopulation, history_at
+from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, RecordWriter, pack_scores, read_records
 from relaygr.traffic.schedule import Candidates, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
@@ -27,14 +27,14 @@ SETTINGS = TrafficSettings(
 def test_the_same_settings_give_the_same_stream_and_another_seed_another() -> None:
     def stream(seed: int) -> list[Any]:
         settings = SETTINGS.model_copy(update={"seed": seed})
-        return list(impressions(settings, MadePopulation(settings)))
+        return list(impressions(settings, SyntheticPopulation(settings)))
 
     assert stream(1) == stream(1)
     assert stream(1) != stream(2)
 
 
 def test_impressions_come_in_order_within_the_duration_and_rank_after_their_retrieval() -> None:
-    stream = list(impressions(SETTINGS, MadePopulation(SETTINGS)))
+    stream = list(impressions(SETTINGS, SyntheticPopulation(SETTINGS)))
     assert stream
     assert [impression.number for impression in stream] == list(range(len(stream)))
     assert all(one.retrieval_us <= other.retrieval_us for one, other in itertools.pairwise(stream))
@@ -44,11 +44,11 @@ def test_impressions_come_in_order_within_the_duration_and_rank_after_their_retr
 
 def test_without_a_duration_the_stream_is_endless() -> None:
     settings = SETTINGS.model_copy(update={"duration_s": 0.0})
-    assert len(list(itertools.islice(impressions(settings, MadePopulation(settings)), 500))) == 500
+    assert len(list(itertools.islice(impressions(settings, SyntheticPopulation(settings)), 500))) == 500
 
 
 def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() -> None:
-    population = MadePopulation(SETTINGS)
+    population = SyntheticPopulation(SETTINGS)
     lengths: dict[int, list[int]] = {}
     for impression in impressions(SETTINGS.model_copy(update={"duration_s": 3.0}), population):
         lengths.setdefault(impression.user, []).append(impression.history_length)
@@ -60,7 +60,7 @@ def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() ->
 
 
 def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
-    population = MadePopulation(SETTINGS)
+    population = SyntheticPopulation(SETTINGS)
     impression = next(impressions(SETTINGS, population))
     candidates = Candidates(SETTINGS, population).of(impression)
     assert np.unique(candidates).size == SETTINGS.candidates
@@ -70,7 +70,9 @@ def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    record = Record(1, "g.0.1", "u", "ranked", 1_200, 30, False, scores=pack_scores(np.array([0.5, -2], np.float32)))
+    record = ImpressionRecord(
+        1, "g.0.1", "u", "ranked", 1_200, 30, False, scores=pack_scores(np.array([0.5, -2], np.float32))
+    )
     writer = RecordWriter(tmp_path / "out" / "records.jsonl")
     writer.write(record)
     writer.close()
@@ -135,8 +137,8 @@ class FakeClient:
 
 @pytest.mark.parametrize(("ends", "status"), [("expired", "expired"), ("lost", LOST), ("full", NOT_SENT)])
 def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, status: str) -> None:
-    records: list[Record] = []
-    population = MadePopulation(SETTINGS)
+    records: list[ImpressionRecord] = []
+    population = SyntheticPopulation(SETTINGS)
     client = FakeClient(ends)
     Gateway(client, SETTINGS, population, records.append).play()
     numbers = [impression.number for impression in impressions(SETTINGS, population)]
@@ -146,7 +148,7 @@ def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, st
 
 
 def test_a_reference_run_ends_though_the_client_takes_nothing() -> None:
-    records: list[Record] = []
-    gateway = Gateway(FakeClient("full"), SETTINGS, MadePopulation(SETTINGS), records.append)
+    records: list[ImpressionRecord] = []
+    gateway = Gateway(FakeClient("full"), SETTINGS, SyntheticPopulation(SETTINGS), records.append)
     gateway.replay(frozenset({0, 1, 2}), 1_000, at_once=1)
     assert [record.status for record in records] == [NOT_SENT] * 3

@@ -18,9 +18,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
 
 from relaygr.client import RelayClient
-from relaygr.demo.config import write_config
-from relaygr.demo.metrics import Reading, read_metrics
-from relaygr.demo.processes import Child, Processes
+from relaygr.demo.processes import ChildProcess, Processes, Reading, read_metrics, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.message_headers import headers_of
@@ -155,28 +153,28 @@ class Relay:
         *settings: str,
         store: str | None = None,
         command: Sequence[str] = ("worker",),
-    ) -> Child:
+    ) -> ChildProcess:
         own = [f"worker.worker_id={worker_id}", f"worker.history_path={self.folder / (store or worker_id)}", *settings]
         return self.processes.start(worker_id, command, "worker", own)
 
-    def start_trigger(self) -> Child:
+    def start_trigger(self) -> ChildProcess:
         return self.processes.start("trigger", ["trigger"], "trigger")
 
-    def await_ready(self, *children: Child) -> None:
+    def await_ready(self, *children: ChildProcess) -> None:
         self.processes.await_ready(children, START_TIMEOUT_S)
 
-    def stop(self, child: Child) -> int:
+    def stop(self, child: ChildProcess) -> int:
         """SIGTERM; the exit code."""
         self.processes.stop([child])
         return child.process.returncode
 
-    def kill(self, child: Child) -> None:
+    def kill(self, child: ChildProcess) -> None:
         """kill -9."""
         child.process.kill()
         child.process.wait()
         self.forget(child)
 
-    def forget(self, child: Child) -> None:
+    def forget(self, child: ChildProcess) -> None:
         """It ended in a way that the test expects."""
         self.processes.stop([child])
 
@@ -213,12 +211,12 @@ class Relay:
             wait_until(f"{topic} committed up to {ends}", is_committed)
 
 
-def reading(child: Child) -> Reading:
+def reading(child: ChildProcess) -> Reading:
     """What the process counts now."""
     return read_metrics(child.port)
 
 
-def jobs_done(*workers: Child) -> dict[str, float]:
+def jobs_done(*workers: ChildProcess) -> dict[str, float]:
     """Pre-infer jobs by outcome, of all workers."""
     totals: dict[str, float] = {}
     for worker in workers:

@@ -16,7 +16,7 @@ from confluent_kafka import KafkaException
 
 from relaygr.client import RankStatus
 from relaygr.devbroker.kafka import _PROPERTIES
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin

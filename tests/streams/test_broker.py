@@ -18,7 +18,7 @@ import pytest
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
 from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import free_ports
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError

@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag import GroupSnapshot, LagSettings, LagTracker, Member, PartitionOffsets, Snapshot
+from relaygr.lag import GroupMember, GroupSnapshot, LagSettings, LagTracker, PartitionOffsets, Snapshot
 from relaygr.lag.exporter import LagExporter
+from relaygr.lag.model import owner_split
 from relaygr.lag.monitor import LagMonitor, MonitorState
-from relaygr.lag.owners import owner_split
+from relaygr.lag.report import TimeLag, TimeLagSource
 from relaygr.lag.status import LagStatus
-from relaygr.lag.time_lag import TimeLag, TimeLagSource
 from relaygr.runtime.clock import ManualClock
 
 PRE, RANK = "relaygr.preinfer", "relaygr.ranking"
@@ -20,17 +20,19 @@ TOPICS = (PRE, RANK)
 GROUP = "relaygr.workers"
 
 
-def member(name: str, *partitions: tuple[str, int]) -> Member:
-    return Member(f"{name}-id", name, "/10.0.0.1", name, frozenset(TopicPartition(*tp) for tp in partitions))
+def member(name: str, *partitions: tuple[str, int]) -> GroupMember:
+    return GroupMember(f"{name}-id", name, "/10.0.0.1", name, frozenset(TopicPartition(*tp) for tp in partitions))
 
 
 def group(
-    members: tuple[Member, ...] | None, offsets: tuple[PartitionOffsets, ...] = (), state: str = "stable"
+    members: tuple[GroupMember, ...] | None, offsets: tuple[PartitionOffsets, ...] = (), state: str = "stable"
 ) -> GroupSnapshot:
     return GroupSnapshot(GROUP, state, "classic", "range", members, offsets)
 
 
-def snapshot(second: int, members: tuple[Member, ...] | None, *offsets: tuple[str, int, int | None, int]) -> Snapshot:
+def snapshot(
+    second: int, members: tuple[GroupMember, ...] | None, *offsets: tuple[str, int, int | None, int]
+) -> Snapshot:
     rows = tuple(
         PartitionOffsets(TopicPartition(topic, partition), committed, end)
         for topic, partition, committed, end in offsets
@@ -50,7 +52,7 @@ def snapshot(second: int, members: tuple[Member, ...] | None, *offsets: tuple[st
     ],
 )
 def test_an_owner_split_is_a_partition_without_one_owner_for_all_topics(
-    members: tuple[Member, ...] | None, split: set[int]
+    members: tuple[GroupMember, ...] | None, split: set[int]
 ) -> None:
     assert owner_split(group(members), TOPICS) == split
 

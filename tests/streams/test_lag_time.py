@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.lag.time_lag import EndOffsets, TimeLag, TimeLagSource, record_time_lag
+from relaygr.lag.report import EndOffsets, TimeLag, TimeLagSource, record_time_lag
 
 SECOND = 1_000_000
 

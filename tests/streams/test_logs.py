@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import structlog
 
-from relaygr.runtime.logs import Admission, LogFormat, LogLevel, LogSettings, RepeatLimiter, configure_logging
+from relaygr.runtime.logs import RepeatDecision, RepeatLimiter, configure_logging
+from relaygr.runtime.settings import LogFormat, LogLevel, LogSettings
 
 KEY = ("some.client", "connect to %s failed")
 SECOND_US = 1_000_000
@@ -107,8 +108,8 @@ def test_a_repeated_message_is_cut_off_whatever_its_values(stream: io.StringIO) 
 def test_a_limiter_admits_so_many_a_second_and_says_how_many_it_held_back() -> None:
     limiter = RepeatLimiter(per_second=2)
     assert [limiter.admit(KEY, now).admitted for now in (0, 1, 2, 3, 4)] == [True, True, False, False, False]
-    assert limiter.admit(KEY, SECOND_US) == Admission(True, suppressed_before=3)
-    assert limiter.admit(KEY, SECOND_US + 1) == Admission(True, suppressed_before=0)
+    assert limiter.admit(KEY, SECOND_US) == RepeatDecision(True, suppressed_before=3)
+    assert limiter.admit(KEY, SECOND_US + 1) == RepeatDecision(True, suppressed_before=0)
 
 
 def test_kinds_are_limited_apart() -> None:

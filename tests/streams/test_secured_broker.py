@@ -13,9 +13,9 @@ from aiokafka import AIOKafkaProducer
 from pydantic import SecretStr
 
 import relaygr.devbroker.kafka
-from relaygr.devbroker import BrokerChoice, LocalBroker, surroundings
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
 from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import aiokafka_options, require_broker
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
@@ -42,7 +42,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
     """Settings that a broker with SASL_SSL takes."""
-    home = surroundings().kafka_home
+    home = available_brokers().kafka_home
     if real_broker.kind is not BrokerChoice.KAFKA or home is None:
         pytest.skip("tests run on a Kafka that they did not start")
     if shutil.which("openssl") is None:

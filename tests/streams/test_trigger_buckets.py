@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr.admission.buckets import BucketLimits, FleetBuckets, LeakyAccount, OwnerBuckets, ValueGate
+from relaygr.admission.buckets import BucketLimits, FleetBuckets, LeakyBucket, OwnerBuckets, ValueGate
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
 from relaygr.schemas.messages import LatencyCoefficients
@@ -90,7 +90,7 @@ def test_a_prefix_larger_than_the_whole_share_of_the_cache_is_refused_for_good()
 
 
 def test_a_charge_beyond_the_burst_is_taken_when_the_account_is_empty_and_paid_off_after() -> None:
-    account = LeakyAccount(rate_per_us=1.0, burst_us=100, now_us=0)
+    account = LeakyBucket(rate_per_us=1.0, burst_us=100, now_us=0)
     assert account.has_room(250, 0)
     account.charge(250, 0)
     assert not account.has_room(1, 150)
@@ -98,13 +98,13 @@ def test_a_charge_beyond_the_burst_is_taken_when_the_account_is_empty_and_paid_o
 
 
 def test_an_account_without_a_rate_takes_nothing() -> None:
-    account = LeakyAccount(rate_per_us=0.0, burst_us=100, now_us=0)
+    account = LeakyBucket(rate_per_us=0.0, burst_us=100, now_us=0)
     assert not account.has_room(1, 10**9)
     assert account.has_room(0, 10**9)
 
 
 def test_a_clock_that_goes_back_neither_drains_nor_fills() -> None:
-    account = LeakyAccount(rate_per_us=1.0, burst_us=100, now_us=1000)
+    account = LeakyBucket(rate_per_us=1.0, burst_us=100, now_us=1000)
     account.charge(50, 1000)
     assert account.fill(0) == pytest.approx(0.5)
     assert account.fill(1025) == pytest.approx(0.25)

@@ -15,7 +15,7 @@ from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, Re
 from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.handler import EventHandler, Verdict
+from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.settings import TriggerSettings
 
 PARTITIONS = 12
@@ -61,7 +61,7 @@ def handler(fleet: Fleet | None = None, **settings: object) -> EventHandler:
     return made
 
 
-def judged(event: RetrievalEvent = EVENT, fleet: Fleet | None = None, **settings: object) -> Verdict:
+def judged(event: RetrievalEvent = EVENT, fleet: Fleet | None = None, **settings: object) -> TriggerDecision:
     return handler(fleet, **settings).judge(KEY, encode(event), PARTITION)
 
 
@@ -86,7 +86,7 @@ def test_an_at_risk_event_becomes_a_job_that_copies_it() -> None:
 
 
 def test_a_short_history_on_a_known_owner_sends_nothing() -> None:
-    assert judged(with_length(500), fleet=known_fleet()) == Verdict(DecisionReason.NOT_AT_RISK, age_us=4000)
+    assert judged(with_length(500), fleet=known_fleet()) == TriggerDecision(DecisionReason.NOT_AT_RISK, age_us=4000)
 
 
 def test_without_an_owner_length_alone_decides() -> None:
@@ -101,7 +101,7 @@ def test_a_stale_owner_falls_back_to_the_length() -> None:
 
 
 def test_a_disabled_trigger_sends_nothing_and_says_so() -> None:
-    assert judged(enabled=False) == Verdict(DecisionReason.DISABLED, age_us=4000)
+    assert judged(enabled=False) == TriggerDecision(DecisionReason.DISABLED, age_us=4000)
 
 
 def test_a_key_that_is_not_the_user_is_misrouted() -> None:

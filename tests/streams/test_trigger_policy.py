@@ -14,11 +14,11 @@ from relaygr.admission.policy import (
     Decision,
     DecisionReason,
     Estimate,
-    Impression,
+    ImpressionFacts,
     OwnerView,
     PolicyLimits,
+    PrefixTier,
     Refusal,
-    Tier,
     decide,
     estimate,
 )
@@ -41,7 +41,7 @@ OWNER = OwnerView(
     preinfer_queue_us=0,
 )
 LIMITS = PolicyLimits(fallback_behaviours=1000, assumed_behaviours=0, lead_fraction=1.0, lease_margin_us=0)
-AT_RISK = Impression(
+AT_RISK = ImpressionFacts(
     expected_ranking_at_us=NOW_US + 50_000,
     ranking_budget_us=20_000,
     history_behaviours=30_000,
@@ -149,18 +149,18 @@ def cost_with(cached: CachedPrefix) -> Estimate:
 
 
 def test_a_prefix_in_hbm_is_charged_its_tail_only() -> None:
-    cost = cost_with(CachedPrefix(Tier.HBM, 29_000))
+    cost = cost_with(CachedPrefix(PrefixTier.HBM, 29_000))
     assert cost.prepare_us == 1000
     assert cost.new_bytes == 10 * 1000
 
 
 def test_a_prefix_wholly_in_hbm_costs_nothing() -> None:
-    cost = cost_with(CachedPrefix(Tier.HBM, 30_000))
+    cost = cost_with(CachedPrefix(PrefixTier.HBM, 30_000))
     assert (cost.prepare_us, cost.new_bytes, cost.footprint_byte_us) == (0, 0, 0)
 
 
 def test_a_prefix_in_dram_is_charged_its_reload_and_its_tail_but_all_of_its_bytes() -> None:
-    cost = cost_with(CachedPrefix(Tier.DRAM, 29_000))
+    cost = cost_with(CachedPrefix(PrefixTier.DRAM, 29_000))
     assert cost.prepare_us == 100 + 0.01 * 290_000 + 1000
     assert cost.new_bytes == 10 * 30_000
 
@@ -183,7 +183,7 @@ owners = st.builds(
     preinfer_queue_us=st.integers(0, 100_000),
 )
 impressions = st.builds(
-    Impression,
+    ImpressionFacts,
     expected_ranking_at_us=st.integers(NOW_US - 10**6, NOW_US + 10**7),
     ranking_budget_us=st.integers(1000, 1_000_000),
     history_behaviours=st.none() | st.integers(0, 131_072),
@@ -193,7 +193,7 @@ impressions = st.builds(
 
 
 @given(impressions, owners, st.integers(0, 5000))
-def test_a_longer_history_never_stops_being_at_risk(impression: Impression, owner: OwnerView, more: int) -> None:
+def test_a_longer_history_never_stops_being_at_risk(impression: ImpressionFacts, owner: OwnerView, more: int) -> None:
     length = impression.history_behaviours or 1
     shorter = decide(dataclasses.replace(impression, history_behaviours=length), owner, OpenBuckets(), LIMITS, NOW_US)
     longer = decide(
@@ -207,7 +207,7 @@ def test_a_longer_history_never_stops_being_at_risk(impression: Impression, owne
 
 @given(impressions, st.integers(0, 5000))
 def test_without_an_owner_a_longer_history_is_never_refused_where_a_shorter_one_is_not(
-    impression: Impression, more: int
+    impression: ImpressionFacts, more: int
 ) -> None:
     length = impression.history_behaviours or 0
     longer = dataclasses.replace(impression, history_behaviours=length + more)
@@ -217,18 +217,18 @@ def test_without_an_owner_a_longer_history_is_never_refused_where_a_shorter_one_
 
 
 @given(impressions, owners)
-def test_more_in_the_cache_never_costs_more(impression: Impression, owner: OwnerView) -> None:
+def test_more_in_the_cache_never_costs_more(impression: ImpressionFacts, owner: OwnerView) -> None:
     behaviours = impression.history_behaviours or 0
     tokens = owner.prefix_tokens(behaviours)
     cold = estimate(impression, behaviours, owner, LIMITS, NOW_US)
-    warm = estimate(impression, behaviours, owner, LIMITS, NOW_US, CachedPrefix(Tier.HBM, tokens // 2))
+    warm = estimate(impression, behaviours, owner, LIMITS, NOW_US, CachedPrefix(PrefixTier.HBM, tokens // 2))
     assert warm.prepare_us <= cold.prepare_us * (1 + 1e-12)
     assert warm.new_bytes <= cold.new_bytes
 
 
 @given(impressions, owners | st.none())
 def test_an_admitted_impression_is_never_over_and_has_a_history(
-    impression: Impression, owner: OwnerView | None
+    impression: ImpressionFacts, owner: OwnerView | None
 ) -> None:
     decision = decide(impression, owner, OpenBuckets(), LIMITS, NOW_US)
     if decision.admit:

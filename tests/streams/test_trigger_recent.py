@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.admission.policy import NOTHING_CACHED, CachedPrefix, OwnerView, Tier
+from relaygr.admission.policy import NOTHING_CACHED, CachedPrefix, OwnerView, PrefixTier
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.trigger.recent import RecentPrefixes
+from relaygr.trigger.handler import RecentPrefixes
 
 MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))
 # Room for 1,000 tokens.
@@ -20,7 +20,7 @@ OWNER = OwnerView("worker-00", frozenset({0}), MODEL, 10, 0, 1, 1000, 0, 10_000,
 def test_an_admitted_prefix_is_guessed_to_be_in_its_owners_dram() -> None:
     recent = RecentPrefixes()
     recent.note(OWNER, "user-1", 400)
-    assert recent.guess(OWNER, "user-1") == CachedPrefix(Tier.DRAM, 400)
+    assert recent.guess(OWNER, "user-1") == CachedPrefix(PrefixTier.DRAM, 400)
     assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
     assert recent.guess(dataclasses.replace(OWNER, worker_id="worker-01"), "user-1") is NOTHING_CACHED
 

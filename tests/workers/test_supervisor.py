@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import free_ports
 from relaygr.worker.exits import Exit
 
 TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from relaygr.replay.synthetic import records_of_interactions, records_of_schedul
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS
 from relaygr.settings import Settings
-from relaygr.traffic.population import LoggedPopulation, MadePopulation, Population
+from relaygr.traffic.population import LogPopulation, Population, SyntheticPopulation
 from relaygr.worker.cache.trace import TraceHeader, TraceRecord
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
@@ -71,10 +71,10 @@ def _scheduled(settings: Settings) -> Iterator[TraceRecord]:
     traffic = settings.gateway
     if not traffic.duration_s:
         raise RelayError("The schedule has no end: give --set gateway.duration_s=SECONDS.")
-    population: Population = MadePopulation(traffic)
+    population: Population = SyntheticPopulation(traffic)
     if traffic.interactions is not None:
         try:
-            population = LoggedPopulation(read_interactions(traffic.interactions), traffic)
+            population = LogPopulation(read_interactions(traffic.interactions), traffic)
         except ValueError as error:
             raise RelayError(f"gateway.interactions {traffic.interactions}: {error}.") from error
     return records_of_schedule(traffic, population)

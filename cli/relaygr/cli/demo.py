@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
-from relaygr.demo.plan import Wishes
+from relaygr.demo.plan import PlanOverrides
 from relaygr.demo.run import DemoOptions, run_demo
 
 DEFAULTS = (
@@ -54,7 +54,7 @@ def demo(
     if seconds is not None:
         wanted.append(f"gateway.duration_s={seconds}")
     settings = load_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    options = DemoOptions(broker, Wishes(deadline_ms, lead_ms, rate), model, keep, yes)
+    options = DemoOptions(broker, PlanOverrides(deadline_ms, lead_ms, rate), model, keep, yes)
     result = run_demo(Console(highlight=False), settings, options)
     if not result.passed:
         raise typer.Exit(1)

@@ -12,14 +12,11 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
 from relaygr.client import RelayClient
-from relaygr.interactions import read_interactions
-from relaygr.runtime.errors import RelayError
-from relaygr.runtime.interpreter import settle
+from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import LoggedPopulation, MadePopulation, Population
-from relaygr.traffic.records import Record, RecordWriter, read_records
-from relaygr.traffic.settings import TrafficSettings
+from relaygr.traffic.population import population_of
+from relaygr.traffic.records import ImpressionRecord, RecordWriter, read_records
 
 log = structlog.get_logger()
 
@@ -60,7 +57,7 @@ def gateway(
         settings.gateway.http_port,
         lambda: Readiness((Check("playing", True, f"{player.recorded} requests recorded"),)),
     )
-    settle()
+    tune_interpreter()
     probes.start()
     log.info(
         "gateway started",
@@ -82,16 +79,6 @@ def gateway(
     log.info("gateway stopped", recorded=player.recorded)
 
 
-def population_of(settings: TrafficSettings) -> Population:
-    """The users of the settings. Raises RelayError for an interaction log that cannot be used."""
-    if settings.interactions is None:
-        return MadePopulation(settings)
-    try:
-        return LoggedPopulation(read_interactions(settings.interactions), settings)
-    except ValueError as error:
-        raise RelayError(f"{settings.interactions}: {error}") from error
-
-
 def _sample(path: Path, size: int) -> frozenset[int]:
     """Numbers of ranked, untruncated impressions, spread evenly over the run."""
     numbers = sorted(
@@ -103,5 +90,5 @@ def _sample(path: Path, size: int) -> frozenset[int]:
     return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))
 
 
-def _ignore(_: Record) -> None:
+def _ignore(_: ImpressionRecord) -> None:
     """Without a file the metrics tell."""

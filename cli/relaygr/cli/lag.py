@@ -21,9 +21,8 @@ from rich.text import Text
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
 from relaygr.lag.exporter import LagExporter
 from relaygr.lag.monitor import LagMonitor
-from relaygr.lag.report import GroupReport, LagReport, PartitionReport
+from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLagSource
 from relaygr.lag.status import LagStatus
-from relaygr.lag.time_lag import TimeLagSource
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.settings import Settings

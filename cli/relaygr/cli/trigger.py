@@ -11,7 +11,7 @@ import structlog
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.clients import require_broker
-from relaygr.runtime.interpreter import settle
+from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.runtime.probes import ProbeServer
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
@@ -53,7 +53,7 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    settle()
+    tune_interpreter()
     app = TriggerApp(settings, settings.trigger, settings.admission)
     with ProbeServer(settings.trigger.http_host, settings.trigger.http_port, app.readiness):
         await app.run(stop)

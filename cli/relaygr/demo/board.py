@@ -12,11 +12,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.demo.metrics import Reading, read_metrics
-from relaygr.demo.processes import Child
-from relaygr.demo.summary import in_time, punctuality
+from relaygr.demo.plan import DemoPlan
+from relaygr.demo.processes import ChildProcess, Reading, read_metrics
+from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, in_time, latency_summary
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.lag import GroupReport, LagMonitor, LagSettings
 from relaygr.schemas.messages import Outcome, Path
-from relaygr.traffic.records import Record, parse_record
+from relaygr.traffic.records import ImpressionRecord, parse_record
 
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0
@@ -33,7 +35,7 @@ class RecordTail:
     def __init__(self, path: FilePath) -> None:
         self._path = path
         self._offset = 0
-        self.records: list[Record] = []
+        self.records: list[ImpressionRecord] = []
 
     def read(self) -> None:
         """Takes in what is new, up to the last whole line."""
@@ -47,6 +49,31 @@ class RecordTail:
         self.records.extend(parse_record(line) for line in whole.splitlines())
 
 
+class LagWatch:
+    """Measures lag in the background while it is entered."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self._monitor = LagMonitor(kafka, LagSettings(interval_s=2.0, record_timeout_s=0))
+
+    def __enter__(self) -> LagWatch:
+        self._monitor.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.stop()
+
+    def lines(self) -> Sequence[str]:
+        """One short text a group; nothing before the first measurement."""
+        report = self._monitor.state.report
+        return () if report is None else [_line(group) for group in report.groups]
+
+
+def _line(group: GroupReport) -> str:
+    name = group.group.rpartition(".")[2]
+    split = f", OWNER SPLIT of {len(group.owner_split)}" if group.owner_split else ""
+    return f"{name}: {group.lag} messages, {group.status.value}{split}"
+
+
 class Board:
     """Draws one run until it ends: a live table on a terminal, a line now and then elsewhere."""
 
@@ -56,8 +83,8 @@ class Board:
         title: str,
         budget_ms: int,
         records: RecordTail,
-        workers: Sequence[Child],
-        trigger: Child | None,
+        workers: Sequence[ChildProcess],
+        trigger: ChildProcess | None,
         owners: Owners,
         lag_lines: LagLines,
     ) -> None:
@@ -97,7 +124,7 @@ class Board:
 
     def _line(self) -> str:
         records = self._records.records
-        recent = punctuality(records[-_WINDOW:])
+        recent = latency_summary(records[-_WINDOW:])
         late = sum(not in_time(record) for record in records)
         mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
         return (
@@ -118,7 +145,7 @@ class Board:
     def _gateway_table(self) -> Table:
         records = self._records.records
         elapsed_s = time.monotonic() - self._started_s
-        recent = punctuality(records[-_WINDOW:])
+        recent = latency_summary(records[-_WINDOW:])
         table = Table(title=f"{self._title}  ·  {elapsed_s:.0f} s", title_justify="left", expand=False)
         for name in ("answered", "per s", "late", "P50", "P99", "deadline", *(str(path) for path in Path), "other"):
             table.add_column(name, justify="right")
@@ -157,7 +184,7 @@ class Board:
         return table
 
 
-def _path_mix(records: Sequence[Record]) -> Counter[str]:
+def _path_mix(records: Sequence[ImpressionRecord]) -> Counter[str]:
     return Counter(record.path for record in records if record.path is not None)
 
 
@@ -198,3 +225,69 @@ def _ranges(partitions: Sequence[int]) -> str:
         parts.append(str(start) if start == end else f"{start}-{end}")
         start = end = partition
     return ", ".join(parts)
+
+
+def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> None:
+    """The calibration, and the plan that follows from it."""
+    console.print(
+        f"measured   full inference {plan.full_median_ms:.1f} ms at {plan.history_median} behaviours, "
+        f"{plan.full_p90_ms:.1f} ms at {plan.history_p90}; pre-infer {plan.pre_infer_p90_ms:.1f} ms, "
+        f"ranking on a cached prefix {plan.hit_ms:.1f} ms at {plan.history_p90}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"plan       {users} users, {plan.rate_per_s} impressions/s on {workers} workers; deadline "
+        f"{plan.budget_ms} ms, lead time {plan.lead_ms} ms; a worker holds {plan.hbm_bytes / 2**20:.0f} MiB of K,V "
+        f"in HBM, {plan.dram_bytes / 2**20:.0f} MiB in DRAM",
+        soft_wrap=True,
+    )
+
+
+def print_summary(
+    console: Console,
+    relay: RunSummary,
+    full: RunSummary,
+    budget_ms: int,
+    comparison: ScoreComparison,
+    shown: Sequence[Gate],
+) -> None:
+    """Both runs side by side, and what was to be shown."""
+    table = Table(title=f"The same schedule, deadline {budget_ms} ms", title_justify="left")
+    table.add_column("")
+    table.add_column("relay on", justify="right")
+    table.add_column("relay off", justify="right")
+    runs = (relay, full)
+    table.add_row("requests offered", *(str(run.offered) for run in runs))
+    table.add_row("ranked", *(f"{run.ranked} ({run.share(run.ranked):.1%})" for run in runs))
+    table.add_row("lost", *(str(run.lost) for run in runs))
+    _add_punctuality(table, [run.whole for run in runs])
+    table.add_section()
+    table.add_row(f"Without the first {COLD_SHARE:.0%}, when all is cold:")
+    _add_punctuality(table, [run.settled for run in runs])
+    table.add_section()
+    for ending in sorted(set(relay.endings) | set(full.endings)):
+        table.add_row(ending, *(_count(run, ending) for run in runs))
+    table.add_row("prefix from DRAM", *(str(run.from_dram) for run in runs))
+    table.add_section()
+    table.add_row("device seconds", *(f"{run.device_seconds:.1f}" for run in runs))
+    table.add_row("generator behind, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
+    console.print()
+    console.print(table)
+    console.print(
+        f"scores     {comparison.compared} requests compared with full inference, worst error "
+        f"{comparison.worst_error:.1e} of the largest score"
+    )
+    for gate in shown:
+        mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
+        console.print(f"{mark}        {gate.name}: {gate.found}")
+
+
+def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
+    table.add_row("late, cut short, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
+    table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
+    table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
+
+
+def _count(run: RunSummary, ending: str) -> str:
+    count = run.endings.get(ending, 0)
+    return f"{count} ({run.share(count):.1%})" if count else "-"

@@ -52,7 +52,7 @@ class DemoPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlanOverrides:
     """What the user set; None leaves it to the calibration."""
 
     budget_ms: int | None = None
@@ -68,7 +68,7 @@ def plan_demo(
     scored_tokens: int,
     workers: int,
     cores: int,
-    wishes: Wishes,
+    wishes: PlanOverrides,
 ) -> DemoPlan:
     """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`.
 

@@ -1,4 +1,4 @@
-"""Child processes of the demo: started with a log each, stopped together, gone when the parent is."""
+"""ChildProcess processes of the demo: started with a log each, stopped together, gone when the parent is."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from relaygr.devbroker.ports import free_ports
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, SecretStr
+
+from relaygr.devbroker.local import free_ports
 from relaygr.runtime.errors import RelayError
-from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX
+from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings
 
 STOP_TIMEOUT_S = 8.0
 LOG_TAIL_LINES = 12
@@ -25,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class ChildProcess:
     """One process of ours."""
 
     name: str
@@ -46,7 +51,7 @@ class Processes:
         """Logs go to `folder`; every command reads `config`, and nothing of `RELAYGR_*` from here."""
         self._folder = folder
         self._config = config
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         self._environment = {
             name: value
             for name, value in os.environ.items()
@@ -54,11 +59,11 @@ class Processes:
         }
 
     @property
-    def running(self) -> list[Child]:
+    def running(self) -> list[ChildProcess]:
         """Those that were started and not stopped."""
         return list(self._children)
 
-    def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> Child:
+    def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> ChildProcess:
         """Starts `relaygr COMMAND` with its probes on a free port of ours."""
         (port,) = free_ports(1)
         log = self._folder / f"{name}.log"
@@ -76,11 +81,11 @@ class Processes:
                 process_group=0,  # The terminal's Ctrl-C is for us; we stop them in order.
                 preexec_fn=_die_with_the_parent if sys.platform == "linux" else None,
             )
-        child = Child(name, process, log, port)
+        child = ChildProcess(name, process, log, port)
         self._children.append(child)
         return child
 
-    def await_ready(self, children: Sequence[Child], timeout_s: float) -> None:
+    def await_ready(self, children: Sequence[ChildProcess], timeout_s: float) -> None:
         """Waits until all say that they are ready. Raises RelayError, with the log, if one ends or time runs out."""
         ends_s = time.monotonic() + timeout_s
         for child in children:
@@ -97,7 +102,7 @@ class Processes:
             if code not in (None, 0):
                 raise RelayError(f"{child.name} ended with exit code {code}:\n{child.log_tail()}")
 
-    def stop(self, children: Sequence[Child]) -> None:
+    def stop(self, children: Sequence[ChildProcess]) -> None:
         """SIGTERM to all, then SIGKILL to those that did not end in time."""
         for child in children:
             if child.process.poll() is None:
@@ -133,3 +138,67 @@ def is_ready(port: int) -> bool:
 def _die_with_the_parent() -> None:
     """SIGTERM when the parent is gone in any way; a clean stop is short."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def write_config(settings: Settings, path: Path) -> None:
+    """Writes what differs from the defaults. The file is made with mode 0600."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        yaml.safe_dump(_plain(settings), file)
+
+
+def _plain(section: BaseModel) -> dict[str, Any]:
+    default = type(section)()
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            nested = _plain(value)
+            if nested:
+                values[name] = nested
+        elif value != getattr(default, name):
+            values[name] = _scalar(value)
+    return values
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return int(value)
+    return value if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One process's samples: name -> labels -> value. Empty if it did not answer."""
+
+    samples: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]] = field(default_factory=dict)
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all samples of that name that carry these labels."""
+        wanted = set(labels.items())
+        return sum(value for found, value in self.samples.get(name, {}).items() if wanted <= set(found))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Totals of a name by one label's value."""
+        totals: dict[str, float] = {}
+        for found, value in self.samples.get(name, {}).items():
+            key = dict(found).get(label, "")
+            totals[key] = totals.get(key, 0.0) + value
+        return totals
+
+
+def read_metrics(port: int) -> Reading:
+    """What the process that serves its probes there counts now."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, OSError):
+        return Reading()
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return Reading(samples)

@@ -21,15 +21,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.prompt import Confirm
 
-from relaygr.cli.gateway import population_of
-from relaygr.demo.plan import DemoPlan, Wishes, plan_demo
-from relaygr.demo.report import print_plan, print_summary
-from relaygr.demo.stack import Stack
+from relaygr.demo.board import print_plan, print_summary
+from relaygr.demo.plan import DemoPlan, PlanOverrides, plan_demo
+from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
-from relaygr.traffic.population import Population
+from relaygr.traffic.population import Population, population_of
 from relaygr.traffic.records import read_records
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
 from relaygr.worker.measuring import bind_own_arena
@@ -47,7 +46,7 @@ class DemoOptions:
     """What the command line asks for. `wishes` are None where the calibration decides."""
 
     broker: str
-    wishes: Wishes
+    wishes: PlanOverrides
     model: Path | None
     keep: Path | None
     assume_yes: bool
@@ -85,11 +84,11 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
             )
-            with Stack(
+            with DemoStack(
                 console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True, workers=WORKERS
             ) as stack:
                 relay = stack.play("relay on", relay_file)
-            with Stack(
+            with DemoStack(
                 console, folder, broker, _named(planned, f"{prefix}-full"), relay=False, workers=WORKERS
             ) as stack:
                 full = stack.play("relay off", full_file)
@@ -139,7 +138,7 @@ def _make_model(folder: Path, settings: Settings, population: Population) -> Pat
 
 
 def _plan(
-    console: Console, folder: Path, model: Path, settings: Settings, population: Population, wishes: Wishes
+    console: Console, folder: Path, model: Path, settings: Settings, population: Population, wishes: PlanOverrides
 ) -> DemoPlan:
     """Calibrates this machine, alone, and plans by it."""
     worker = settings.worker

@@ -11,11 +11,8 @@ from types import TracebackType
 
 from rich.console import Console
 
-from relaygr.demo.board import Board, RecordTail
-from relaygr.demo.config import write_config
-from relaygr.demo.lag import LagWatch
-from relaygr.demo.metrics import Reading, read_metrics
-from relaygr.demo.processes import Child, Processes
+from relaygr.demo.board import Board, LagWatch, RecordTail
+from relaygr.demo.processes import ChildProcess, Processes, Reading, read_metrics, write_config
 from relaygr.demo.summary import RunSummary, summarise
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
@@ -27,7 +24,7 @@ START_TIMEOUT_S = 40.0
 _STALE_MS = 3000
 
 
-class Stack:
+class DemoStack:
     """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
 
     def __init__(
@@ -50,7 +47,7 @@ class Stack:
         self._observed = observed
         self._lag: LagWatch | None = None
 
-    def __enter__(self) -> Stack:
+    def __enter__(self) -> DemoStack:
         self._folder.mkdir(parents=True)
         settings = self._settings
         self._broker.create_topics(settings)
@@ -126,7 +123,7 @@ class Stack:
         self._cleanup.callback(reader.stop)
         self._lag = self._cleanup.enter_context(LagWatch(self._settings))
 
-    def _start_worker(self, number: int) -> Child:
+    def _start_worker(self, number: int) -> ChildProcess:
         name = f"worker-{number:02d}"
         own = [
             f"worker.worker_id={name}",
@@ -137,10 +134,10 @@ class Stack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
-    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> Child:
+    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> ChildProcess:
         return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
 
-    def _has_ended(self, child: Child) -> bool:
+    def _has_ended(self, child: ChildProcess) -> bool:
         self._processes.require_running()
         return child.process.poll() is not None
 
@@ -148,7 +145,7 @@ class Stack:
         """What each worker counts now."""
         return [read_metrics(worker.port) for worker in self._workers]
 
-    def processes(self) -> list[Child]:
+    def processes(self) -> list[ChildProcess]:
         """Those that run now."""
         return self._processes.running
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relaygr.schemas.messages import Outcome, Path, PrefixSource
-from relaygr.traffic.records import LOST, Record
+from relaygr.traffic.records import LOST, ImpressionRecord
 
 COLD_SHARE = 1 / 3
 """Of the schedule, its beginning: processes warm up, and most users come for the first time."""
@@ -21,7 +21,7 @@ SCORE_TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Punctuality:
+class LatencySummary:
     """Of some requests: how long those took that were answered, and how many got less than they asked for in time."""
 
     offered: int
@@ -42,8 +42,8 @@ class RunSummary:
 
     ranked: int
     lost: int
-    whole: Punctuality
-    settled: Punctuality
+    whole: LatencySummary
+    settled: LatencySummary
     """Without the first COLD_SHARE of the schedule."""
     endings: Mapping[str, int]
     """Paths of ranked requests; status, with its reason, of the others."""
@@ -80,7 +80,7 @@ class Gate:
     found: str
 
 
-def summarise(records: Sequence[Record], device_seconds: float) -> RunSummary:
+def summarise(records: Sequence[ImpressionRecord], device_seconds: float) -> RunSummary:
     """The figures of one run."""
     # Numbered in the order of the schedule: the same impressions in every run over it.
     cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
@@ -88,8 +88,8 @@ def summarise(records: Sequence[Record], device_seconds: float) -> RunSummary:
     return RunSummary(
         ranked=sum(record.status == Outcome.RANKED for record in records),
         lost=sum(record.status == LOST for record in records),
-        whole=punctuality(records),
-        settled=punctuality([record for record in records if record.number >= cold]),
+        whole=latency_summary(records),
+        settled=latency_summary([record for record in records if record.number >= cold]),
         endings=Counter(_ending(record) for record in records),
         from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
         send_lag_p99_ms=percentile(lags, 99),
@@ -97,19 +97,19 @@ def summarise(records: Sequence[Record], device_seconds: float) -> RunSummary:
     )
 
 
-def punctuality(records: Sequence[Record]) -> Punctuality:
+def latency_summary(records: Sequence[ImpressionRecord]) -> LatencySummary:
     """Of these requests."""
     latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
     late = sum(not in_time(record) for record in records)
-    return Punctuality(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
+    return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
 
 
-def in_time(record: Record) -> bool:
+def in_time(record: ImpressionRecord) -> bool:
     """Whether the request got the whole answer within its deadline."""
     return record.status == Outcome.RANKED and not record.late and record.path != Path.TRUNCATED
 
 
-def compare_scores(ours: Iterable[Record], reference: Iterable[Record]) -> ScoreComparison:
+def compare_scores(ours: Iterable[ImpressionRecord], reference: Iterable[ImpressionRecord]) -> ScoreComparison:
     """Full float scores, untruncated on both sides, for the same impression and the same history version."""
     theirs = {record.number: record for record in reference}
     compared = skipped = different = 0
@@ -165,13 +165,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if len(values) else float("nan")
 
 
-def _ending(record: Record) -> str:
+def _ending(record: ImpressionRecord) -> str:
     if record.status == Outcome.RANKED and record.path is not None:
         return record.path
     return f"{record.status}: {record.reason}" if record.reason else record.status
 
 
-def _comparable(record: Record, other: Record) -> bool:
+def _comparable(record: ImpressionRecord, other: ImpressionRecord) -> bool:
     return (
         Path.TRUNCATED not in (record.path, other.path)
         and record.model_revision == other.model_revision

@@ -15,18 +15,19 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.interactions.ids import BadIdError, ItemIndex, UserIndex
-from relaygr.interactions.layouts import Layout, recognise
-from relaygr.interactions.lines import LineBlock, read_blocks
+from relaygr.interactions.layouts import Layout, LineBlock, read_blocks, recognise
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.fields import FieldError, Text
 from relaygr.schemas.messages import Behaviours
 
 LARGEST_TIME: Final = 9e15
@@ -40,6 +41,91 @@ _SINGLY: Final = 16
 
 _S = TypeVar("_S", bound=np.generic)
 Progress = Callable[[int], None]
+
+
+_PLAIN = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_USER_ID = Text(256)
+_ITEM_ID = Text(4096)
+_INT64: Final = 2**63
+
+
+class BadIdError(ValueError):
+    """A text that can not be an id; the message says why."""
+
+
+def hashed_item(text: str) -> int:
+    """The number of an item id that is not a number itself, 0 to 2**63 - 1."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class UserIndex(dict[str, int]):
+    """User id to its place in the order of first appearance; `index[text]` adds. Raises BadIdError."""
+
+    def __init__(self, latin1: bool) -> None:
+        super().__init__()
+        self._latin1 = latin1
+        self.names: list[str] = []
+
+    def __missing__(self, text: str) -> int:
+        name = _cleaned(text, self._latin1)
+        if name != text:
+            return self[name]
+        try:
+            _USER_ID.unpack(name)
+        except FieldError as error:
+            raise BadIdError(f"user id: {error}") from error
+        place = self[name] = len(self.names)
+        self.names.append(name)
+        return place
+
+
+class ItemIndex(dict[str, int]):
+    """Item id to its number; `index[text]` adds. Raises BadIdError, and RelayError for a collision."""
+
+    def __init__(self, latin1: bool) -> None:
+        super().__init__()
+        self._latin1 = latin1
+        self._hashed: dict[int, str] = {}
+
+    @property
+    def hashed_count(self) -> int:
+        """Items whose id is no number."""
+        return len(self._hashed)
+
+    def __missing__(self, text: str) -> int:
+        name = _cleaned(text, self._latin1)
+        if name != text:
+            return self[name]
+        try:
+            _ITEM_ID.unpack(name)
+        except FieldError as error:
+            raise BadIdError(f"item id: {error}") from error
+        if _PLAIN.fullmatch(name) and -_INT64 <= int(name) < _INT64:
+            number = int(name)
+            other = self._hashed.get(number)
+        else:
+            number = hashed_item(name)
+            other = self._hashed.get(number) or (str(number) if str(number) in self else None)
+            self._hashed[number] = name
+        if other is not None:
+            raise RelayError(f"items {other!r} and {name!r} have the same number {number}: rename one of them")
+        self[name] = number
+        return number
+
+
+def _cleaned(text: str, latin1: bool) -> str:
+    """The id without surrounding blanks. Raises BadIdError if it is not text."""
+    name = text.strip()
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            if not latin1:
+                raise BadIdError("an id is not UTF-8") from error
+            name = name.encode("utf-8", "surrogateescape").decode("latin-1")
+    if not name:
+        raise BadIdError("an id is empty")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +203,7 @@ def read_interactions(path: Path, limits: Limits | None = None, on_progress: Pro
     return reader.finish()
 
 
-class _LineError(ValueError):
+class _LogLineError(ValueError):
     """Why a line is no interaction."""
 
 
@@ -169,7 +255,7 @@ class _Reader:
             try:
                 self._explain(line)
                 self.chunks.append(self._convert([line]))
-            except (_LineError, BadIdError, csv.Error) as error:
+            except (_LogLineError, BadIdError, csv.Error) as error:
                 self._reject(number, str(error))
 
     def _convert(self, lines: list[str]) -> _Columns:
@@ -180,12 +266,12 @@ class _Reader:
         times = np.zeros(count) if layout.time is None else np.fromiter(map(float, columns[layout.time]), "f8", count)
         # Written so that NaN fails too.
         if not bool(((times >= 0) & (times <= LARGEST_TIME)).all()):
-            raise _LineError
+            raise _LogLineError
         actions = np.zeros(count, "<u2")
         if layout.rating is not None:
             ratings = np.fromiter(map(float, columns[layout.rating]), "f8", count)
             if not bool(((ratings >= 0) & (ratings <= LARGEST_RATING)).all()):
-                raise _LineError
+                raise _LogLineError
             actions = np.rint(ratings * 2).astype("<u2")
         for column, bit in layout.flags:
             flags = np.fromiter(map(_FLAG.__getitem__, columns[column]), np.bool_, count)
@@ -196,18 +282,18 @@ class _Reader:
         return _Columns(users, items, times, actions)
 
     def _explain(self, line: str) -> None:
-        """Raises _LineError or csv.Error with the reason, if numbers or the shape of a line are wrong."""
+        """Raises _LogLineError or csv.Error with the reason, if numbers or the shape of a line are wrong."""
         layout = self.layout
         fields = layout.split(line)
         if len(fields) != layout.column_count:
-            raise _LineError(f"{len(fields)} fields, expected {layout.column_count}")
+            raise _LogLineError(f"{len(fields)} fields, expected {layout.column_count}")
         if layout.time is not None:
             _number("timestamp", fields[layout.time], LARGEST_TIME)
         if layout.rating is not None:
             _number("rating", fields[layout.rating], LARGEST_RATING)
         for column, _ in layout.flags:
             if fields[column] not in _FLAG:
-                raise _LineError(f"flag is {fields[column][:40]!r}, expected 0 or 1")
+                raise _LogLineError(f"flag is {fields[column][:40]!r}, expected 0 or 1")
 
     def _reject(self, number: int, reason: str) -> None:
         self.bad_lines.append(BadLine(number, reason))
@@ -262,9 +348,9 @@ def _number(what: str, text: str, maximum: float) -> None:
     try:
         value = float(text)
     except ValueError as error:
-        raise _LineError(f"{what} is {text[:40]!r}, expected a number") from error
+        raise _LogLineError(f"{what} is {text[:40]!r}, expected a number") from error
     if not 0 <= value <= maximum:
-        raise _LineError(f"{what} is {text[:40]!r}, expected 0 to {maximum:.0f}")
+        raise _LogLineError(f"{what} is {text[:40]!r}, expected 0 to {maximum:.0f}")
 
 
 def _joined(parts: list[NDArray[_S]], dtype: np.dtype[_S]) -> NDArray[_S]:

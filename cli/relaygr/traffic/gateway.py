@@ -23,7 +23,7 @@ import structlog
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
 from relaygr.schemas.messages import History, HistoryVersion
 from relaygr.traffic.population import Population, history_at
-from relaygr.traffic.records import LOST, NOT_SENT, Record, pack_scores
+from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, pack_scores
 from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
@@ -35,11 +35,11 @@ WARM_UP_REQUESTS = 24
 _BACK_PRESSURE_S = 0.02
 _LONGEST_SLEEP_US = 200_000
 
-OnRecord = Callable[[Record], None]
+OnRecord = Callable[[ImpressionRecord], None]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     impression: Impression
     request_id: str
     scheduled_us: int
@@ -48,7 +48,7 @@ class _Open:
 
 
 @dataclass(order=True, slots=True)
-class _Call:
+class _TimedCall:
     """Something to do at its time, for one impression."""
 
     at_us: int
@@ -59,7 +59,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _VersionedHistory:
     """A history, and the version that names it."""
 
     history: History
@@ -86,11 +86,11 @@ class Gateway:
         self._population = population
         self._record = record
         self._candidates = Candidates(settings, population)
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         # No event: a signal handler may not take the lock that the main thread waits with.
         self._stopping = False
         self._lost_after_s = lost_after_s
-        self._versions: dict[int, _Named] = {}
+        self._versions: dict[int, _VersionedHistory] = {}
         self.recorded = 0
 
     def stop(self) -> None:
@@ -132,7 +132,7 @@ class Gateway:
     def _play(self, stream: Iterator[Impression]) -> None:
         """Timed calls in order; each impression puts its own into the heap one step ahead of its time."""
         started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
-        calls: list[_Call] = []
+        calls: list[_TimedCall] = []
         sequence = itertools.count()
         dropped: set[int] = set()
         upcoming = next(stream, None)
@@ -142,7 +142,7 @@ class Gateway:
                 if calls and begins_us > calls[0].at_us:
                     break
                 for place, (at_us, make) in enumerate(self._calls_of(upcoming, started_us)):
-                    heapq.heappush(calls, _Call(at_us, next(sequence), upcoming.number, place == 0, make))
+                    heapq.heappush(calls, _TimedCall(at_us, next(sequence), upcoming.number, place == 0, make))
                 upcoming = next(stream, None)
             if not calls:
                 continue
@@ -193,7 +193,7 @@ class Gateway:
     ) -> Future[RankOutcome] | None:
         """None if the client took no more: that is the request's end, and recorded."""
         history = self._history(impression)
-        entry = _Open(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
+        entry = _OpenRequest(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
         self._open[request_id] = entry
         try:
             future = self._client.submit_rank(
@@ -244,12 +244,12 @@ class Gateway:
     def _version(self, impression: Impression) -> HistoryVersion:
         return self._named(impression).version
 
-    def _named(self, impression: Impression) -> _Named:
+    def _named(self, impression: Impression) -> _VersionedHistory:
         """The version of the impression. The last of each user is kept: three messages name it."""
         known = self._versions.get(impression.user)
         if known is None or known.history.number != impression.history_length:
             history = history_at(self._population, impression.user, impression.history_length)
-            known = self._versions[impression.user] = _Named(history, history.version())
+            known = self._versions[impression.user] = _VersionedHistory(history, history.version())
         return known
 
     def _warm_up(self) -> None:
@@ -285,9 +285,9 @@ class Gateway:
         while self._open:
             self._write_unanswered(self._open.popitem()[1], LOST)
 
-    def _write_unanswered(self, entry: _Open, status: str) -> None:
+    def _write_unanswered(self, entry: _OpenRequest, status: str) -> None:
         self._emit(
-            Record(
+            ImpressionRecord(
                 number=entry.impression.number,
                 request_id=entry.request_id,
                 user_id=entry.history.user_id,
@@ -307,7 +307,7 @@ class Gateway:
         latency_us = send_lag_us + outcome.latency_us
         version = result.history_version if result is not None else None
         self._emit(
-            Record(
+            ImpressionRecord(
                 number=entry.impression.number,
                 request_id=entry.request_id,
                 user_id=entry.history.user_id,
@@ -331,7 +331,7 @@ class Gateway:
             )
         )
 
-    def _emit(self, record: Record) -> None:
+    def _emit(self, record: ImpressionRecord) -> None:
         self.recorded += 1
         self._record(record)
 

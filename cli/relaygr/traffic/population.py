@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.interactions import Interactions
+from relaygr.interactions import Interactions, read_interactions
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.traffic.settings import TrafficSettings
 
@@ -43,7 +44,7 @@ def history_at(population: Population, index: int, length: int) -> History:
     return History(population.user_id(index), length, np.empty(0, dtype="<i8"), population.sequence(index)[:length])
 
 
-class MadePopulation:
+class SyntheticPopulation:
     """Users with log-normal history lengths and uniform items, made from the seed when asked for."""
 
     def __init__(self, settings: TrafficSettings) -> None:
@@ -82,7 +83,7 @@ class MadePopulation:
         )
 
 
-class LoggedPopulation:
+class LogPopulation:
     """The users of an interaction log with the longest histories."""
 
     def __init__(self, interactions: Interactions, settings: TrafficSettings) -> None:
@@ -114,3 +115,13 @@ class LoggedPopulation:
         """The newest of what the log has."""
         whole = self._interactions.of(self._indices[index])
         return whole[max(0, len(whole) - self._most) :]
+
+
+def population_of(settings: TrafficSettings) -> Population:
+    """The users of the settings. Raises RelayError for an interaction log that cannot be used."""
+    if settings.interactions is None:
+        return SyntheticPopulation(settings)
+    try:
+        return LogPopulation(read_interactions(settings.interactions), settings)
+    except ValueError as error:
+        raise RelayError(f"{settings.interactions}: {error}") from error

@@ -22,7 +22,7 @@ NOT_SENT = "not_sent"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ImpressionRecord:
     """One impression's end, as the gateway saw it on its monotonic clock.
 
     `latency_us` runs from the *scheduled* time of the ranking request to the answer, so that a stalled
@@ -57,11 +57,11 @@ class Record:
         return None if self.scores is None else np.frombuffer(base64.b64decode(self.scores), dtype="<f4")
 
 
-_FIELDS = tuple(field.name for field in fields(Record))
+_FIELDS = tuple(field.name for field in fields(ImpressionRecord))
 
 
 def pack_scores(scores: NDArray[np.float32]) -> str:
-    """The text form of `Record.scores`."""
+    """The text form of `ImpressionRecord.scores`."""
     return base64.b64encode(scores.astype("<f4", copy=False).tobytes()).decode()
 
 
@@ -73,7 +73,7 @@ class RecordWriter:
         # Line by line, so that others can read along.
         self._file = path.open("w", encoding="utf-8", buffering=1)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: ImpressionRecord) -> None:
         # Not `asdict`, which copies deeply: the generator shares the machine with what it measures.
         plain = {name: getattr(record, name) for name in _FIELDS}
         if record.timings is not None:
@@ -84,14 +84,14 @@ class RecordWriter:
         self._file.close()
 
 
-def parse_record(line: str | bytes) -> Record:
+def parse_record(line: str | bytes) -> ImpressionRecord:
     """One line's record. Raises ValueError or TypeError for anything else."""
     fields: dict[str, Any] = json.loads(line)
     timings = fields.pop("timings", None)
-    return Record(**fields, timings=None if timings is None else StageTimings(**timings))
+    return ImpressionRecord(**fields, timings=None if timings is None else StageTimings(**timings))
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[ImpressionRecord]:
     """The records of a file. Raises RelayError, with the line, for one that holds something else."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

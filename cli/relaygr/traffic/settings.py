@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import Section
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_BUDGET_MS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
 
 

@@ -40,7 +40,7 @@ _RANKING_WINDOW_US = 1_000_000.0
 MAX_OWNERS = 4096
 
 
-class LeakyAccount:
+class LeakyBucket:
     """A level that drains at a constant rate and refuses what would lift it above its burst.
 
     A charge larger than the burst is taken when the account is empty: it may not starve for being large.
@@ -129,8 +129,8 @@ class OwnerBuckets:
         self._limits = limits
         self._capacity_bytes = 0.0
         self._share = share
-        self._footprint = LeakyAccount(0.0, limits.burst_us, now_us)
-        self._load = LeakyAccount(0.0, limits.burst_us, now_us)
+        self._footprint = LeakyBucket(0.0, limits.burst_us, now_us)
+        self._load = LeakyBucket(0.0, limits.burst_us, now_us)
         self._value = ValueGate()
         self._ranking_us = 0.0
         self._ranking_at_us = now_us

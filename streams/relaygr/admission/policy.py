@@ -53,7 +53,7 @@ class DecisionReason(enum.StrEnum):
     """A fault of ours; the event is in dead letters, the traceback in the log."""
 
 
-class Tier(enum.StrEnum):
+class PrefixTier(enum.StrEnum):
     """Where a cached prefix lies."""
 
     NONE = "none"
@@ -65,7 +65,7 @@ class Tier(enum.StrEnum):
 class CachedPrefix:
     """What is cached of an impression's prefix: known to the worker, a guess of the trigger's."""
 
-    tier: Tier = Tier.NONE
+    tier: PrefixTier = PrefixTier.NONE
     tokens: int = 0
 
 
@@ -73,7 +73,7 @@ NOTHING_CACHED = CachedPrefix()
 
 
 @dataclass(frozen=True, slots=True)
-class Impression:
+class ImpressionFacts:
     """The metadata of one retrieval event, or of the job made from it."""
 
     expected_ranking_at_us: int
@@ -84,7 +84,7 @@ class Impression:
     expected_candidates: int
 
     @classmethod
-    def of(cls, message: RetrievalEvent | PreInferJob) -> Impression:
+    def of(cls, message: RetrievalEvent | PreInferJob) -> ImpressionFacts:
         """The metadata of a message."""
         if message.history is not None:
             length: int | None = len(message.history.behaviours)
@@ -216,7 +216,7 @@ _REFUSED = {
 
 
 def estimate(
-    impression: Impression,
+    impression: ImpressionFacts,
     behaviours: int,
     owner: OwnerView,
     limits: PolicyLimits,
@@ -227,12 +227,12 @@ def estimate(
     latency = owner.latency
     prefix_tokens = owner.prefix_tokens(behaviours)
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
-    cached_tokens = 0 if cached.tier is Tier.NONE else min(cached.tokens, prefix_tokens)
+    cached_tokens = 0 if cached.tier is PrefixTier.NONE else min(cached.tokens, prefix_tokens)
     tail_tokens = prefix_tokens - cached_tokens
     prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
-    if cached.tier is Tier.DRAM:
+    if cached.tier is PrefixTier.DRAM:
         prepare_us += latency.reload_us(cached_tokens * owner.kv_bytes_per_token)
-    new_tokens = tail_tokens if cached.tier is Tier.HBM else prefix_tokens
+    new_tokens = tail_tokens if cached.tier is PrefixTier.HBM else prefix_tokens
     lead_us = impression.expected_ranking_at_us - now_us
     return Estimate(
         prefix_tokens=prefix_tokens,
@@ -256,13 +256,13 @@ def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_f
     return preinfer_queue_us + prepare_us <= lead_fraction * lead_us
 
 
-def expired(impression: Impression, now_us: int) -> bool:
+def expired(impression: ImpressionFacts, now_us: int) -> bool:
     """Is the whole impression over?"""
     return now_us >= impression.expected_ranking_at_us + impression.ranking_budget_us
 
 
 def decide(
-    impression: Impression,
+    impression: ImpressionFacts,
     owner: OwnerView | None,
     buckets: Buckets | None,
     limits: PolicyLimits,
@@ -291,7 +291,7 @@ def decide(
     return Decision(False, reason, cost)
 
 
-def _by_length(impression: Impression, behaviours: int, limits: PolicyLimits, now_us: int) -> Decision:
+def _by_length(impression: ImpressionFacts, behaviours: int, limits: PolicyLimits, now_us: int) -> Decision:
     if behaviours < limits.fallback_behaviours:
         return Decision(False, DecisionReason.BELOW_THRESHOLD)
     if impression.expected_ranking_at_us <= now_us:
@@ -300,7 +300,7 @@ def _by_length(impression: Impression, behaviours: int, limits: PolicyLimits, no
 
 
 def _refused_by(
-    impression: Impression,
+    impression: ImpressionFacts,
     behaviours: int,
     owner: OwnerView,
     cost: Estimate,

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from relaygr.admission.buckets import BucketLimits
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import Section
 
 
 class AdmissionSettings(Section):

@@ -8,7 +8,7 @@ from typing import Final
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.client.outcome import RankOutcome, RankStatus
-from relaygr.runtime.latency_buckets import LATENCY_BUCKETS_S
+from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import Path
 
 NO_PATH: Final = "none"

@@ -47,13 +47,12 @@ from typing import Final, TypeVar
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message
 from confluent_kafka import TopicPartition as KafkaPartition
+from prometheus_client import Counter, Gauge
 
-from relaygr.consumer import metrics
 from relaygr.consumer.finished import FinishedLog, believed
 from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
-from relaygr.consumer.ownership import split_partitions
 from relaygr.consumer.settings import ConsumerSettings
-from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker
+from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker, split_partitions
 from relaygr.kafka.client_errors import ErrorCallback, cause_of
 from relaygr.kafka.message_headers import headers_of
 from relaygr.runtime.clock import Clock, SystemClock
@@ -83,6 +82,34 @@ _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
 _REPLACED: Final = "Another process took over this group.instance.id. This one must exit, and stay down"
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
+
+
+# Metrics. `loop` is the name of the loop.
+_MESSAGES = Counter("relaygr_consumer_messages_total", "Messages handed to the handler", ["loop", "topic"])
+_SKIPPED = Counter(
+    "relaygr_consumer_redelivered_skipped_total",
+    "Messages delivered again and skipped: in flight or finished here, or of a partition that went away",
+    ["loop", "state"],
+)
+_TAKEN_UP = Counter(
+    "relaygr_consumer_taken_up_total",
+    "Messages that the process before had finished and not committed, so that this one need not work on them",
+    ["loop"],
+)
+_ERRORS = Counter("relaygr_consumer_errors_total", "Errors that the consumer reported", ["loop", "error"])
+_COMMITS = Counter("relaygr_consumer_commits_total", "Hand-overs of the watermark", ["loop", "kind"])
+_REJOINS = Counter(
+    "relaygr_consumer_rejoins_total", "Times that a broker's outage made the member join again as a new one", ["loop"]
+)
+_IN_FLIGHT = Gauge("relaygr_consumer_in_flight_messages", "Messages read and not finished", ["loop"])
+_PAUSED = Gauge("relaygr_consumer_paused_partitions", "Partitions paused now", ["loop"])
+_OWNED = Gauge("relaygr_consumer_owned_partitions", "Partitions owned now, counted once over all topics", ["loop"])
+_EPOCH = Gauge("relaygr_consumer_assignment_epoch", "Counts this process's assignments", ["loop"])
+_OWNER_SPLIT = Gauge(
+    "relaygr_consumer_owner_split_partitions", "Partitions owned on some topics, but not on all of them", ["loop"]
+)
+_BROKER_REACHABLE = Gauge("relaygr_consumer_broker_reachable", "1 while the cluster answers", ["loop"])
+_STALLED = Gauge("relaygr_consumer_stalled", "1 while assigned, with messages to read, and none comes", ["loop"])
 
 
 class ConsumerLoop:
@@ -164,7 +191,7 @@ class ConsumerLoop:
         self._subscribe()
         self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
         self._state = LoopState.RUNNING
-        metrics.BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
+        _BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
         self._thread.start()
 
     # Any thread.
@@ -287,7 +314,7 @@ class ConsumerLoop:
         tp = TopicPartition(topic, partition)
         begin = self._tracker.begin(tp, offset)
         if begin is not Begin.NEW:
-            metrics.SKIPPED.labels(self._name, begin.value).inc()
+            _SKIPPED.labels(self._name, begin.value).inc()
             return
         if self._tracker.is_full(tp):
             self._full.add(tp)
@@ -318,13 +345,13 @@ class ConsumerLoop:
         if self._received:
             self._broker_is(True)
             for topic, count in self._received.items():
-                metrics.MESSAGES.labels(self._name, topic).inc(count)
+                _MESSAGES.labels(self._name, topic).inc(count)
             self._received.clear()
         if now_us >= self._store_at_us:
             self._store_at_us = now_us + self._settings.store_interval_ms * 1000
             self._store()
             self._in_flight = self._tracker.in_flight()
-            metrics.IN_FLIGHT.labels(self._name).set(self._in_flight)
+            _IN_FLIGHT.labels(self._name).set(self._in_flight)
             self._watch(now_us)
         if self._state is LoopState.DRAINING and (self._tracker.in_flight() == 0 or now_us >= self._drain_until_us):
             self._state = LoopState.STOPPED
@@ -372,7 +399,7 @@ class ConsumerLoop:
             self._count_error(error.args[0])
             return
         self._tracker.committed(offsets)
-        metrics.COMMITS.labels(self._name, "stored").inc()
+        _COMMITS.labels(self._name, "stored").inc()
 
     # Rebalances: called by the client inside poll() and consume(), on the poll thread.
 
@@ -451,7 +478,7 @@ class ConsumerLoop:
             if starts:
                 positions.update(_offsets(starts))
                 consumer.commit(offsets=_to_kafka(_offsets(starts)), asynchronous=True)
-                metrics.COMMITS.labels(self._name, "start").inc()
+                _COMMITS.labels(self._name, "start").inc()
             break
         return positions
 
@@ -485,7 +512,7 @@ class ConsumerLoop:
         }
         self._tracker.trust(finished)
         taken = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
-        metrics.TAKEN_UP.labels(self._name).inc(taken)
+        _TAKEN_UP.labels(self._name).inc(taken)
         self._log.info(
             "takes up what its predecessor had finished", messages=taken, not_believed=len(ahead) - len(finished)
         )
@@ -499,9 +526,9 @@ class ConsumerLoop:
         owned = self._tracker.owned()
         self._partitions = frozenset(tp.partition for tp in owned)
         self._owner_split = split_partitions(owned, self._topics) if owned else frozenset()
-        metrics.EPOCH.labels(self._name).set(self._epoch)
-        metrics.OWNED.labels(self._name).set(len(self._partitions))
-        metrics.OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
+        _EPOCH.labels(self._name).set(self._epoch)
+        _OWNED.labels(self._name).set(len(self._partitions))
+        _OWNER_SPLIT.labels(self._name).set(len(self._owner_split))
 
     # Pauses.
 
@@ -521,7 +548,7 @@ class ConsumerLoop:
             self._count_error(error.args[0])
             return
         self._paused = wanted
-        metrics.PAUSED.labels(self._name).set(len(wanted))
+        _PAUSED.labels(self._name).set(len(wanted))
 
     # Errors.
 
@@ -576,7 +603,7 @@ class ConsumerLoop:
         """
         self._may_rejoin = False
         self._log.warning("fenced by its own late commit: joins again with a new consumer")
-        metrics.REJOINS.labels(self._name).inc()
+        _REJOINS.labels(self._name).inc()
         self._client.close()
         self._consumer = None
         self._subscribe()
@@ -587,7 +614,7 @@ class ConsumerLoop:
         self._log.error("consumer loop ends", state=state.value, error=str(error))
 
     def _count_error(self, error: KafkaError) -> None:
-        metrics.ERRORS.labels(self._name, error.name()).inc()
+        _ERRORS.labels(self._name, error.name()).inc()
         now_us = self._clock.monotonic_us()
         if now_us - self._logged_at_us.get(error.code(), -_LOG_INTERVAL_US) >= _LOG_INTERVAL_US:
             self._logged_at_us[error.code()] = now_us
@@ -596,7 +623,7 @@ class ConsumerLoop:
     def _broker_is(self, reachable: bool) -> None:
         if reachable != self._broker_reachable:
             self._broker_reachable = reachable
-            metrics.BROKER_REACHABLE.labels(self._name).set(int(reachable))
+            _BROKER_REACHABLE.labels(self._name).set(int(reachable))
             self._log.warning("broker is back" if reachable else "broker is away")
 
     # Watches.
@@ -647,7 +674,7 @@ class ConsumerLoop:
 
     def _stall_is(self, stalled: bool) -> None:
         self._stalled = stalled
-        metrics.STALLED.labels(self._name).set(int(stalled))
+        _STALLED.labels(self._name).set(int(stalled))
 
 
 def _as_bytes(value: str | bytes | None) -> bytes | None:

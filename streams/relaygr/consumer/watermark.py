@@ -26,7 +26,7 @@ Pure: no Kafka, no clock, no threads.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -231,3 +231,15 @@ class WatermarkTracker:
         state.low = state.next_offset = state.committed = offset
         self._partitions[tp] = state
         return state
+
+
+def split_partitions(owned: Iterable[TopicPartition], topics: Sequence[str]) -> frozenset[int]:
+    """Partitions owned on some of `topics`, but not on all: their users' K,V and requests do not meet."""
+    by_topic: dict[str, set[int]] = {topic: set() for topic in topics}
+    for tp in owned:
+        by_topic.setdefault(tp.topic, set()).add(tp.partition)
+    return frozenset(
+        partition
+        for partition in set[int]().union(*by_topic.values())
+        if any(partition not in partitions for partitions in by_topic.values())
+    )

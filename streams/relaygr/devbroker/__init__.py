@@ -13,22 +13,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from relaygr.devbroker.choose import BrokerChoice, Chosen, Surroundings, choose
+from relaygr.devbroker.choose import AvailableBrokers, BrokerChoice, Chosen, choose
 from relaygr.devbroker.local import LocalBroker
 from relaygr.kafka.admin import create_topics, delete_topics, is_embedded
 from relaygr.kafka.clients import require_broker
 from relaygr.kafka.settings import KafkaSettings
 
-__all__ = ["BrokerChoice", "Chosen", "LocalBroker", "Surroundings", "choose", "local_broker", "surroundings"]
+__all__ = ["AvailableBrokers", "BrokerChoice", "Chosen", "LocalBroker", "available_brokers", "choose", "local_broker"]
 
 
-def surroundings(known_bootstrap: str | None = None, environ: Mapping[str, str] | None = None) -> Surroundings:
+def available_brokers(known_bootstrap: str | None = None, environ: Mapping[str, str] | None = None) -> AvailableBrokers:
     """What there is to choose from on this machine. `known_bootstrap` is the caller's, never read here."""
     environ = os.environ if environ is None else environ
     home = environ.get("KAFKA_HOME")
     java_home = environ.get("JAVA_HOME")
     java = shutil.which("java", path=f"{java_home}/bin" if java_home else environ.get("PATH"))
-    return Surroundings(
+    return AvailableBrokers(
         known_bootstrap=known_bootstrap or None,
         kafka_home=Path(home) if home else None,
         java=Path(java) if java else None,
@@ -48,7 +48,7 @@ def local_broker(
     that `auto` takes first (`RELAYGR_BOOTSTRAP`); `kafka` holds the security for one that we do not
     start. Raises RelayError for what is not possible here, and if the broker does not answer.
     """
-    chosen = choose(choice, surroundings(known_bootstrap, environ))
+    chosen = choose(choice, available_brokers(known_bootstrap, environ))
     with _open(chosen, kafka or KafkaSettings()) as broker:
         yield broker
 

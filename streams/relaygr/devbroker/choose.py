@@ -30,7 +30,7 @@ class BrokerChoice(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class AvailableBrokers:
     """What there is to choose from."""
 
     known_bootstrap: str | None = None
@@ -52,7 +52,7 @@ class Chosen:
     """Set for KAFKA."""
 
 
-def choose(choice: str, around: Surroundings) -> Chosen:
+def choose(choice: str, available: AvailableBrokers) -> Chosen:
     """Decides. Raises RelayError for a word that is no choice, and for a choice that is not possible here."""
     if _ADDRESSES.fullmatch(choice):
         return Chosen(BrokerChoice.EXTERNAL, "named by --broker", bootstrap=choice)
@@ -63,35 +63,35 @@ def choose(choice: str, around: Surroundings) -> Chosen:
             f"--broker {choice!r} is none of auto, embedded, kafka, docker, HOST:PORT[,HOST:PORT...]"
         ) from None
     if kind is BrokerChoice.AUTO:
-        return _first(around)
+        return _first(available)
     if kind is BrokerChoice.EXTERNAL:
-        if around.known_bootstrap is None:
+        if available.known_bootstrap is None:
             raise RelayError("--broker external needs RELAYGR_BOOTSTRAP; or give HOST:PORT itself")
-        return Chosen(kind, "RELAYGR_BOOTSTRAP is set", bootstrap=around.known_bootstrap)
+        return Chosen(kind, "RELAYGR_BOOTSTRAP is set", bootstrap=available.known_bootstrap)
     if kind is BrokerChoice.KAFKA:
-        hindrance = _hindrance(around)
+        hindrance = _hindrance(available)
         if hindrance is not None:
             raise RelayError(f"--broker kafka: {hindrance}")
-        return Chosen(kind, "asked for", kafka_home=around.kafka_home)
+        return Chosen(kind, "asked for", kafka_home=available.kafka_home)
     return Chosen(kind, "asked for")
 
 
-def _first(around: Surroundings) -> Chosen:
-    if around.known_bootstrap is not None:
-        return Chosen(BrokerChoice.EXTERNAL, "RELAYGR_BOOTSTRAP is set", bootstrap=around.known_bootstrap)
-    hindrance = _hindrance(around)
+def _first(available: AvailableBrokers) -> Chosen:
+    if available.known_bootstrap is not None:
+        return Chosen(BrokerChoice.EXTERNAL, "RELAYGR_BOOTSTRAP is set", bootstrap=available.known_bootstrap)
+    hindrance = _hindrance(available)
     if hindrance is None:
-        return Chosen(BrokerChoice.KAFKA, "KAFKA_HOME is set", kafka_home=around.kafka_home)
+        return Chosen(BrokerChoice.KAFKA, "KAFKA_HOME is set", kafka_home=available.kafka_home)
     return Chosen(BrokerChoice.EMBEDDED, hindrance)
 
 
-def _hindrance(around: Surroundings) -> str | None:
+def _hindrance(available: AvailableBrokers) -> str | None:
     """Why no real Kafka can be started here; None: it can."""
-    if around.kafka_home is None:
+    if available.kafka_home is None:
         return "KAFKA_HOME is not set (the folder of an unpacked Apache Kafka)"
-    missing = [script for script in (SERVER_SCRIPT, STORAGE_SCRIPT) if not (around.kafka_home / script).is_file()]
+    missing = [script for script in (SERVER_SCRIPT, STORAGE_SCRIPT) if not (available.kafka_home / script).is_file()]
     if missing:
-        return f"KAFKA_HOME={around.kafka_home} holds no {' and no '.join(missing)}"
-    if around.java is None:
+        return f"KAFKA_HOME={available.kafka_home} holds no {' and no '.join(missing)}"
+    if available.java is None:
         return "no Java runtime found: put `java` (17 or later) on PATH, or set JAVA_HOME"
     return None

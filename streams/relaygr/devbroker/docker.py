@@ -10,8 +10,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaException
 
 from relaygr.devbroker.choose import BrokerChoice
-from relaygr.devbroker.local import LocalBroker
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import LocalBroker, free_ports
 from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin

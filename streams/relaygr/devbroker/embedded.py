@@ -41,7 +41,7 @@ ANSWER_TIMEOUT_S: Final = 20.0
 @contextmanager
 def embedded_broker(why: str) -> Iterator[LocalBroker]:
     """The cluster while the block runs. Raises RelayError if it does not start."""
-    child = _Child()
+    child = _ClusterProcess()
     try:
         bootstrap = child.receive()["bootstrap"]
 
@@ -66,7 +66,7 @@ def embedded_broker(why: str) -> Iterator[LocalBroker]:
         child.close()
 
 
-class _Child:
+class _ClusterProcess:
     """The child process, asked one thing at a time."""
 
     def __init__(self) -> None:

@@ -25,8 +25,7 @@ from confluent_kafka import KafkaException
 
 from relaygr.devbroker import guard
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT, BrokerChoice
-from relaygr.devbroker.local import LocalBroker
-from relaygr.devbroker.ports import free_ports
+from relaygr.devbroker.local import LocalBroker, free_ports
 from relaygr.kafka.admin import create_topics, delete_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from relaygr.devbroker.choose import BrokerChoice
 from relaygr.kafka.settings import KafkaSettings, Security
@@ -44,3 +47,28 @@ class LocalBroker:
                 "security": Security() if self.ours else kafka.security,
             }
         )
+
+
+# Below the ports that operating systems give to outgoing connections, which could take one in between.
+_PORTS: Final = range(20_000, 32_000)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now, held together while they are searched.
+
+    Another process may still take one before it is used: be ready to try again.
+    """
+    doors: list[socket.socket] = []
+    try:
+        while len(doors) < count:
+            door = socket.socket()
+            try:
+                door.bind(("127.0.0.1", random.choice(_PORTS)))
+            except OSError:
+                door.close()
+                continue
+            doors.append(door)
+        return [int(door.getsockname()[1]) for door in doors]
+    finally:
+        for door in doors:
+            door.close()

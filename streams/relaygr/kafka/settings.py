@@ -9,7 +9,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import Section
 from relaygr.schemas.topics import DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_prefix
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")

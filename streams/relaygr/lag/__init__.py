@@ -9,13 +9,14 @@ monitor     collects in the background
 exporter    the report as Prometheus metrics; a scrape asks Kafka nothing
 """
 
-from relaygr.lag.model import GroupSnapshot, Member, PartitionOffsets, Snapshot
+from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport, LagReport, LagTracker, PartitionReport
 from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagStatus
 
 __all__ = [
+    "GroupMember",
     "GroupReport",
     "GroupSnapshot",
     "LagMonitor",
@@ -23,7 +24,6 @@ __all__ = [
     "LagSettings",
     "LagStatus",
     "LagTracker",
-    "Member",
     "PartitionOffsets",
     "PartitionReport",
     "Snapshot",

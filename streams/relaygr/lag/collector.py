@@ -31,7 +31,7 @@ from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.clients import make_admin, make_assigned_consumer, require_broker
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.lag.model import UNKNOWN, GroupSnapshot, Member, PartitionOffsets, Snapshot
+from relaygr.lag.model import UNKNOWN, GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
@@ -54,13 +54,13 @@ def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _GroupDescription:
     """What DescribeGroups said of one group, or why it did not."""
 
     state: str = UNKNOWN
     protocol: str = UNKNOWN
     assignor: str = ""
-    members: tuple[Member, ...] | None = None
+    members: tuple[GroupMember, ...] | None = None
     problem: str | None = None
     refused: bool = False
     """It is there, or may be: this user is not told."""
@@ -196,7 +196,7 @@ class LagCollector:
     def _wanted(self, group: str) -> bool:
         return any(fnmatch.fnmatchcase(group, pattern) for pattern in self._patterns)
 
-    def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _Described]:
+    def _describe(self, admin: AdminClient, groups: Sequence[str]) -> dict[str, _GroupDescription]:
         if not groups:
             return {}
         futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
@@ -230,7 +230,7 @@ class LagCollector:
         }, None
 
     def _partitions(
-        self, cluster: ClusterMetadata, group: str, described: _Described, offsets: Mapping[TopicPartition, int]
+        self, cluster: ClusterMetadata, group: str, described: _GroupDescription, offsets: Mapping[TopicPartition, int]
     ) -> tuple[list[TopicPartition], list[str]]:
         """Every partition of every topic of the group, and those of its topics that are gone."""
         topics = {tp.topic for tp in offsets} | set(self._ours.get(group, ()))
@@ -260,21 +260,21 @@ class LagCollector:
         return ends, failures
 
 
-def _described(future: Future[ConsumerGroupDescription]) -> _Described:
+def _described(future: Future[ConsumerGroupDescription]) -> _GroupDescription:
     try:
         group = _result(future)
     except KafkaException as error:
         code = error.args[0].code()
         if code == KafkaError._UNSUPPORTED_FEATURE:
-            return _Described(problem=_NO_GROUP_REQUESTS)
+            return _GroupDescription(problem=_NO_GROUP_REQUESTS)
         if code == KafkaError.GROUP_ID_NOT_FOUND:
-            return _Described(state="dead", members=())
+            return _GroupDescription(state="dead", members=())
         if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
             problem = "Its members are not shown to this user: give it the right to describe the group"
-            return _Described(problem=problem, refused=True)
+            return _GroupDescription(problem=problem, refused=True)
         raise
     members = tuple(
-        Member(
+        GroupMember(
             member_id=member.member_id,
             client_id=member.client_id,
             host=member.host,
@@ -287,10 +287,10 @@ def _described(future: Future[ConsumerGroupDescription]) -> _Described:
         for member in group.members
     )
     state = group.state.name.lower() if isinstance(group.state, ConsumerGroupState) else UNKNOWN
-    return _Described(state, group.type.name.lower(), group.partition_assignor or "", members)
+    return _GroupDescription(state, group.type.name.lower(), group.partition_assignor or "", members)
 
 
-def _is_known(described: _Described, offsets: Mapping[TopicPartition, int]) -> bool:
+def _is_known(described: _GroupDescription, offsets: Mapping[TopicPartition, int]) -> bool:
     return bool(offsets or described.members) or described.state not in (UNKNOWN, "dead") or described.refused
 
 

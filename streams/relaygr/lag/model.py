@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaygr.consumer.watermark import TopicPartition
@@ -10,7 +11,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """One member of a group."""
 
     member_id: str
@@ -49,7 +50,7 @@ class GroupSnapshot:
     state: str
     protocol: str
     assignor: str
-    members: tuple[Member, ...] | None
+    members: tuple[GroupMember, ...] | None
     partitions: tuple[PartitionOffsets, ...]
     problems: tuple[str, ...] = ()
     """Sentences for people: what could not be had, and why."""
@@ -59,7 +60,7 @@ class GroupSnapshot:
         """Whether what the members own is settled."""
         return self.state == "stable"
 
-    def owner(self, tp: TopicPartition) -> Member | None:
+    def owner(self, tp: TopicPartition) -> GroupMember | None:
         return next((member for member in self.members or () if tp in member.partitions), None)
 
 
@@ -72,3 +73,22 @@ class Snapshot:
     """Monotonic."""
     wall_us: int
     groups: tuple[GroupSnapshot, ...]
+
+
+def owner_split(group: GroupSnapshot, topics: Sequence[str]) -> frozenset[int]:
+    """Partitions that not one and the same member owns on all of `topics`.
+
+    Empty while a rebalance is under way or members are not known: then nothing can be said.
+    """
+    if group.members is None or not group.stable or len(topics) < 2:
+        return frozenset()
+    owners: dict[int, dict[str, str]] = {}
+    for member in group.members:
+        for tp in member.partitions:
+            if tp.topic in topics:
+                owners.setdefault(tp.partition, {})[tp.topic] = member.member_id
+    return frozenset(
+        partition
+        for partition, by_topic in owners.items()
+        if len(by_topic) < len(topics) or len(set(by_topic.values())) > 1
+    )

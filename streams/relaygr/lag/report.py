@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relaygr.consumer.watermark import TopicPartition
-from relaygr.lag.model import GroupSnapshot, Member, PartitionOffsets, Snapshot
-from relaygr.lag.owners import owner_split
+from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
 from relaygr.lag.settings import LagSettings
 from relaygr.lag.status import LagSample, LagStatus, judge, worst
-from relaygr.lag.time_lag import EndOffsets, TimeLag, TimeLagSource, record_time_lag
 
 GroupPartition = tuple[str, TopicPartition]
+
+
+class TimeLagSource(enum.StrEnum):
+    """Where a figure in seconds comes from."""
+
+    CAUGHT_UP = "caught_up"
+    INTERPOLATED = "interpolated"
+    RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLag:
+    """Seconds behind."""
+
+    seconds: float
+    source: TimeLagSource
+
+
+class EndOffsets:
+    """The end of one log at the last polls, at most `capacity` of them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._polls: deque[tuple[int, int]] = deque(maxlen=capacity)
+
+    def add(self, polled_at_us: int, end: int) -> None:
+        """One poll, monotonic. A log that went back was made anew: what was known of it is dropped."""
+        if self._polls and end < self._polls[-1][1]:
+            self._polls.clear()
+        if len(self._polls) >= 2 and self._polls[-1][1] == self._polls[-2][1] == end:
+            # The end stands still: only when it began to, and when it was last so, matter.
+            self._polls.pop()
+        self._polls.append((polled_at_us, end))
+
+    def time_lag(self, committed: int) -> TimeLag | None:
+        """Seconds since the log's end passed `committed`, as of the last poll.
+
+        None if that was before the first poll that is still known: then only a record can tell.
+        """
+        if not self._polls:
+            return None
+        now_us, end = self._polls[-1]
+        if committed >= end:
+            return TimeLag(0.0, TimeLagSource.CAUGHT_UP)
+        before: tuple[int, int] | None = None
+        for polled_at_us, offset in self._polls:
+            if offset > committed:
+                break
+            before = (polled_at_us, offset)
+        else:
+            raise AssertionError("the last end is beyond the commit")
+        if before is None:
+            return None
+        # The message at `committed` is the (committed - before + 1)-th of those that arrived in between.
+        share = (committed - before[1] + 1) / (offset - before[1])
+        arrived_us = before[0] + share * (polled_at_us - before[0])
+        return TimeLag(max(0.0, (now_us - arrived_us) / 1e6), TimeLagSource.INTERPOLATED)
+
+
+def record_time_lag(wall_us: int, timestamp_ms: int) -> TimeLag:
+    """Seconds since a record's timestamp."""
+    return TimeLag(max(0.0, (wall_us - timestamp_ms * 1000) / 1e6), TimeLagSource.RECORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +86,7 @@ class PartitionReport:
     end: int | None
     lag: int | None
     time_lag: TimeLag | None
-    owner: Member | None
+    owner: GroupMember | None
     status: LagStatus
 
 
@@ -67,7 +127,7 @@ class LagReport:
 
 
 @dataclass(slots=True)
-class _History:
+class _LagHistory:
     samples: deque[LagSample]
     record_ms: dict[int, int] = field(default_factory=dict)
 
@@ -79,7 +139,7 @@ class LagTracker:
         """`co_partitioned`: for groups by name, the topics whose partitions one member must own alike."""
         self._settings = settings
         self._co_partitioned = co_partitioned
-        self._histories: dict[GroupPartition, _History] = {}
+        self._histories: dict[GroupPartition, _LagHistory] = {}
         self._ends: dict[TopicPartition, EndOffsets] = {}
         self._polls = 0
 
@@ -94,7 +154,7 @@ class LagTracker:
                 seen.add(key)
                 history = self._histories.get(key)
                 if history is None:
-                    history = self._histories[key] = _History(deque(maxlen=self._settings.window_polls))
+                    history = self._histories[key] = _LagHistory(deque(maxlen=self._settings.window_polls))
                 history.samples.append(LagSample(offsets.committed, offsets.lag))
                 if offsets.end is not None:
                     logs[offsets.tp] = max(offsets.end, logs.get(offsets.tp, 0))
@@ -164,7 +224,7 @@ class LagTracker:
             status=judge(history.samples, self._settings.window_polls, self._settings.ok_messages, owned),
         )
 
-    def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _History) -> TimeLag | None:
+    def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _LagHistory) -> TimeLag | None:
         if offsets.committed is None or offsets.lag is None:
             return None
         if offsets.lag == 0:

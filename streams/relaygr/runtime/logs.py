@@ -9,53 +9,24 @@ says the same thing thousands of times a second, and what is worth knowing is th
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
 import structlog
-from pydantic import Field
 
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import LogFormat, LogSettings
 
 MAX_TRACKED_MESSAGES = 1024
 """Distinct messages that are counted at a time; the one unseen for longest is forgotten."""
 _WINDOW_US = 1_000_000
 
 
-class LogLevel(enum.StrEnum):
-    """The least severe level that is written."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.StrEnum):
-    """How a line looks; AUTO is console on a terminal, else json."""
-
-    AUTO = "auto"
-    JSON = "json"
-    CONSOLE = "console"
-
-
-class LogSettings(Section):
-    """What is logged, and how."""
-
-    level: LogLevel = Field(LogLevel.INFO, description="the least severe level that is written")
-    format: LogFormat = Field(LogFormat.AUTO, description="auto: console on a terminal, else json")
-    repeats_per_second: Annotated[
-        int, Field(ge=1, description="lines a second of the same logger and message; the rest is counted")
-    ] = 10
-
-
 @dataclass(frozen=True, slots=True)
-class Admission:
+class RepeatDecision:
     """Whether a line is written, and how many like it were held back before it."""
 
     admitted: bool
@@ -68,13 +39,13 @@ class RepeatLimiter:
     def __init__(self, per_second: int, max_tracked: int = MAX_TRACKED_MESSAGES) -> None:
         self._per_second = per_second
         self._max_tracked = max_tracked
-        self._windows: OrderedDict[tuple[str, str], _Window] = OrderedDict()
+        self._windows: OrderedDict[tuple[str, str], _RepeatWindow] = OrderedDict()
 
-    def admit(self, key: tuple[str, str], now_us: int) -> Admission:
+    def admit(self, key: tuple[str, str], now_us: int) -> RepeatDecision:
         """Decides on one line of the kind `key` at `now_us` of a monotonic clock."""
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _Window(now_us)
+            window = self._windows[key] = _RepeatWindow(now_us)
             if len(self._windows) > self._max_tracked:
                 self._windows.popitem(last=False)
         self._windows.move_to_end(key)
@@ -84,9 +55,9 @@ class RepeatLimiter:
             window.restart(now_us)
         if window.admitted < self._per_second:
             window.admitted += 1
-            return Admission(True, suppressed)
+            return RepeatDecision(True, suppressed)
         window.suppressed += 1
-        return Admission(False, 0)
+        return RepeatDecision(False, 0)
 
     def take_overdue(self, now_us: int) -> list[tuple[tuple[str, str], int]]:
         """Kinds that went quiet with lines held back, and how many; each is told once."""
@@ -98,7 +69,7 @@ class RepeatLimiter:
         return overdue
 
 
-class _Window:
+class _RepeatWindow:
     """One kind's current second."""
 
     __slots__ = ("admitted", "started_us", "suppressed")

@@ -19,36 +19,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter as Tally
 from typing import Any, cast
 
 import aiokafka
-import faust
 import structlog
-from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
 from confluent_kafka import KafkaError, KafkaException, Message
-from faust.app.base import BootStrategy
-from faust.sensors import Monitor
-from faust.serializers.schemas import Schema
-from faust.transport.drivers import aiokafka as driver
-from mode.utils.futures import maybe_async
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.admission.policy import DecisionReason
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.kafka.clients import ProducerKind, aiokafka_options, make_producer
+from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
-from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.schemas.topics import Topic
+from relaygr.trigger.faust_stream import RawSchema, make_app
 from relaygr.trigger.fleet import Fleet, FleetReader
-from relaygr.trigger.handler import EventHandler, Verdict
-from relaygr.trigger.metrics import TriggerMetrics
-from relaygr.trigger.quiet import limit_repeats
+from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.settings import TriggerSettings
-from relaygr.trigger.unreadable import pass_over_unreadable
 
 log = structlog.get_logger()
 
@@ -57,12 +48,46 @@ _POLL_INTERVAL_S = 0.05
 """How often delivery reports are taken; the producer sends by itself."""
 _FLUSH_S = 2.0
 _STOP_S = 5.0
-_EMBEDDED_WAIT_MS = 5
-"""Fetch waits up to here are for librdkafka's own cluster, whose long poll does not wake on data."""
-_LONG_POLL_MS = 500
-"""A real broker wakes a waiting fetch at once, and every empty answer is parsed in Python."""
-_MAX_POLL_RECORDS = 500
-_REQUEST_TIMEOUT_MS = 10_000
+
+
+class TriggerMetrics:
+    """One process's trigger. Every event is counted under exactly one reason."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """Registers the metrics. Raises ValueError if `registry` holds a trigger's already."""
+        decisions = Counter(
+            "relaygr_trigger_decisions_total", "retrieval events by what became of them", ["reason"], registry=registry
+        )
+        self.decisions = {reason: decisions.labels(reason.value) for reason in DecisionReason}
+        self.event_age = Histogram(
+            "relaygr_trigger_event_age_seconds",
+            "from the start of retrieval, by the gateway's clock, to the decision",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.undelivered = Counter(
+            "relaygr_trigger_jobs_undelivered_total", "jobs handed to the producer and not delivered", registry=registry
+        )
+        self.bad_statuses = Counter(
+            "relaygr_trigger_bad_statuses_total", "worker statuses that could not be used", registry=registry
+        )
+        self.partitions = Gauge(
+            "relaygr_trigger_assigned_partitions", "retrieval partitions this process decides for", registry=registry
+        )
+        self.fleet_workers = Gauge(
+            "relaygr_trigger_fleet_workers", "workers heard of, by whether they count", ["state"], registry=registry
+        )
+        self.fleet_stale = Gauge(
+            "relaygr_trigger_fleet_stale",
+            "1 while no worker's status is fresh and length alone decides",
+            registry=registry,
+        )
+        self.owned_partitions = Gauge(
+            "relaygr_trigger_fleet_owned_partitions", "partitions with a fresh owner", registry=registry
+        )
+        self.broker_away = Gauge(
+            "relaygr_trigger_broker_away", "1 while no broker of the cluster answers", registry=registry
+        )
 
 
 class TriggerApp:
@@ -77,8 +102,6 @@ class TriggerApp:
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         """No network until `start`. Needs the running event loop."""
-        limit_repeats()
-        pass_over_unreadable()
         self._kafka = kafka
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry)
@@ -93,16 +116,14 @@ class TriggerApp:
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
-        self._counts: Counter[DecisionReason] = Counter()
+        self._counts: Tally[DecisionReason] = Tally()
         self._partitions: frozenset[int] = frozenset()
         self._positioned = False
         self._positioning: asyncio.Task[None] | None = None
         self._away_since_us: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._app = _make_app(kafka, f"{name}-events")
-        self._app.agent(self._app.topic(kafka.topic(Topic.RETRIEVAL), schema=_RawSchema()), concurrency=1)(
-            self._consume
-        )
+        self._app = make_app(kafka, f"{name}-events")
+        self._app.agent(self._app.topic(kafka.topic(Topic.RETRIEVAL), schema=RawSchema()), concurrency=1)(self._consume)
         self._app.on_partitions_assigned.connect(self._on_assigned)
 
     async def start(self) -> None:
@@ -174,14 +195,14 @@ class TriggerApp:
         except Exception as error:
             log.exception("an event could not be decided", partition=message.partition, offset=message.offset)
             reason = DecisionReason.ERROR
-            self._bury(message, reason, repr(error))
+            self._dead_letter(message, reason, repr(error))
         else:
             if verdict.age_us is not None:
                 self.metrics.event_age.observe(verdict.age_us / 1e6)
         self._counts[reason] += 1
         self.metrics.decisions[reason].inc()
 
-    def _carry_out(self, verdict: Verdict, message: Any) -> DecisionReason:
+    def _carry_out(self, verdict: TriggerDecision, message: Any) -> DecisionReason:
         if verdict.job is not None:
             try:
                 self._producer.produce(self._jobs_topic, verdict.job, message.key, on_delivery=self._on_delivery)
@@ -189,11 +210,11 @@ class TriggerApp:
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 return DecisionReason.NOT_SENT
         elif verdict.detail is not None:
-            self._bury(message, verdict.reason, verdict.detail)
+            self._dead_letter(message, verdict.reason, verdict.detail)
         return verdict.reason
 
-    def _bury(self, message: Any, reason: DecisionReason, detail: str) -> None:
-        self._dead_letters.write(cast(Message, _Letter(message)), reason.value, detail)
+    def _dead_letter(self, message: Any, reason: DecisionReason, detail: str) -> None:
+        self._dead_letters.write(cast(Message, _MessageAdapter(message)), reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
         if error is None:
@@ -241,7 +262,7 @@ class TriggerApp:
             await asyncio.sleep(_GAUGE_INTERVAL_S)
 
 
-class _Letter:
+class _MessageAdapter:
     """A faust message as dead letters want it: confluent-kafka's accessors."""
 
     __slots__ = ("_message",)
@@ -266,142 +287,3 @@ class _Letter:
 
     def headers(self) -> list[tuple[str, bytes]]:
         return list(self._message.headers or ())
-
-
-class _RawSchema(Schema):  # type: ignore[misc]
-    """An event's value is faust's message itself: the handler decodes, and says why where it cannot."""
-
-    def compile(self, app: Any, **_: Any) -> Any:
-        create_event = app.create_event
-
-        async def to_event(message: Any, **_: Any) -> Any:
-            return create_event(message.key, message, message.headers, message)
-
-        return to_event
-
-
-class _Silent(Monitor):  # type: ignore[misc]
-    """faust's monitor without its bookkeeping of every event, which nobody reads."""
-
-    mundane_level = "debug"
-
-    def on_message_in(self, tp: Any, offset: int, message: Any) -> None: ...
-
-    def on_message_out(self, tp: Any, offset: int, message: Any) -> None: ...
-
-    def on_stream_event_in(self, tp: Any, offset: int, stream: Any, event: Any) -> None: ...
-
-    def on_stream_event_out(self, tp: Any, offset: int, stream: Any, event: Any, state: Any = None) -> None: ...
-
-    def track_tp_end_offset(self, tp: Any, offset: int) -> None: ...
-
-
-class _InLoop:
-    """What mode runs a service's thread with, without the thread: the service lives in its parent's loop."""
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = self._service.parent_loop.create_task(self._service._serve(), name="consumer")
-
-    def stop(self) -> None:
-        """Nothing: the service ends its own task."""
-
-
-class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """faust's "consumer thread" in the loop of the stream, around a consumer with our settings and security.
-
-    Two threads that hand each batch to and fro under one interpreter lock waited for the lock more than they
-    worked.
-    """
-
-    Worker = _InLoop
-    mundane_level = "debug"
-
-    def __init__(self, consumer: Any, *, loop: Any, **kwargs: Any) -> None:
-        super().__init__(consumer, loop=loop, thread_loop=loop, **kwargs)
-
-    async def call_thread(self, fun: Any, *args: Any, **kwargs: Any) -> Any:
-        return await maybe_async(fun(*args, **kwargs))
-
-    async def _gather_remaining_tasks(self) -> None:
-        """Nothing: the loop's other tasks are not this service's to end."""
-
-    def _create_worker_consumer(self, _: Any) -> aiokafka.AIOKafkaConsumer:
-        self._assignor = RoundRobinPartitionAssignor
-        app: _App = self.app
-        return aiokafka.AIOKafkaConsumer(
-            **aiokafka_options(app.kafka),
-            client_id=app.conf.broker_client_id,
-            group_id=app.conf.id,
-            partition_assignment_strategy=[self._assignor],
-            enable_auto_commit=False,
-            # An event from before our first commit is of no use any more.
-            auto_offset_reset="latest",
-            max_poll_records=_MAX_POLL_RECORDS,
-            max_partition_fetch_bytes=CATALOGUE[Topic.RETRIEVAL].max_message_bytes,
-            fetch_max_wait_ms=_fetch_wait_ms(app.kafka),
-            session_timeout_ms=app.kafka.session_timeout_ms,
-            heartbeat_interval_ms=app.kafka.heartbeat_interval_ms,
-            request_timeout_ms=max(_REQUEST_TIMEOUT_MS, app.kafka.session_timeout_ms + 1000),
-            # Bounds how long a rebalance or a dead broker stops the stream for longer than it must.
-            retry_backoff_ms=50,
-            metadata_max_age_ms=5000,
-        )
-
-    def verify_event_path(self, now: float, tp: Any) -> None:
-        """Nothing: it reads the monitor that we silenced; the lag monitor watches this group as all others."""
-
-
-class _Consumer(driver.Consumer):  # type: ignore[misc]
-    mundane_level = "debug"
-
-    def _new_consumer_thread(self) -> _ConsumerThread:
-        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
-
-
-class _Transport(driver.Transport):  # type: ignore[misc]
-    Consumer = _Consumer
-
-
-class _Boot(BootStrategy):  # type: ignore[misc]
-    # Jobs leave through our own producer.
-    enable_kafka_producer = False
-    enable_web = False
-
-
-class _App(faust.App):  # type: ignore[misc]
-    BootStrategy = _Boot
-    mundane_level = "debug"
-    kafka: KafkaSettings
-
-    def _create_directories(self) -> None:
-        """None: there are no tables, and a service leaves nothing in its working directory."""
-
-
-def _fetch_wait_ms(kafka: KafkaSettings) -> int:
-    return kafka.fetch_wait_max_ms if kafka.fetch_wait_max_ms <= _EMBEDDED_WAIT_MS else _LONG_POLL_MS
-
-
-def _make_app(kafka: KafkaSettings, client_id: str) -> _App:
-    app = _App(
-        kafka.trigger_group,
-        broker=[f"kafka://{address.strip()}" for address in kafka.bootstrap.split(",")],
-        broker_client_id=client_id,
-        store="memory://",
-        autodiscover=False,
-        key_serializer="raw",
-        value_serializer="raw",
-        topic_allow_declare=False,
-        topic_disable_leader=True,
-        stream_wait_empty=False,
-        consumer_auto_offset_reset="latest",
-        web_enabled=False,
-        web_tables_enabled=False,
-        monitor=_Silent(),
-    )
-    app.kafka = kafka
-    app.transport = _Transport(app.conf.broker_consumer, app)
-    return app

@@ -36,7 +36,7 @@ _POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FleetMember:
     """A worker as last heard of. Replaced whole with each status."""
 
     view: OwnerView
@@ -62,7 +62,7 @@ class Fleet:
 
     def __init__(self, status_stale_ms: int) -> None:
         self._stale_us = status_stale_ms * 1000
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, FleetMember] = {}
         self._owners: dict[int, str] = {}
 
     def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
@@ -81,7 +81,9 @@ class Fleet:
             and before.view.partitions == view.partitions
         )
         claimed_at_us = before.claimed_at_us if before is not None and same_claim else written_at_us
-        self._members[worker_id] = Member(view, status.state, status.assignment_epoch, claimed_at_us, written_at_us)
+        self._members[worker_id] = FleetMember(
+            view, status.state, status.assignment_epoch, claimed_at_us, written_at_us
+        )
         if not same_claim:
             touched = view.partitions if before is None else view.partitions | before.view.partitions
             self._settle(touched)
@@ -101,7 +103,7 @@ class Fleet:
         owned = sum(1 for owner in dict(self._owners).values() if owner in fresh)
         return FleetSummary(len(members), len(fresh), owned)
 
-    def _fresh(self, member: Member, now_us: int) -> bool:
+    def _fresh(self, member: FleetMember, now_us: int) -> bool:
         return member.state is WorkerState.READY and now_us - member.written_at_us <= self._stale_us
 
     def _remove(self, worker_id: str) -> None:

@@ -5,22 +5,31 @@ Neither Kafka nor faust: bytes in, bytes out. The app carries the verdict out. N
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from relaygr.admission.buckets import FleetBuckets
-from relaygr.admission.policy import Decision, DecisionReason, Impression, decide
+from relaygr.admission.policy import (
+    NOTHING_CACHED,
+    CachedPrefix,
+    Decision,
+    DecisionReason,
+    ImpressionFacts,
+    OwnerView,
+    PrefixTier,
+    decide,
+)
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
 from relaygr.schemas.messages import PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.recent import RecentPrefixes
 from relaygr.trigger.settings import TriggerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TriggerDecision:
     """What to do with one event: send `job`, or write it to dead letters if `detail` is set, or nothing."""
 
     reason: DecisionReason
@@ -30,6 +39,50 @@ class Verdict:
     """A sentence for whoever reads the dead letter."""
     age_us: int | None = None
     """From the start of retrieval to this decision, by two clocks; None if undecodable."""
+
+
+MAX_USERS_PER_OWNER = 100_000
+MAX_OWNERS = 64
+"""Owners remembered at a time. One process deciding for more forgets, and charges in full."""
+
+
+class RecentPrefixes:
+    """Admitted prefixes by owner and user."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
+
+    def guess(self, owner: OwnerView, user_id: str) -> CachedPrefix:
+        """What the owner's DRAM probably holds of the user's prefix."""
+        known = self._owners.get(owner.worker_id)
+        tokens = 0 if known is None else known.tokens.get(user_id, 0)
+        return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
+
+    def note(self, owner: OwnerView, user_id: str, tokens: int) -> None:
+        """A prefix of `tokens` tokens was admitted on `owner`."""
+        known = self._owners.get(owner.worker_id)
+        if known is None:
+            known = self._owners[owner.worker_id] = _Owner()
+            if len(self._owners) > MAX_OWNERS:
+                self._owners.popitem(last=False)
+        self._owners.move_to_end(owner.worker_id)
+        known.note(user_id, tokens, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
+
+
+class _Owner:
+    """One owner's admitted prefixes, least recent first."""
+
+    __slots__ = ("_total", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: OrderedDict[str, int] = OrderedDict()
+        self._total = 0
+
+    def note(self, user_id: str, tokens: int, capacity_tokens: int) -> None:
+        self._total += tokens - self.tokens.pop(user_id, 0)
+        self.tokens[user_id] = tokens
+        while self.tokens and (self._total > capacity_tokens or len(self.tokens) > MAX_USERS_PER_OWNER):
+            self._total -= self.tokens.popitem(last=False)[1]
 
 
 class EventHandler:
@@ -55,27 +108,27 @@ class EventHandler:
         """This process now reads these partitions of the retrieval topic."""
         self._buckets.reassign(partitions)
 
-    def judge(self, key: bytes | None, value: bytes | None, partition: int) -> Verdict:
+    def judge(self, key: bytes | None, value: bytes | None, partition: int) -> TriggerDecision:
         """The verdict on a message read from `partition`. Raises nothing, whatever the bytes."""
         now_us = self._clock.wall_us()
         try:
             event = decode(RetrievalEvent, value)
         except DecodeError as error:
-            return Verdict(DecisionReason.UNDECODABLE, detail=str(error))
+            return TriggerDecision(DecisionReason.UNDECODABLE, detail=str(error))
         age_us = max(0, now_us - event.retrieval_at_us)
         misrouted = self._misrouted(key, event.user_id, partition)
         if misrouted is not None:
-            return Verdict(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
+            return TriggerDecision(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
         if not self._enabled:
-            return Verdict(DecisionReason.DISABLED, age_us=age_us)
+            return TriggerDecision(DecisionReason.DISABLED, age_us=age_us)
         decision = self._decide(event, partition, now_us)
         if not decision.admit:
-            return Verdict(decision.reason, age_us=age_us)
+            return TriggerDecision(decision.reason, age_us=age_us)
         try:
-            return Verdict(decision.reason, job=encode(_job(event, now_us)), age_us=age_us)
+            return TriggerDecision(decision.reason, job=encode(_job(event, now_us)), age_us=age_us)
         except EncodeError as error:
             # A job is its event and one number more: only an event of the largest size can get here.
-            return Verdict(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
+            return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
 
     def _misrouted(self, key: bytes | None, user_id: str, partition: int) -> str | None:
         if key is None or key != user_id.encode():
@@ -87,7 +140,7 @@ class EventHandler:
 
     def _decide(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
         owner = self._fleet.owner_of(partition, now_us)
-        impression = Impression.of(event)
+        impression = ImpressionFacts.of(event)
         if owner is None:
             return decide(impression, None, None, self._limits, now_us)
         cached = self._recent.guess(owner, event.user_id)

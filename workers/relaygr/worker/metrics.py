@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from relaygr.runtime.latency_buckets import LATENCY_BUCKETS_S
+from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.scheduler.order import WorkClass
 from relaygr.worker.work import JobOutcome

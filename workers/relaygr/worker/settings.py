@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field
 
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import Section
 from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.precision import ComputeDtype

@@ -36,8 +36,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.demo.metrics import Reading
-from relaygr.demo.stack import Stack
+from relaygr.demo.processes import Reading
+from relaygr.demo.stack import DemoStack
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.settings import Settings
@@ -115,9 +115,9 @@ def measure(
     settings = _settings(broker, folder, rate_per_s, seconds)
     records = folder / "records.jsonl"
     half = [f"gateway.rate_per_s={rate_per_s / 2}", f"gateway.duration_s={warm_up_s}"]
-    with Stack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack:
+    with DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack:
         stack.play(f"warm-up at {rate_per_s / 2:.0f}/s", folder / "warm-up.jsonl", overrides=half)
-        window = Window(stack, records)
+        window = MeasuredWindow(stack, records)
         stack.play(f"{rate_per_s:.0f}/s", records, watch=window.sample)
         cpu = window.cpu_per_second()
         (worker,) = stack.worker_readings()
@@ -149,10 +149,10 @@ def measure(
     )
 
 
-class Window:
+class MeasuredWindow:
     """What is counted of a run: CPU of each process of the stack and of the broker, and the worker's own counts."""
 
-    def __init__(self, stack: Stack, records: Path) -> None:
+    def __init__(self, stack: DemoStack, records: Path) -> None:
         """The window opens with the first record."""
         self._stack = stack
         self._records = records

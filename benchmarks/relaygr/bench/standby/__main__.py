@@ -34,8 +34,7 @@ from rich.table import Table
 from relaygr.bench.standby.pair import await_pair
 from relaygr.bench.standby.traffic import Traffic, hit_ratio
 from relaygr.client import LostRequest, RankStatus, RelayClient
-from relaygr.demo.config import write_config
-from relaygr.demo.processes import Child, Processes
+from relaygr.demo.processes import ChildProcess, Processes, write_config
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.settings import Settings
@@ -131,7 +130,7 @@ class _Stage:
         config = folder / "settings.yaml"
         write_config(settings, config)
         self.processes = Processes(folder, config)
-        self._supervisor: Child | None = None
+        self._supervisor: ChildProcess | None = None
 
     def start(self) -> None:
         """Until there is an active worker and a standby, with every user's prefix in DRAM."""

@@ -16,7 +16,7 @@ import structlog
 
 from relaygr.consumer import LoopState
 from relaygr.runtime.clock import SystemClock
-from relaygr.runtime.interpreter import settle, uncollected
+from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.probes import ProbeServer, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.cache.metrics import CacheCollector
@@ -78,7 +78,7 @@ class WorkerProcess:
         """Starts every thread, waits for the end, and stops them in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        settle()
+        tune_interpreter()
         self._probes.start()
         if not self._is_standby or self._await_turn():
             parts = self._activate()
@@ -136,7 +136,7 @@ class WorkerProcess:
         restored = threading.Event()
         parts.device.call(lambda: _wait(restored, RESTORE_PATIENCE_S))
         parts.loop.start()
-        with uncollected():
+        with without_collection():
             self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         restored.set()
         parts.report.state = WorkerState.READY

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from relaygr.runtime.section import Section
+from relaygr.runtime.settings import Section
 
 
 class SupervisorSettings(Section):

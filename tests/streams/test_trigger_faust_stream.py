@@ -1,4 +1,4 @@
-"""aiokafka's loggers in an outage."""
+"""How the trigger runs faust and aiokafka: repeated log lines in an outage."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from relaygr.trigger.quiet import limit_repeats
+from relaygr.trigger.faust_stream import limit_log_repeats
 
 
 def test_a_flood_of_one_message_is_one_line_and_other_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
-    limit_repeats()
-    limit_repeats()
+    limit_log_repeats()
+    limit_log_repeats()
     log = logging.getLogger("aiokafka.consumer.fetcher")
     with caplog.at_level(logging.WARNING):
         for node in range(1000):
