@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from relaygr.schemas import (
     History,
     HistoryVersion,
     LatencyCoefficients,
+    Other,
     Outcome,
     Path,
     PrefixSource,
@@ -25,7 +27,7 @@ from relaygr.schemas import (
     WorkerState,
     WorkerStatus,
 )
-from relaygr.schemas.fields import INT64_MAX
+from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES
 from relaygr.schemas.messages import (
     MAX_BEHAVIOURS,
     MAX_BUDGET_MS,
@@ -47,6 +49,12 @@ def texts(max_bytes: int) -> st.SearchStrategy[str]:
     """Text that a field of `max_bytes` takes."""
     characters = st.characters(exclude_categories=("Cc", "Cs"))
     return st.text(characters, min_size=1, max_size=20).filter(lambda text: len(text.encode()) <= max_bytes)
+
+
+def choices(members: type[enum.StrEnum]) -> st.SearchStrategy[Any]:
+    """A value of an open choice: a member, or a text of a newer version."""
+    unknown = texts(MAX_CHOICE_BYTES).filter(lambda text: text not in set(members)).map(Other)
+    return st.sampled_from(members) | unknown
 
 
 @st.composite
@@ -128,15 +136,15 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         num_tasks = draw(st.integers(1, MAX_TASKS))
         size = num_tasks * draw(st.integers(1, 10))
         specific = {
-            "path": draw(st.sampled_from(Path)),
-            "prefix_source": draw(st.none() | st.sampled_from(PrefixSource)),
+            "path": draw(choices(Path)),
+            "prefix_source": draw(st.none() | choices(PrefixSource)),
             "num_tasks": num_tasks,
             "scores": draw(hnp.arrays("<f4", size, elements=st.floats(-(2.0**100), 2.0**100, width=32))),
             "history_version": draw(st.none() | history_versions),
             "model_revision": draw(texts(64)),
         }
     elif outcome is Outcome.FAILED:
-        specific = {"reason": draw(st.sampled_from(FailureReason)), "detail": draw(st.none() | texts(512))}
+        specific = {"reason": draw(choices(FailureReason)), "detail": draw(st.none() | texts(512))}
     return RankingResult(
         request_id=draw(texts(128)),
         worker_id=draw(texts(128)),
@@ -157,7 +165,7 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
 worker_statuses = st.builds(
     WorkerStatus,
     worker_id=texts(128),
-    state=st.sampled_from(WorkerState),
+    state=choices(WorkerState),
     written_at_us=whole,
     assignment_epoch=whole,
     partitions=st.lists(st.integers(0, MAX_PARTITIONS), max_size=60).map(tuple),

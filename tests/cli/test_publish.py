@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from relaygr.cli.publish import app
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.publishing.json_lines import MAX_LINE_BYTES, LineError, read_lines
+from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
 from relaygr.publishing.json_messages import from_json, to_json
 from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
 from relaygr.schemas import codec
@@ -249,7 +249,7 @@ def test_a_wrong_field_is_named_with_its_place(fields: dict[str, Any], reason: s
 )
 def test_a_line_that_is_no_object_says_why_and_the_next_one_is_read(line: bytes, reason: str) -> None:
     broken, good = read_lines(io.BytesIO(line + b'\n{"a": 1}\n'))
-    with pytest.raises(LineError) as caught:
+    with pytest.raises(JsonLineError) as caught:
         broken.parse()
     assert str(caught.value).startswith(reason)
     assert (good.number, good.parse()) == (2, {"a": 1})

@@ -22,6 +22,7 @@ from relaygr.schemas import (
     EncodeError,
     FailureReason,
     History,
+    Other,
     Outcome,
     Path,
     RankingRequest,
@@ -33,7 +34,7 @@ from relaygr.schemas import (
     encode,
 )
 from relaygr.schemas.codec import MAX_CONTAINERS, MAX_LIST_ENTRIES, MAX_MAP_ENTRIES, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
-from relaygr.schemas.fields import INT64_MAX, Packed, Real
+from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS, Message
 from tests.strategies import messages
 
@@ -178,7 +179,9 @@ BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
         ".suffix: 2 items, 1 actions, 2 timestamps",
     ),
     "1 for true": (RankingResult, {"history_stale": 1}, ".history_stale: expected true or false"),
-    "an unknown path": (RankingResult, {"path": "teleport"}, ".path: 'teleport' is none of hbm, dram"),
+    "an unknown outcome": (RankingResult, {"outcome": "postponed"}, ".outcome: 'postponed' is none of ranked, expired"),
+    "a path that is too long": (RankingResult, {"path": "x" * 65}, ".path: 65 bytes of text, allowed are 1 to 64"),
+    "a path that is no text": (RankingResult, {"path": 7}, ".path: expected text"),
     "a score that is no number": (
         RankingResult,
         {"scores": np.array([0, np.nan, 0, 0], "<f4").tobytes()},
@@ -364,6 +367,31 @@ def test_an_inline_history_must_have_the_length_that_its_version_says() -> None:
 def test_a_failed_result_keeps_its_reason() -> None:
     failed = result(outcome=Outcome.FAILED, reason=FailureReason.OVERLOADED, path=None, scores=None, num_tasks=0)
     assert decode(RankingResult, encode(failed)).reason is FailureReason.OVERLOADED
+
+
+def test_an_unknown_reason_is_kept_as_other_and_equals_its_text() -> None:
+    failed = result(outcome=Outcome.FAILED, reason=Other("tired"), path=None, scores=None, num_tasks=0)
+    reason = decode(RankingResult, encode(failed)).reason
+    assert isinstance(reason, Other)
+    assert not isinstance(reason, FailureReason)
+    assert (reason, reason.value) == ("tired", "tired")
+
+
+def test_metrics_count_every_unknown_choice_under_one_label() -> None:
+    assert [choice_label(choice) for choice in (FailureReason.TOO_LONG, Other("tired"), Other("bored"))] == [
+        "too_long",
+        "other",
+        "other",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "x" * (MAX_CHOICE_BYTES + 1), "tired\n"])
+def test_the_text_of_an_unknown_choice_is_bounded(text: str) -> None:
+    choice = Choice(FailureReason, is_open=True)
+    with pytest.raises(FieldError):
+        choice.unpack(text)
+    with pytest.raises(FieldError):
+        choice.pack(Other(text))
 
 
 def test_schemas_need_neither_kafka_nor_torch() -> None:

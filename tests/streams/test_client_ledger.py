@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
-from relaygr.client.pending import Match, Pending
+from relaygr.client.pending import AnswerMatch, PendingRequest
 from relaygr.client.settings import ClientSettings
 from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import (
     Behaviours,
     FailureReason,
@@ -50,10 +51,10 @@ class Gateway:
             request_id, "user", now_us, now_us + budget_ms * MS, 0, np.array([1, 2]), Behaviours.empty()
         )
 
-    def open(self, request_id: str = "gw.1.1", budget_ms: int = 50) -> Pending:
+    def open(self, request_id: str = "gw.1.1", budget_ms: int = 50) -> PendingRequest:
         return self.ledger.open(self.request(request_id, budget_ms))
 
-    def wait_ms(self, duration_ms: float) -> list[Pending]:
+    def wait_ms(self, duration_ms: float) -> list[PendingRequest]:
         self.clock.advance_us(round(duration_ms * MS))
         return self.ledger.fire()
 
@@ -91,12 +92,30 @@ def test_an_answer_in_time_reaches_its_caller_with_its_latency() -> None:
     entry = gateway.open()
     gateway.wait_ms(12)
     result = gateway.result()
-    assert gateway.ledger.answered(result) is Match.ON_TIME
+    assert gateway.ledger.answered(result) is AnswerMatch.ON_TIME
     assert outcome_of(entry.future) == RankOutcome("gw.1.1", RankStatus.RANKED, 12 * MS, result)
     assert gateway.sample("relaygr_gateway_requests_total", status="ranked", path="hbm") == 1
     assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.011") == 0
     assert gateway.sample("relaygr_gateway_latency_seconds_bucket", le="0.012") == 1
     assert gateway.ledger.in_flight == 0
+
+
+def test_paths_of_a_newer_worker_are_kept_and_counted_under_one_label() -> None:
+    gateway = Gateway()
+    for number, path in enumerate((Other("remote"), Other("peer"))):
+        entry = gateway.open(f"gw.1.{number}")
+        gateway.ledger.answered(replace(gateway.result(request_id=f"gw.1.{number}"), path=path))
+        result = outcome_of(entry.future).result
+        assert result is not None
+        assert result.path == path
+    assert gateway.sample("relaygr_gateway_requests_total", status="ranked", path="other") == 2
+
+
+def test_a_reason_of_a_newer_worker_reaches_the_caller_with_its_text() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    gateway.ledger.answered(replace(gateway.result(Outcome.FAILED), reason=Other("quota_exceeded")))
+    assert outcome_of(entry.future).reason == Other("quota_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +154,7 @@ def test_a_late_answer_goes_to_on_late_with_its_true_latency_and_not_to_the_call
     gateway.wait_ms(50)
     gateway.wait_ms(20)
     result = gateway.result()
-    assert gateway.ledger.answered(result) is Match.LATE
+    assert gateway.ledger.answered(result) is AnswerMatch.LATE
     assert gateway.late == [RankOutcome("gw.1.1", RankStatus.RANKED, 70 * MS, result, late=True)]
     assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
     gateway.wait_ms(5_000)
@@ -172,7 +191,7 @@ def test_a_second_answer_is_dropped_and_counted() -> None:
     entry = gateway.open()
     gateway.ledger.answered(gateway.result())
     first = outcome_of(entry.future)
-    assert gateway.ledger.answered(gateway.result(Outcome.FAILED)) is Match.DUPLICATE
+    assert gateway.ledger.answered(gateway.result(Outcome.FAILED)) is AnswerMatch.DUPLICATE
     assert outcome_of(entry.future) is first
     assert gateway.ledger.statistics().duplicates == 1
     assert gateway.sample("relaygr_gateway_duplicate_results_total") == 1
@@ -181,7 +200,7 @@ def test_a_second_answer_is_dropped_and_counted() -> None:
 
 def test_an_answer_to_an_earlier_incarnation_is_counted_as_none_of_ours() -> None:
     gateway = Gateway()
-    assert gateway.ledger.answered(gateway.result(request_id="gw.0.1")) is Match.UNKNOWN
+    assert gateway.ledger.answered(gateway.result(request_id="gw.0.1")) is AnswerMatch.UNKNOWN
     assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1
 
 
@@ -235,7 +254,7 @@ def test_what_a_callback_raises_stops_nothing() -> None:
     entry = ledger.open(gateway.request())
     gateway.clock.advance_us(60 * MS)
     ledger.fire()
-    assert ledger.answered(gateway.result()) is Match.LATE
+    assert ledger.answered(gateway.result()) is AnswerMatch.LATE
     assert outcome_of(entry.future).status is RankStatus.TIMED_OUT
 
 

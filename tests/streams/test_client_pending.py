@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.client.outcome import MessageRefused, QueueFull
-from relaygr.client.pending import Match, Pending, PendingTable, Phase, Timer
+from relaygr.client.pending import AnswerMatch, PendingRequest, PendingTable, RequestPhase, Timer
 
 GRACE_US = 1_000_000
 
@@ -18,15 +18,15 @@ def table(max_in_flight: int = 100, remembered: int = 100) -> PendingTable:
     return PendingTable(max_in_flight, GRACE_US, remembered)
 
 
-def request(request_id: str = "gw.1.1", deadline_us: int = 50_000) -> Pending:
-    return Pending(request_id, 0, deadline_us, 0, 0, Future())
+def request(request_id: str = "gw.1.1", deadline_us: int = 50_000) -> PendingRequest:
+    return PendingRequest(request_id, 0, deadline_us, 0, 0, Future())
 
 
 def test_an_answer_before_the_deadline_is_on_time_and_ends_the_request() -> None:
     pending, entry = table(), request()
     pending.add(entry)
     answer = pending.answer("gw.1.1", 49_999)
-    assert (answer.match, answer.entry, answer.untold) == (Match.ON_TIME, entry, False)
+    assert (answer.match, answer.entry, answer.untold) == (AnswerMatch.ON_TIME, entry, False)
     assert (len(pending), pending.waiting) == (0, 0)
     assert pending.due(10 * GRACE_US) == []
 
@@ -47,7 +47,7 @@ def test_an_answer_within_the_grace_is_late_and_the_request_is_not_lost() -> Non
     pending.add(entry)
     pending.due(50_000)
     answer = pending.answer("gw.1.1", 60_000)
-    assert (answer.match, answer.entry, answer.untold) == (Match.LATE, entry, False)
+    assert (answer.match, answer.entry, answer.untold) == (AnswerMatch.LATE, entry, False)
     assert pending.due(10 * GRACE_US) == []
 
 
@@ -55,7 +55,7 @@ def test_an_answer_after_the_deadline_is_late_even_if_its_timer_has_not_fired() 
     pending = table()
     pending.add(request())
     answer = pending.answer("gw.1.1", 50_000)
-    assert (answer.match, answer.untold) == (Match.LATE, True)
+    assert (answer.match, answer.untold) == (AnswerMatch.LATE, True)
     assert pending.due(10 * GRACE_US) == []
 
 
@@ -63,7 +63,7 @@ def test_a_second_answer_is_a_duplicate() -> None:
     pending = table()
     pending.add(request())
     pending.answer("gw.1.1", 1)
-    assert pending.answer("gw.1.1", 2).match is Match.DUPLICATE
+    assert pending.answer("gw.1.1", 2).match is AnswerMatch.DUPLICATE
 
 
 def test_an_answer_to_a_lost_request_is_told_from_a_duplicate() -> None:
@@ -71,11 +71,11 @@ def test_an_answer_to_a_lost_request_is_told_from_a_duplicate() -> None:
     pending.add(request())
     pending.due(50_000 + GRACE_US)
     pending.due(50_000 + 2 * GRACE_US)
-    assert pending.answer("gw.1.1", 3 * GRACE_US).match is Match.AFTER_LOSS
+    assert pending.answer("gw.1.1", 3 * GRACE_US).match is AnswerMatch.AFTER_LOSS
 
 
 def test_an_answer_to_somebody_elses_request_is_unknown() -> None:
-    assert table().answer("gw.0.7", 1).match is Match.UNKNOWN
+    assert table().answer("gw.0.7", 1).match is AnswerMatch.UNKNOWN
 
 
 def test_the_bound_refuses_at_once_and_says_so() -> None:
@@ -102,7 +102,7 @@ def test_after_its_grace_a_request_is_overdue_not_yet_lost_and_makes_room() -> N
     assert pending.due(50_000 + GRACE_US) == []
     pending.add(request("b", deadline_us=10**9))
     answer = pending.answer("a", 50_000 + 4 * GRACE_US)
-    assert (answer.match, answer.entry) == (Match.LATE, entry), "a dead worker's successor answered it"
+    assert (answer.match, answer.entry) == (AnswerMatch.LATE, entry), "a dead worker's successor answered it"
     assert pending.due(50_000 + 6 * GRACE_US) == []
 
 
@@ -168,7 +168,11 @@ def test_ended_ids_are_forgotten_oldest_first() -> None:
     for name in "abc":
         pending.add(request(name))
         pending.answer(name, 1)
-    assert [pending.answer(name, 2).match for name in "abc"] == [Match.UNKNOWN, Match.DUPLICATE, Match.DUPLICATE]
+    assert [pending.answer(name, 2).match for name in "abc"] == [
+        AnswerMatch.UNKNOWN,
+        AnswerMatch.DUPLICATE,
+        AnswerMatch.DUPLICATE,
+    ]
 
 
 def test_timers_of_answered_requests_do_not_pile_up() -> None:
@@ -215,15 +219,15 @@ def test_every_request_ends_once_for_its_caller_and_once_for_the_gateway(steps: 
         elif kind == "answer" and number in open_by_slot:
             name = open_by_slot[number]
             answer = pending.answer(name, now_us)
-            if answer.match in (Match.ON_TIME, Match.LATE):
+            if answer.match in (AnswerMatch.ON_TIME, AnswerMatch.LATE):
                 ended.append(name)
-                if answer.match is Match.ON_TIME or answer.untold:
+                if answer.match is AnswerMatch.ON_TIME or answer.untold:
                     told.append(name)
         elif kind == "wait":
             now_us += number
             for due in pending.due(now_us):
                 (told if due.timer is Timer.TIME_OUT else ended).append(due.entry.request_id)
-        waiting = sum(entry.phase is Phase.WAITING for name in sent if (entry := pending.get(name)))
+        waiting = sum(entry.phase is RequestPhase.WAITING for name in sent if (entry := pending.get(name)))
         assert waiting == pending.waiting
     for _ in range(2):
         now_us += 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.trigger.fleet import Fleet, FleetSummary
 
@@ -16,7 +17,7 @@ def status(
     partitions: tuple[int, ...] = (0, 1),
     written_at_us: int = NOW_US,
     epoch: int = 1,
-    state: WorkerState = WorkerState.READY,
+    state: WorkerState | Other = WorkerState.READY,
     latency: LatencyCoefficients = LATENCY,
 ) -> WorkerStatus:
     return WorkerStatus(
@@ -57,8 +58,8 @@ def test_a_ready_worker_owns_what_it_claims_and_nothing_else() -> None:
     assert [owner(fleet, partition) for partition in range(3)] == ["worker-00", "worker-00", None]
 
 
-@pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.STOPPING])
-def test_a_worker_that_is_not_ready_owns_nothing(state: WorkerState) -> None:
+@pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.STOPPING, Other("draining")])
+def test_a_worker_that_is_not_ready_owns_nothing(state: WorkerState | Other) -> None:
     assert owner(fleet_of(status(state=state)), 0) is None
 
 

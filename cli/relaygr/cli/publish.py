@@ -16,7 +16,7 @@ from relaygr.kafka.admin import require_topics
 from relaygr.publishing.json_lines import Line
 from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
-from relaygr.publishing.sending import Run, opened, say, send_lines, wait_until, when_there_is_room
+from relaygr.publishing.sending import SendReport, opened, say, send_lines, wait_until, when_there_is_room
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BUDGET_MS
@@ -155,7 +155,7 @@ def ranking(
         _finish(run, f"{acknowledged} of {run.sent} ranking requests delivered", failed=acknowledged < run.sent)
 
 
-def _finish(run: Run, text: str, failed: bool = False) -> None:
+def _finish(run: SendReport, text: str, failed: bool = False) -> None:
     """Prints the summary. Raises Exit(1) where something was wrong."""
     lines = "line" if run.bad == 1 else "lines"
     bad = f"; {run.bad} bad {lines} left out" if run.bad else ""

@@ -17,7 +17,7 @@ MAX_LINE_BYTES: Final = 4 * MAX_MESSAGE_BYTES
 """A message of the largest size, its numbers written out."""
 
 
-class LineError(ValueError):
+class JsonLineError(ValueError):
     """A line that is not one JSON object. The text is the reason."""
 
 
@@ -34,21 +34,21 @@ class Line:
     read_bytes: int
 
     def parse(self) -> dict[str, Any]:
-        """The object on the line. Raises LineError."""
+        """The object on the line. Raises JsonLineError."""
         if len(self.content) > MAX_LINE_BYTES:
-            raise LineError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+            raise JsonLineError(f"the line is longer than {MAX_LINE_BYTES} bytes")
         try:
             content = json.loads(self.content.rstrip(), object_pairs_hook=_unique, parse_constant=_refuse)
         except RecursionError as error:
-            raise LineError("nested too deeply") from error
+            raise JsonLineError("nested too deeply") from error
         except UnicodeDecodeError as error:
-            raise LineError("not UTF-8") from error
+            raise JsonLineError("not UTF-8") from error
         except json.JSONDecodeError as error:
-            raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
+            raise JsonLineError(f"not JSON: {error.msg} at column {error.colno}") from error
         except ValueError as error:
-            raise LineError(str(error).partition(";")[0]) from error
+            raise JsonLineError(str(error).partition(";")[0]) from error
         if not isinstance(content, dict):
-            raise LineError("not a JSON object")
+            raise JsonLineError("not a JSON object")
         return content
 
 

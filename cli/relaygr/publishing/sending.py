@@ -27,8 +27,8 @@ _console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of the lines of one file."""
+class SendReport:
+    """How many lines of one file were sent."""
 
     sent: int
     bad: int
@@ -44,7 +44,7 @@ def send_lines(
     max_bad_lines: int,
     idle: Callable[[float], object],
     show: bool,
-) -> Run:
+) -> SendReport:
     """Sends what the lines hold, at most `rate` a second; bad lines are reported and left out."""
     bad = BadLines(max_bad_lines, say)
     sent, stopped, started_s = 0, False, time.monotonic()
@@ -64,7 +64,7 @@ def send_lines(
                     stopped = True
                     break
             advance(line.read_bytes)
-    return Run(sent, bad.count, stopped, started_s)
+    return SendReport(sent, bad.count, stopped, started_s)
 
 
 def when_there_is_room(send: Callable[[], T], idle: Callable[[float], object]) -> T:

@@ -1,10 +1,12 @@
-"""What crosses a topic: messages, their MessagePack codec, the digest chain and the topic catalogue.
+"""The messages on the topics: their classes, the MessagePack codec, digests, headers, routing, the topic catalogue.
 
-No Kafka and no torch: a publisher can depend on this package alone.
+It needs msgpack and numpy only, so that a publisher can install `relaygr` without any extra.
 """
 
 from relaygr.schemas.codec import SCHEMA_VERSION, DecodeError, DecodeReason, EncodeError, decode, encode
 from relaygr.schemas.digest import DigestChain, digest_chain
+from relaygr.schemas.fields import Other
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
     Behaviours,
     FailureReason,
@@ -22,6 +24,7 @@ from relaygr.schemas.messages import (
     WorkerState,
     WorkerStatus,
 )
+from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic, TopicSpec
 
 __all__ = [
@@ -36,12 +39,15 @@ __all__ = [
     "History",
     "HistoryVersion",
     "LatencyCoefficients",
+    "Other",
     "Outcome",
     "Path",
     "PreInferJob",
     "PrefixSource",
+    "RankingHeaders",
     "RankingRequest",
     "RankingResult",
+    "ResultHeaders",
     "RetrievalEvent",
     "StageTimings",
     "Topic",
@@ -51,4 +57,5 @@ __all__ = [
     "decode",
     "digest_chain",
     "encode",
+    "partition_for",
 ]

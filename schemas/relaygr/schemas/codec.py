@@ -8,17 +8,22 @@ Wire form: two MessagePack values, one after the other.
 
 How the schema changes:
 
-* A new *optional* field keeps the version: readers ignore names that they do not know (their number
-  and size are bounded as all else), and take the field's default for a name that is absent or nil.
-* Everything else (a new required field, a changed meaning, unit, bound or enum member) takes the
-  next version. A reader refuses a version that it does not know with
-  `DecodeError(UNSUPPORTED_VERSION)`; the message goes to dead letters, where it can be replayed
-  once the readers are upgraded. So readers are upgraded before writers.
-* The golden bytes in `tests/schemas/` hold the wire form still.
+* A new *optional* field keeps the version. A reader ignores a field that it does not know (the bounds on
+  number and size hold for it too), and takes the default of a field that is absent or nil.
+* A new member of an *open* choice keeps the version. Open are `reason`, `path` and `prefix_source` of a
+  result and `state` of a worker's status: they inform, and no other field depends on a new member. A reader
+  keeps a text that it does not know as `Other(text)`, encodes it unchanged, and labels its metrics `other`.
+  A writer still refuses a plain text that is no member.
+* Everything else takes the next version: a new required field, a changed meaning, unit or bound, and a new
+  member of a *closed* choice. `outcome` is closed, because it decides which other fields a result must have
+  and what a gateway does next. A reader refuses a version that it does not know with
+  `DecodeError(UNSUPPORTED_VERSION)` and writes the message to dead letters, from where it can be replayed
+  after the reader's upgrade. So a new version is deployed to readers before writers.
+* Tests in `tests/schemas/` compare the wire form with recorded bytes.
 
-`decode` bounds every length before it allocates and how many maps and lists there are, so that bytes
-cannot unfold into much more memory than they take; it refuses a name given twice. It raises `DecodeError`,
-never another exception, whatever the bytes.
+`decode` bounds each length before it allocates, and bounds the number of maps and lists, so that a message
+cannot unfold into much more memory than it takes on the wire. It refuses a map that names a field twice. It
+raises `DecodeError` for invalid bytes, and no other exception.
 """
 
 from __future__ import annotations

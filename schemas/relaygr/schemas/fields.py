@@ -15,12 +15,14 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 INT64_MAX = 2**63 - 1
+MAX_CHOICE_BYTES: Final = 64
+"""The longest text of an open choice."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -135,16 +137,50 @@ class Flag(FieldKind):
         return "true or false"
 
 
+class Other(str):
+    """A value of an open choice that this version does not know: the text that a newer version wrote.
+
+    It equals that text and is no member of the enum. A message that holds it is encoded with the same text.
+    """
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> str:
+        """The text, as `value` is of an enum's member."""
+        return str(self)
+
+
+OTHER: Final = "other"
+"""The metric label of every `Other`."""
+
+
+def choice_label(choice: enum.StrEnum | Other) -> str:
+    """A metric label for a choice: the member's value, or `other`, so that the labels stay bounded."""
+    return OTHER if isinstance(choice, Other) else choice.value
+
+
 @dataclass(frozen=True, slots=True)
 class Choice(FieldKind):
-    """A member of a string enum, sent as its value."""
+    """A member of a string enum, sent as its value. If `is_open`, a text that is no member is read as `Other`."""
 
     members: type[enum.StrEnum]
+    is_open: bool = False
 
     def pack(self, value: Any) -> Any:
-        return self.unpack(value).value
+        if self.is_open and isinstance(value, Other):
+            return _OTHER_TEXT.pack(value.value)
+        return self._member(value).value
 
-    def unpack(self, raw: Any) -> enum.StrEnum:
+    def unpack(self, raw: Any) -> enum.StrEnum | Other:
+        try:
+            return self._member(raw)
+        except FieldError:
+            if self.is_open and isinstance(raw, str):
+                return Other(_OTHER_TEXT.unpack(raw))
+            raise
+
+    def _member(self, raw: Any) -> enum.StrEnum:
         if not isinstance(raw, str):
             raise FieldError(f"expected text, got {type(raw).__name__}")
         try:
@@ -153,7 +189,11 @@ class Choice(FieldKind):
             raise FieldError(f"{raw[:40]!r} is none of {', '.join(self.members)}") from error
 
     def describe(self) -> str:
-        return "one of " + ", ".join(f"`{member}`" for member in self.members)
+        listed = "one of " + ", ".join(f"`{member}`" for member in self.members)
+        return f"{listed}; open: a newer version may write another text" if self.is_open else listed
+
+
+_OTHER_TEXT: Final = Text(MAX_CHOICE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

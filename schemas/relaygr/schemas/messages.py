@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
-from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Packed, Real, Text, UInt
+from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
 
 MAX_BEHAVIOURS = 131_072
 MAX_SUFFIX_BEHAVIOURS = 4_096
@@ -60,7 +60,6 @@ class FailureReason(enum.StrEnum):
     TOO_LONG = "too_long"
     OUT_OF_MEMORY = "out_of_memory"
     DEVICE_ERROR = "device_error"
-    SHUTTING_DOWN = "shutting_down"
 
 
 class Path(enum.StrEnum):
@@ -271,10 +270,12 @@ class RankingResult:
     received_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker received it"]
     sent_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker sent this"]
     timings: Annotated[StageTimings, "where the time went"]
-    reason: Annotated[FailureReason | None, Choice(FailureReason), "set if `failed`"] = None
+    reason: Annotated[FailureReason | Other | None, Choice(FailureReason, is_open=True), "set if `failed`"] = None
     detail: Annotated[str | None, Text(512), "a sentence for people, if `failed`"] = None
-    path: Annotated[Path | None, Choice(Path), "set if `ranked`"] = None
-    prefix_source: Annotated[PrefixSource | None, Choice(PrefixSource), "set if `ranked` with a prefix"] = None
+    path: Annotated[Path | Other | None, Choice(Path, is_open=True), "set if `ranked`"] = None
+    prefix_source: Annotated[
+        PrefixSource | Other | None, Choice(PrefixSource, is_open=True), "set if `ranked` with a prefix"
+    ] = None
     num_tasks: Annotated[int, UInt("tasks", MAX_TASKS), "columns of `scores`"] = 0
     scores: Annotated[
         Float32Array | None,
@@ -332,7 +333,7 @@ class WorkerStatus:
     """Worker to all that route or watch: what it owns, and how much it can take."""
 
     worker_id: WorkerId
-    state: Annotated[WorkerState, Choice(WorkerState), "what it is doing"]
+    state: Annotated[WorkerState | Other, Choice(WorkerState, is_open=True), "what it is doing"]
     written_at_us: Annotated[int, UInt("µs since the epoch"), "when this was written"]
     assignment_epoch: Annotated[int, UInt(), "counts this worker's assignments"]
     partitions: Annotated[tuple[int, ...], ListOf(UInt("", MAX_PARTITIONS), MAX_PARTITIONS), "partitions it owns"]

@@ -26,7 +26,7 @@ from relaygr.client.settings import ClientSettings
 from relaygr.client.sync import RelayClient
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
-from relaygr.schemas.messages import History, RankingRequest, RetrievalEvent
+from relaygr.schemas.messages import History, RetrievalEvent
 
 T = TypeVar("T")
 
@@ -82,10 +82,6 @@ class AsyncRelayClient:
     async def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
         """See `RelayClient.rank`. Cancelling the wait does not take the request back."""
         return await asyncio.wrap_future(self._client.submit_rank(user_id, candidates, **fields))
-
-    async def rank_request(self, request: RankingRequest) -> RankOutcome:
-        """See `RelayClient.submit_request`."""
-        return await asyncio.wrap_future(self._client.submit_request(request))
 
     def publish_retrieval(
         self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]

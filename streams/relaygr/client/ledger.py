@@ -16,10 +16,11 @@ from typing import Final
 from relaygr.client.clock_offset import ClockOffset, ClockOffsets, measure
 from relaygr.client.metrics import ClientCounts, ClientStatistics, GatewayMetrics
 from relaygr.client.outcome import LostRequest, RankOutcome, RankStatus, TimeOutReason
-from relaygr.client.pending import Answer, Match, Pending, PendingTable, Timer
+from relaygr.client.pending import Answer, AnswerMatch, PendingRequest, PendingTable, Timer
 from relaygr.client.publisher import notify
 from relaygr.client.settings import ClientSettings
 from relaygr.runtime.clock import Clock
+from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult
 
 OnLate = Callable[[RankOutcome], None]
@@ -58,7 +59,7 @@ class Ledger:
         self._offsets = ClockOffsets(settings.max_workers_tracked)
         self._counts = ClientCounts()
 
-    def open(self, request: RankingRequest, called_us: int | None = None) -> Pending:
+    def open(self, request: RankingRequest, called_us: int | None = None) -> PendingRequest:
         """Enters a request, whose deadline is taken over to the monotonic clock. Raises QueueFull, MessageRefused.
 
         Its latency counts from `called_us` on the monotonic clock (None: now).
@@ -70,7 +71,7 @@ class Ledger:
         future: Future[RankOutcome] = Future()
         # What was sent can not be taken back: cancel() has no effect.
         future.set_running_or_notify_cancel()
-        entry = Pending(
+        entry = PendingRequest(
             request_id=request.request_id,
             sent_us=sent_us,
             deadline_us=now_us + request.deadline_us - wall_us,
@@ -84,7 +85,7 @@ class Ledger:
         self._metrics.in_flight.inc()
         return entry
 
-    def withdraw(self, entry: Pending) -> None:
+    def withdraw(self, entry: PendingRequest) -> None:
         """Forgets a request that could not be handed to the producer, unless it has ended: the client was closed."""
         with self._lock:
             withdrawn = self._table.discard(entry)
@@ -92,18 +93,18 @@ class Ledger:
         if withdrawn:
             self._metrics.in_flight.dec()
 
-    def acknowledged(self, entry: Pending) -> None:
+    def acknowledged(self, entry: PendingRequest) -> None:
         """The broker has the request."""
         with self._lock:
             self._counts.acknowledged += not entry.acknowledged
             entry.acknowledged = True
 
-    def not_delivered(self, entry: Pending, send_again: Callable[[], None]) -> bool:
+    def not_delivered(self, entry: PendingRequest, send_again: Callable[[], None]) -> bool:
         """Plans to send it again after the back-off; False where its deadline comes first."""
         with self._lock:
             return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
 
-    def answered(self, result: RankingResult) -> Match:
+    def answered(self, result: RankingResult) -> AnswerMatch:
         """An answer with a readable body."""
         now_us = self._clock.monotonic_us()
         with self._lock:
@@ -118,7 +119,7 @@ class Ledger:
         now_us = self._clock.monotonic_us()
         with self._lock:
             self._counts.undecodable += 1
-            answer = self._table.answer(request_id, now_us) if request_id is not None else Answer(Match.UNKNOWN)
+            answer = self._table.answer(request_id, now_us) if request_id is not None else Answer(AnswerMatch.UNKNOWN)
         self._metrics.ignored.labels("undecodable").inc()
         if answer.entry is not None:
             self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
@@ -129,7 +130,7 @@ class Ledger:
             self._counts.foreign += 1
         self._metrics.ignored.labels(reason).inc()
 
-    def fire(self) -> list[Pending]:
+    def fire(self) -> list[PendingRequest]:
         """Does what is due. The requests to send again now."""
         now_us = self._clock.monotonic_us()
         with self._lock:
@@ -148,7 +149,7 @@ class Ledger:
                 self._counts.retries += len(retries)
         return retries
 
-    def time_out(self, entry: Pending) -> None:
+    def time_out(self, entry: PendingRequest) -> None:
         """Ends the wait for a request now, if it has not ended."""
         now_us = self._clock.monotonic_us()
         with self._lock:
@@ -198,13 +199,13 @@ class Ledger:
         answer: Answer,
         status: RankStatus,
         result: RankingResult | None,
-        reason: FailureReason | None,
+        reason: FailureReason | Other | None,
         now_us: int,
     ) -> None:
         """Tells the caller, or whoever wants to know of late answers; counts the rest."""
         entry = answer.entry
         if entry is None:
-            if answer.match is Match.DUPLICATE:
+            if answer.match is AnswerMatch.DUPLICATE:
                 self._metrics.duplicates.inc()
                 with self._lock:
                     self._counts.duplicates += 1
@@ -214,7 +215,7 @@ class Ledger:
         self._metrics.in_flight.dec()
         latency_us = now_us - entry.sent_us
         self._metrics.observe_answer(latency_us)
-        late = answer.match is Match.LATE
+        late = answer.match is AnswerMatch.LATE
         outcome = RankOutcome(entry.request_id, status, latency_us, result, reason, late)
         if answer.untold:
             self._tell_timed_out(entry, now_us)
@@ -227,19 +228,19 @@ class Ledger:
         else:
             self._tell(entry, outcome)
 
-    def _tell_timed_out(self, entry: Pending, now_us: int, reason: TimeOutReason | None = None) -> None:
+    def _tell_timed_out(self, entry: PendingRequest, now_us: int, reason: TimeOutReason | None = None) -> None:
         if reason is None:
             reason = TimeOutReason.NO_ANSWER if entry.acknowledged else TimeOutReason.NOT_ACKNOWLEDGED
         latency_us = min(now_us, max(entry.deadline_us, entry.sent_us)) - entry.sent_us
         self._tell(entry, RankOutcome(entry.request_id, RankStatus.TIMED_OUT, latency_us, reason=reason))
 
-    def _tell(self, entry: Pending, outcome: RankOutcome) -> None:
+    def _tell(self, entry: PendingRequest, outcome: RankOutcome) -> None:
         with self._lock:
             setattr(self._counts, outcome.status.value, getattr(self._counts, outcome.status.value) + 1)
         self._metrics.count_outcome(outcome)
         entry.future.set_result(outcome)
 
-    def _tell_lost(self, entry: Pending) -> None:
+    def _tell_lost(self, entry: PendingRequest) -> None:
         self._metrics.in_flight.dec()
         self._metrics.count_lost(entry.acknowledged)
         with self._lock:
@@ -247,7 +248,7 @@ class Ledger:
         if self._on_lost is not None:
             notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
 
-    def _measure_clock(self, entry: Pending, result: RankingResult, now_us: int) -> None:
+    def _measure_clock(self, entry: PendingRequest, result: RankingResult, now_us: int) -> None:
         if result.request_sent_at_us != entry.echo_us:
             return
         # The return on our wall clock, taken over the monotonic one: a jump of the wall clock does not show.

@@ -22,7 +22,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import ClientError, NotRunning
-from relaygr.client.pending import Pending
+from relaygr.client.pending import PendingRequest
 from relaygr.client.publisher import EventPublisher, produce, warm_up
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -119,7 +119,7 @@ class GatewayLink:
         """Whether the caller runs in the I/O thread: inside a callback."""
         return threading.current_thread() is self._thread
 
-    def send(self, entry: Pending, key: bytes, message: bytes, deadline_us: int) -> None:
+    def send(self, entry: PendingRequest, key: bytes, message: bytes, deadline_us: int) -> None:
         """Hands an encoded ranking request to the producer. Raises NotRunning, QueueFull, MessageRefused."""
         producer = self._producer  # Another thread may be closing it.
         if producer is None:
@@ -234,7 +234,9 @@ class GatewayLink:
         _log.warning("undecodable result", client_id=self._client_id, reason=problem.reason, detail=str(problem))
         self._dead_letters.write(message, problem.reason.value, str(problem))
 
-    def _on_ranking_report(self, entry: Pending, deadline_us: int, error: KafkaError | None, message: Message) -> None:
+    def _on_ranking_report(
+        self, entry: PendingRequest, deadline_us: int, error: KafkaError | None, message: Message
+    ) -> None:
         if error is None:
             self._ledger.acknowledged(entry)
             self._set_reachable(True)
@@ -246,7 +248,7 @@ class GatewayLink:
         if key is not None and value is not None:
             self._ledger.not_delivered(entry, lambda: self.send(entry, key, value, deadline_us))
 
-    def _send_again(self, entry: Pending) -> None:
+    def _send_again(self, entry: PendingRequest) -> None:
         if entry.send_again is None:
             return
         send_again, entry.send_again = entry.send_again, None

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from relaygr.client.outcome import RankOutcome, RankStatus
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
-from relaygr.schemas.messages import Path
+from relaygr.schemas.fields import choice_label
 
 NO_PATH: Final = "none"
 
@@ -66,7 +66,7 @@ class GatewayMetrics:
             ["status", "path"],
             registry=registry,
         )
-        self._by_outcome: dict[tuple[RankStatus, Path | None], Counter] = {}
+        self._by_outcome: dict[tuple[RankStatus, str], Counter] = {}
         self._latency = Histogram(
             "relaygr_gateway_latency_seconds",
             "From the call to the answer on the gateway's monotonic clock; answers that came late included",
@@ -124,11 +124,11 @@ class GatewayMetrics:
     def count_outcome(self, outcome: RankOutcome) -> None:
         """Counts what the caller was told."""
         path = outcome.result.path if outcome.result is not None else None
-        key = (outcome.status, path)
+        key = (outcome.status, NO_PATH if path is None else choice_label(path))
         counter = self._by_outcome.get(key)
         if counter is None:
-            counter = self._requests.labels(outcome.status.value, path.value if path is not None else NO_PATH)
-            # Finding a child by its labels costs more than counting.
+            counter = self._requests.labels(outcome.status.value, key[1])
+            # Looking a child up by its labels costs more than the count itself.
             self._by_outcome[key] = counter
         counter.inc()
 

@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import FailureReason, RankingResult
 
 
@@ -47,7 +48,7 @@ class RankOutcome:
     status: RankStatus
     latency_us: int
     result: RankingResult | None = None
-    reason: FailureReason | TimeOutReason | None = None
+    reason: FailureReason | Other | TimeOutReason | None = None
     late: bool = False
 
 

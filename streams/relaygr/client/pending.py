@@ -37,7 +37,7 @@ _STALE_TIMERS_PER_REQUEST: Final = 3
 _FEW_TIMERS: Final = 1024
 
 
-class Phase(enum.StrEnum):
+class RequestPhase(enum.StrEnum):
     """Whether the caller still waits."""
 
     WAITING = "waiting"
@@ -45,7 +45,7 @@ class Phase(enum.StrEnum):
     OVERDUE = "overdue"
 
 
-class Match(enum.StrEnum):
+class AnswerMatch(enum.StrEnum):
     """What an answer's request id means to this client."""
 
     ON_TIME = "on_time"
@@ -65,7 +65,7 @@ class Timer(enum.StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingRequest:
     """One request whose end is open."""
 
     request_id: str
@@ -76,7 +76,7 @@ class Pending:
     echo_us: int
     """Its `sent_at_us`, which the answer must echo for the clock offset."""
     future: Future[RankOutcome]
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     acknowledged: bool = False
     send_again: Callable[[], None] | None = None
     """Set while it waits to be sent again."""
@@ -86,8 +86,8 @@ class Pending:
 class Answer:
     """What an answer was matched with. `entry` is set if ON_TIME or LATE."""
 
-    match: Match
-    entry: Pending | None = None
+    match: AnswerMatch
+    entry: PendingRequest | None = None
     untold: bool = False
     """The deadline has passed, but its timer had not come yet: the caller must still be told."""
 
@@ -97,7 +97,7 @@ class Due:
     """A timer that is due."""
 
     timer: Timer
-    entry: Pending
+    entry: PendingRequest
 
 
 class PendingTable:
@@ -108,10 +108,10 @@ class PendingTable:
         self._max_in_flight = max_in_flight
         self._grace_us = grace_us
         self._lost_after_us = max(lost_after_us, grace_us)
-        self._overdue: dict[str, Pending] = {}
+        self._overdue: dict[str, PendingRequest] = {}
         self._max_remembered = remembered
-        self._entries: dict[str, Pending] = {}
-        self._timers: list[tuple[int, int, Timer, Pending]] = []
+        self._entries: dict[str, PendingRequest] = {}
+        self._timers: list[tuple[int, int, Timer, PendingRequest]] = []
         self._order = itertools.count()
         self._answered: dict[str, bool] = {}
         self._waiting = 0
@@ -134,11 +134,11 @@ class PendingTable:
         """Timers held, those of ended requests included."""
         return len(self._timers)
 
-    def get(self, request_id: str) -> Pending | None:
+    def get(self, request_id: str) -> PendingRequest | None:
         """The request, if its end is open."""
         return self._entries.get(request_id)
 
-    def add(self, entry: Pending) -> None:
+    def add(self, entry: PendingRequest) -> None:
         """Takes a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
         in_flight = len(self._entries) - len(self._overdue)
         if in_flight >= self._max_in_flight:
@@ -152,19 +152,19 @@ class PendingTable:
         self._waiting += 1
         self._push(entry.deadline_us, Timer.TIME_OUT, entry)
 
-    def discard(self, entry: Pending) -> bool:
+    def discard(self, entry: PendingRequest) -> bool:
         """Forgets a request that was not sent after all. False if it has ended already."""
         if self._entries.get(entry.request_id) is not entry:
             return False
         del self._entries[entry.request_id]
         self._overdue.pop(entry.request_id, None)
-        if entry.phase is Phase.WAITING:
+        if entry.phase is RequestPhase.WAITING:
             self._waiting -= 1
         return True
 
-    def retry(self, entry: Pending, send_again: Callable[[], None], at_us: int) -> bool:
+    def retry(self, entry: PendingRequest, send_again: Callable[[], None], at_us: int) -> bool:
         """Plans to send a request again. False where its caller would have gone by then."""
-        if self._entries.get(entry.request_id) is not entry or entry.phase is not Phase.WAITING:
+        if self._entries.get(entry.request_id) is not entry or entry.phase is not RequestPhase.WAITING:
             return False
         if at_us >= entry.deadline_us:
             return False
@@ -178,37 +178,37 @@ class PendingTable:
         if entry is None:
             answered = self._answered.get(request_id)
             if answered is None:
-                return Answer(Match.UNKNOWN)
-            return Answer(Match.DUPLICATE if answered else Match.AFTER_LOSS)
+                return Answer(AnswerMatch.UNKNOWN)
+            return Answer(AnswerMatch.DUPLICATE if answered else AnswerMatch.AFTER_LOSS)
         self._remember(request_id, answered=True)
-        if entry.phase is not Phase.WAITING:
+        if entry.phase is not RequestPhase.WAITING:
             self._overdue.pop(request_id, None)
-            return Answer(Match.LATE, entry)
+            return Answer(AnswerMatch.LATE, entry)
         self._waiting -= 1
         if now_us >= entry.deadline_us:
-            return Answer(Match.LATE, entry, untold=True)
-        return Answer(Match.ON_TIME, entry)
+            return Answer(AnswerMatch.LATE, entry, untold=True)
+        return Answer(AnswerMatch.ON_TIME, entry)
 
-    def time_out(self, entry: Pending) -> bool:
+    def time_out(self, entry: PendingRequest) -> bool:
         """Ends the wait for a request, whose answer is still matched. False if it is over already."""
-        if self._entries.get(entry.request_id) is not entry or entry.phase is not Phase.WAITING:
+        if self._entries.get(entry.request_id) is not entry or entry.phase is not RequestPhase.WAITING:
             return False
-        entry.phase = Phase.GRACE
+        entry.phase = RequestPhase.GRACE
         entry.send_again = None
         self._waiting -= 1
         self._push(entry.deadline_us + self._grace_us, Timer.GRACE_OVER, entry)
         return True
 
-    def _become_overdue(self, entry: Pending) -> list[Due]:
+    def _become_overdue(self, entry: PendingRequest) -> list[Due]:
         """The request leaves the bound; the oldest overdue one is lost where they are too many."""
-        entry.phase = Phase.OVERDUE
+        entry.phase = RequestPhase.OVERDUE
         self._overdue[entry.request_id] = entry
         self._push(entry.deadline_us + self._lost_after_us, Timer.LOSE, entry)
         if len(self._overdue) <= self._max_remembered:
             return []
         return [self._lose(next(iter(self._overdue.values())))]
 
-    def _lose(self, entry: Pending) -> Due:
+    def _lose(self, entry: PendingRequest) -> Due:
         del self._entries[entry.request_id]
         self._overdue.pop(entry.request_id, None)
         self._remember(entry.request_id, answered=False)
@@ -228,20 +228,20 @@ class PendingTable:
                 fired.extend(self._become_overdue(entry))
             elif timer is Timer.LOSE:
                 fired.append(self._lose(entry))
-            elif entry.phase is Phase.WAITING:
+            elif entry.phase is RequestPhase.WAITING:
                 fired.append(Due(timer, entry))
         return fired
 
-    def clear(self) -> list[Pending]:
+    def clear(self) -> list[PendingRequest]:
         """Forgets everything; the requests whose caller still waits."""
-        waiting = [entry for entry in self._entries.values() if entry.phase is Phase.WAITING]
+        waiting = [entry for entry in self._entries.values() if entry.phase is RequestPhase.WAITING]
         self._entries.clear()
         self._overdue.clear()
         self._timers.clear()
         self._waiting = 0
         return waiting
 
-    def _push(self, at_us: int, timer: Timer, entry: Pending) -> None:
+    def _push(self, at_us: int, timer: Timer, entry: PendingRequest) -> None:
         heapq.heappush(self._timers, (at_us, next(self._order), timer, entry))
         if len(self._timers) > _FEW_TIMERS + _STALE_TIMERS_PER_REQUEST * len(self._entries):
             self._timers = [item for item in self._timers if self._entries.get(item[3].request_id) is item[3]]

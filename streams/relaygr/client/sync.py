@@ -40,7 +40,7 @@ from relaygr.client.ledger import Ledger, OnLate, OnLost
 from relaygr.client.link import GatewayLink
 from relaygr.client.metrics import ClientStatistics, gateway_metrics
 from relaygr.client.outcome import ClientError, NotRunning, RankOutcome
-from relaygr.client.pending import Pending
+from relaygr.client.pending import PendingRequest
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
 from relaygr.client.settings import ClientSettings
@@ -218,7 +218,7 @@ class RelayClient:
         request_id = fields.get("request_id") or self.new_request_id()
         return ranking_request(request_id, user_id, candidates, self._clock.wall_us(), fields)
 
-    def _submit(self, request: RankingRequest, called_us: int) -> Pending:
+    def _submit(self, request: RankingRequest, called_us: int) -> PendingRequest:
         self._require_running()
         if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
             raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")

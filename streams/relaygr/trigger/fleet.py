@@ -25,6 +25,7 @@ from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import MAX_PARTITIONS, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 
@@ -40,7 +41,7 @@ class FleetMember:
     """A worker as last heard of. Replaced whole with each status."""
 
     view: OwnerView
-    state: WorkerState
+    state: WorkerState | Other
     assignment_epoch: int
     claimed_at_us: int
     written_at_us: int
