@@ -1,0 +1,98 @@
+"""Counts the Python calls of one ranking request in a worker: `python -m benchmarks.path`.
+
+Two requests are counted from `ConsumerLoop._receive` to the finished offset: one whose prefix a pre-infer job left in
+HBM, and one whose prefix is computed in full. Everything is real but the broker, the model and LMDB (`world`).
+
+* calls: of functions of the product, that is, of files of the namespace `relaygr` without its benchmarks;
+* files and classes: those that the called functions are written in;
+* moves: calls into another file than that of the call before. A reader who follows the request turns so many pages.
+
+`--json` prints `{"hit": {"calls":, "files":, "moves":}, "miss": {...}}` and nothing else. `--by-file` also prints the
+calls and the moves of each file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import PurePath
+from typing import Annotated
+
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.path.trace import Trace
+from relaygr.bench.path.world import World
+from relaygr.schemas.messages import Path
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    by_file: Annotated[bool, typer.Option("--by-file", help="Print the calls and moves of each file.")] = False,
+) -> None:
+    """Count the calls, files and moves of one ranking request."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    traces = {"hit": trace_request(is_cached=True), "miss": trace_request(is_cached=False)}
+    if as_json:
+        figures = {
+            name: {"calls": trace.calls, "files": trace.files, "moves": trace.moves} for name, trace in traces.items()
+        }
+        typer.echo(json.dumps(figures))
+        return
+    console = Console(highlight=False)
+    console.print(_summary(traces))
+    if by_file:
+        for name, trace in traces.items():
+            console.print(_files(name, trace))
+
+
+def trace_request(*, is_cached: bool) -> Trace:
+    """The calls of one request, whose prefix was computed ahead or is not cached."""
+    world = World()
+    # The first request of a worker also fills caches of Python and of the codec.
+    world.store_history("first")
+    world.rank("first")
+    world.store_history("user")
+    if is_cached:
+        world.pre_infer("user")
+    world.rank("user", traced=True)
+    result = world.run()[-1]
+    if result.path is not (Path.HBM if is_cached else Path.FULL):
+        raise RuntimeError(f"the request took another path than the one to count: {result.path or result.outcome}")
+    return world.trace
+
+
+def _summary(traces: dict[str, Trace]) -> Table:
+    table = Table(title="One ranking request, from its receipt to the finished offset")
+    for name in ("request", "calls", "files", "classes", "moves"):
+        table.add_column(name, justify="left" if name == "request" else "right")
+    for name, trace in traces.items():
+        table.add_row(name, *(str(count) for count in (trace.calls, trace.files, trace.classes, trace.moves)))
+    return table
+
+
+def _files(name: str, trace: Trace) -> Table:
+    calls, moves = Counter[str](), Counter[str]()
+    for (file, _), count in trace.by_function.items():
+        calls[file] += count
+    for (_, file), count in trace.by_move.items():
+        moves[file] += count
+    table = Table(title=name)
+    for heading in ("file", "calls", "moves into it"):
+        table.add_column(heading, justify="left" if heading == "file" else "right")
+    for file, count in calls.most_common():
+        table.add_row(_short(file), str(count), str(moves[file]))
+    return table
+
+
+def _short(file: str) -> str:
+    parts = PurePath(file).parts
+    start = len(parts) - 1 - parts[::-1].index("relaygr")
+    return "/".join(parts[start + 1 :])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,79 @@
+"""Counts the Python calls of one request, by `sys.setprofile`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import relaygr.bench
+
+_BENCHMARKS = str(Path(next(iter(relaygr.bench.__path__))))
+_PRODUCT = "relaygr."
+
+
+class Trace:
+    """Calls of product code, which is the namespace `relaygr` without its benchmarks, on the thread of `begin`.
+
+    Only what the functions `within` call is counted, and they themselves. A *move* is a call into another file than
+    that of the call before.
+    """
+
+    def __init__(self, within: Iterable[Callable[..., Any]]) -> None:
+        self._within = {function.__code__ for function in within}
+        self._inside: FrameType | None = None
+        self._file = ""
+        self.by_function: Counter[tuple[str, str]] = Counter()
+        """Calls by file and qualified name."""
+        self.by_move: Counter[tuple[str, str]] = Counter()
+        """Moves by the file before and the file after."""
+
+    @property
+    def calls(self) -> int:
+        return self.by_function.total()
+
+    @property
+    def files(self) -> int:
+        return len({file for file, _ in self.by_function})
+
+    @property
+    def classes(self) -> int:
+        """Classes whose methods were called."""
+        names = ((file, name.split(".<locals>")[0].rpartition(".")[0]) for file, name in self.by_function)
+        return len({(file, owner) for file, owner in names if owner})
+
+    @property
+    def moves(self) -> int:
+        return self.by_move.total()
+
+    def begin(self) -> None:
+        """Counts on the calling thread, until `end`."""
+        sys.setprofile(self._on_event)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            if self._inside is None and frame.f_code in self._within:
+                self._inside = frame
+            if self._inside is not None and _is_product(frame):
+                self._count(frame.f_code)
+        elif event == "return" and frame is self._inside:
+            self._inside = None
+
+    def _count(self, code: CodeType) -> None:
+        if code.co_filename != self._file:
+            self.by_move[self._file, code.co_filename] += 1
+            self._file = code.co_filename
+        self.by_function[code.co_filename, code.co_qualname] += 1
+
+
+def _is_product(frame: FrameType) -> bool:
+    """Written code of the product. What dataclasses and enums generate has no file."""
+    file = frame.f_code.co_filename
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith(_PRODUCT) and not file.startswith(("<", _BENCHMARKS))

@@ -1,0 +1,331 @@
+"""A worker without broker, accelerator and LMDB: the real loop, handler, executor, cache and result writer.
+
+A fake consumer drives it all. The loop's thread calls `poll`, and `poll` takes the next step of a script: it returns a
+message, or runs the executor, or delivers results. So one thread does everything, in a fixed order, and the clock
+stands still: the same calls come in every run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from confluent_kafka import Consumer, Producer, TopicPartition
+from prometheus_client import CollectorRegistry
+
+from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.bench.path.trace import Trace
+from relaygr.consumer import ConsumerLoop
+from relaygr.consumer.watermark import WatermarkTracker
+from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.codec import decode, encode
+from relaygr.schemas.headers import Headers, RankingHeaders
+from relaygr.schemas.messages import (
+    Behaviours,
+    History,
+    LatencyCoefficients,
+    PreInferJob,
+    RankingRequest,
+    RankingResult,
+)
+from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.admission import JobAdmission
+from relaygr.worker.answers import Answers
+from relaygr.worker.cache import PrefixCache
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.device_thread import DeviceThread
+from relaygr.worker.executor import Executor
+from relaygr.worker.handler import WorkerHandler
+from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.checkpoint import random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.null_engine import NullEngine
+from relaygr.worker.model.options import Family
+from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.status import QueueWaits
+
+PREINFER, RANKING, RESULTS = "preinfer", "ranking", "results"
+PARTITIONS = 8
+PAGES = 64
+HISTORY = 512
+SUFFIX = 8
+CANDIDATES = 64
+LEAD_US, BUDGET_US = 100_000, 1_000_000
+LATENCY = LatencyCoefficients(100, 2, 0, 100, 2, 0, 100, 2, 0, 100, 1e-5)
+"""A prefix of `HISTORY` behaviours is computed in one chunk."""
+Step = Callable[[], "FakeMessage | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeMessage:
+    """As confluent-kafka's, of what the loop reads."""
+
+    in_topic: str
+    offset_: int
+    user_id: str
+    body: bytes
+    raw_headers: Headers
+
+    def error(self) -> None:
+        return None
+
+    def topic(self) -> str:
+        return self.in_topic
+
+    def partition(self) -> int:
+        return partition_for(self.user_id.encode(), PARTITIONS)
+
+    def offset(self) -> int:
+        return self.offset_
+
+    def key(self) -> bytes:
+        return self.user_id.encode()
+
+    def value(self) -> bytes:
+        return self.body
+
+    def headers(self) -> Headers:
+        return self.raw_headers
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, 0
+
+
+@dataclass(slots=True)
+class FakeProducer:
+    """Delivers when told to."""
+
+    values: list[bytes] = field(default_factory=list)
+    waiting: list[Callable[[Any, Any], None]] = field(default_factory=list)
+
+    def produce(self, _: str, value: bytes, *__: Any, on_delivery: Callable[[Any, Any], None], **___: Any) -> None:
+        self.values.append(value)
+        self.waiting.append(on_delivery)
+
+    def deliver(self) -> None:
+        """Reports success."""
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call(None, None)
+
+    def poll(self, _: float) -> int:
+        return 0
+
+
+class FakeDeadLetters:
+    """Nothing here is a dead letter."""
+
+    def poll(self) -> None:
+        return
+
+
+class FakeMover:
+    """Copies nothing, at once."""
+
+    def submit(self, request: CopyRequest) -> bool:
+        request.on_done(True)
+        return True
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:  # noqa: ARG002
+        return CopyForecast(0.0, 0.0)
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class FakeHistories:
+    """LMDB's stand-in."""
+
+    by_user: dict[str, StoredHistory] = field(default_factory=dict)
+
+    def get(self, user_id: str) -> StoredHistory | None:
+        return self.by_user.get(user_id)
+
+    def is_loading(self, partition: int) -> bool:  # noqa: ARG002
+        return False
+
+
+class ScriptedConsumer:
+    """Its `poll` takes the next step; after the last it stops the loop."""
+
+    def __init__(self, steps: deque[Step]) -> None:
+        self._steps = steps
+        self._assign: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] = lambda: None
+
+    def subscribe(self, topics: list[str], on_assign: Callable[..., None], **_: Any) -> None:
+        owned = [TopicPartition(topic, partition, 0) for topic in topics for partition in range(PARTITIONS)]
+        self._assign = partial(on_assign, self, owned)
+
+    def poll(self, _: float) -> FakeMessage | None:
+        if self._assign is not None:
+            assign, self._assign = self._assign, None
+            assign()
+            return None
+        if not self._steps:
+            self.on_end()
+            return None
+        return self._steps.popleft()()
+
+    def consume(self, *_: Any) -> list[FakeMessage]:
+        return []
+
+    def committed(self, partitions: list[TopicPartition], **_: Any) -> list[TopicPartition]:
+        return partitions
+
+    def memberid(self) -> str:
+        return "member"
+
+    def store_offsets(self, **_: Any) -> None:
+        return
+
+    def pause(self, _: Any) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class World:
+    """One worker, and a script of what happens to it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(monotonic_us=1_000_000)
+        self.producer = FakeProducer()
+        self.histories = FakeHistories()
+        self.trace = Trace((ConsumerLoop._receive, Executor.step, FakeProducer.deliver, WatermarkTracker.finish))
+        self._steps: deque[Step] = deque()
+        self._consumer = ScriptedConsumer(self._steps)
+        self._offsets = 0
+        metrics = WorkerMetrics(CollectorRegistry())
+        settings, admission = WorkerSettings(), AdmissionSettings()
+        checkpoint = random_checkpoint(_config(), seed=0)
+        engine = NullEngine(checkpoint, CpuDevice(), KvDtype.FLOAT32, settings.page_tokens)
+        scratch = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
+        engine.bind(torch.zeros((PAGES + scratch, engine.geometry.page_bytes), dtype=torch.uint8))
+        cache = PrefixCache(engine.geometry, engine.layout, PAGES, PAGES, FakeMover())
+        answers = Answers(
+            cast(Producer, self.producer),
+            "worker-00",
+            settings.max_clock_skew_ms,
+            finish=lambda token: self.loop.finish(token),
+            metrics=metrics,
+            waits=QueueWaits(),
+            clock=self.clock,
+        )
+        self.executor = Executor(
+            engine,
+            cache,
+            np.arange(PAGES, PAGES + scratch, dtype=np.int32),
+            self.histories,
+            lambda _: None,
+            Corrector(LatencyModel(LATENCY)),
+            settings,
+            admission,
+            answers,
+            metrics,
+            self.clock,
+            JobAdmission(admission, PAGES * engine.geometry.page_bytes, engine.geometry, self.clock),
+        )
+        device = DeviceThread(self.executor, lambda: None, self.clock, settings.watchdog_s, lambda: None)
+        handler = WorkerHandler(
+            PREINFER,
+            RANKING,
+            PARTITIONS,
+            RESULTS,
+            device,
+            answers,
+            cast(DeadLetterWriter, FakeDeadLetters()),
+            metrics,
+            self.clock,
+            settings.max_clock_skew_ms,
+            settings.reply_margin_ms,
+            on_ownership=lambda _: None,
+            on_tick=lambda _: None,
+        )
+        self.loop = ConsumerLoop(lambda _: cast(Consumer, self._consumer), [PREINFER, RANKING], handler, self.clock)
+        self._consumer.on_end = self._stop
+
+    def pre_infer(self, user_id: str) -> None:
+        """The worker receives the user's pre-infer job and computes the prefix."""
+        now_us = self.clock.wall_us()
+        version = self.histories.by_user[user_id].version
+        job = PreInferJob(
+            f"r.{user_id}", user_id, now_us, now_us + LEAD_US, BUDGET_US // 1000, CANDIDATES, SUFFIX, now_us, version
+        )
+        self._steps.append(partial(self._message, PREINFER, user_id, encode(job), []))
+        self._steps.append(self._work)
+
+    def store_history(self, user_id: str) -> None:
+        """The history store has a history of the user."""
+        history = History(user_id, 1, np.empty(0, "<i8"), _behaviours(HISTORY))
+        self.histories.by_user[user_id] = StoredHistory(history, history.chain())
+
+    def rank(self, user_id: str, *, traced: bool = False) -> None:
+        """The worker receives a ranking request of the user and answers it. `traced`: its calls are counted."""
+        now_us = self.clock.wall_us()
+        version = self.histories.by_user[user_id].version
+        request = RankingRequest(
+            f"r.{user_id}", user_id, now_us, now_us + BUDGET_US, 0, np.arange(CANDIDATES), _behaviours(SUFFIX), version
+        )
+        headers = RankingHeaders(request.request_id, "gateway", RESULTS, 0, request.deadline_us).encode()
+        if traced:
+            self._steps.append(self.trace.begin)
+        self._steps.append(partial(self._message, RANKING, user_id, encode(request), headers))
+        self._steps.append(self._work)
+        self._steps.append(self.producer.deliver)
+        if traced:
+            self._steps.append(self.trace.end)
+
+    def run(self) -> list[RankingResult]:
+        """Plays the script, and returns the results in the order of the requests."""
+        self.loop.start()
+        if not self.loop.join(60.0):
+            raise RuntimeError("the script did not end")
+        if self.loop.error is not None:
+            raise self.loop.error
+        return [decode(RankingResult, value) for value in self.producer.values]
+
+    def _message(self, topic: str, user_id: str, value: bytes, headers: Headers) -> FakeMessage:
+        self._offsets += 1
+        return FakeMessage(topic, self._offsets, user_id, value, headers)
+
+    def _stop(self) -> None:
+        self.loop.stop(0)
+        # The loop ends at its next tick.
+        self.clock.advance_us(500_000)
+
+    def _work(self) -> None:
+        """Runs the executor until there is a result to deliver, or nothing left to do."""
+        while self.executor.step() == 0 and not self.producer.waiting:
+            pass
+
+
+def _behaviours(count: int) -> Behaviours:
+    return Behaviours(np.arange(count, dtype="<i8"), np.ones(count, "<u2"), np.arange(count, dtype="<i8"))
+
+
+def _config() -> ModelConfig:
+    return ModelConfig(
+        family=Family.NULL,
+        embedding_dim=64,
+        num_heads=1,
+        attention_dim=16,
+        hidden_dim=16,
+        num_layers=1,
+        vocabulary_size=10_000,
+        max_prefix_behaviours=2 * HISTORY,
+        max_suffix_behaviours=32,
+        max_candidates=2 * CANDIDATES,
+    )
