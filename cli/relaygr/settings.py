@@ -36,7 +36,7 @@ from relaygr.runtime.settings import LogSettings
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.supervisor.settings import SupervisorSettings
+from relaygr.worker.supervisor.policy import SupervisorSettings
 
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"

@@ -28,7 +28,7 @@ from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import BuiltCache, build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor import Executor
-from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.metrics import WorkerMetrics

@@ -17,8 +17,7 @@ from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.journal import PageGuard, StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
-from relaygr.worker.shared.arena import ArenaShape, SharedArena
-from relaygr.worker.shared.journal import NotTheWriterError, TornPageError
+from relaygr.worker.shared.arena import ArenaShape, NotTheWriterError, SharedArena, TornPageError
 from relaygr.worker.shared.lock import ArenaLock
 from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, SteppedMover, World, stamps
 

@@ -21,8 +21,8 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import Engine, load_engine
 from relaygr.worker.model.options import ContextualFeature
-from relaygr.worker.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.process.memory import plan_memory, take_memory
+from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.model_world import small_config
 

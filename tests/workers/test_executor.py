@@ -30,7 +30,7 @@ from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixCache, Pref
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.executor import Executor
-from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError

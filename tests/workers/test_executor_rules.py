@@ -31,7 +31,7 @@ from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor import Executor
-from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.memory import forward_bytes
 from relaygr.worker.metrics import WorkerMetrics

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
-from relaygr.worker.history.record import StoredHistory
-from relaygr.worker.history.resolve import HistoryMismatchError, HistoryStatus, resolve, window
+from relaygr.worker.history.resolve import HistoryMismatchError, HistoryStatus, StoredHistory, resolve, window
 
 
 def history(length: int, number: int = 5, first_item: int = 0, features: tuple[int, ...] = (1, 2)) -> History:

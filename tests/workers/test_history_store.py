@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
-from relaygr.worker.history import record
 from relaygr.worker.history.store import (
     ApplyOutcome,
     HistoryBatch,
@@ -26,6 +25,7 @@ from relaygr.worker.history.store import (
     PartitionState,
     StoreFullError,
     StoreOrigin,
+    pack,
 )
 
 MIB = 1024 * 1024
@@ -331,7 +331,7 @@ def test_bytes_used_grow_with_records_and_fall_with_deletions(store: HistoryStor
 
 
 def test_the_stored_form_is_laid_out_as_documented() -> None:
-    value = record.pack(history("u", 258, 65), 3)
+    value = pack(history("u", 258, 65), 3)
     assert len(value) == 32 + 16 * 3 + 2 * 8 + 65 * 18
     assert value[:16] == bytes([2, 1, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
 

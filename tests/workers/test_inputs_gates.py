@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from relaygr.schemas.messages import Behaviours, History
-from relaygr.worker.history.record import StoredHistory
-from relaygr.worker.history.resolve import resolve
+from relaygr.worker.history.resolve import StoredHistory, resolve
 from relaygr.worker.model.inputs import FeatureGates
 from relaygr.worker.model.options import ContextualFeature
 from relaygr.worker.spans import Scored, SpanResolver

@@ -15,7 +15,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-import relaygr.worker.model_reload
+import relaygr.worker.process.reloading
 from relaygr.admission.latency import Corrector, LatencyModel, Stage
 from relaygr.schemas.messages import LatencyCoefficients, Path
 from relaygr.worker.calibration import Calibration, describe, save_calibration
@@ -25,8 +25,7 @@ from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import build_engine, load_engine
-from relaygr.worker.model_reload import ReloadOutcome, ReloadRefusedError, load_beside
-from relaygr.worker.process.reloading import ModelReloading
+from relaygr.worker.process.reloading import ModelReloading, ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.work import JobOutcome
 from tests.workers.model_world import small_config
@@ -117,7 +116,7 @@ def test_a_checkpoint_that_does_not_compute_is_refused(tmp_path):
 def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch):
     present = serving(save(tmp_path / "old"))
     nothing = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
-    monkeypatch.setattr(relaygr.worker.model_reload, "psutil", nothing)
+    monkeypatch.setattr(relaygr.worker.process.reloading, "psutil", nothing)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
@@ -125,7 +124,7 @@ def test_weights_that_are_stored_in_fewer_bits_are_taken_for_as_large_as_the_pre
     present = serving(save(tmp_path / "old"))
     present.weights_bytes = 10**9
     some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10**9))
-    monkeypatch.setattr(relaygr.worker.model_reload, "psutil", some)
+    monkeypatch.setattr(relaygr.worker.process.reloading, "psutil", some)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
@@ -146,7 +145,7 @@ def test_without_memory_for_what_its_forwards_take_more_the_old_one_stays(tmp_pa
     present = serving(save(tmp_path / "old"))
     settings = settings_of(save(tmp_path / "new", seed=1))
     takes = {present.revision: 10_000, load_checkpoint(tmp_path / "new").revision: 14_000}
-    monkeypatch.setattr(relaygr.worker.model_reload, "forward_bytes", lambda engine, _: takes[engine.revision])
+    monkeypatch.setattr(relaygr.worker.process.reloading, "forward_bytes", lambda engine, _: takes[engine.revision])
     monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) - 2, 10**9))
     assert refusal(present, settings).outcome is ReloadOutcome.NO_MEMORY
     monkeypatch.setattr(CpuDevice, "memory", lambda _: MemoryInfo(int(4_000 / HEADROOM) + 2, 10**9))
@@ -159,7 +158,7 @@ def test_a_device_that_has_no_memory_for_the_new_model_is_no_broken_checkpoint(t
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate")
 
-    monkeypatch.setattr(relaygr.worker.model_reload, "build_engine", full)
+    monkeypatch.setattr(relaygr.worker.process.reloading, "build_engine", full)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 

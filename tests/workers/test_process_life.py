@@ -16,10 +16,9 @@ from relaygr.consumer import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.worker.exits import Exit
 from relaygr.worker.process import WorkerConfig, life
-from relaygr.worker.process.shared_folder import shared_folder
+from relaygr.worker.process.handover import shared_folder
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.supervisor.beats import Beat, BeatReader, Phase
-from relaygr.worker.supervisor.leash import Leash
+from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader, SupervisorLink
 
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
@@ -36,12 +35,12 @@ class World:
         self.ours.setblocking(False)
         worker = WorkerSettings(shared_path=folder, http_host="127.0.0.1", http_port=0, drain_s=30)
         config = WorkerConfig(KafkaSettings(), worker, AdmissionSettings(), ConsumerSettings())
-        self.process = life.WorkerProcess(config, is_standby=True, leash=Leash(theirs.detach()))
+        self.process = life.WorkerProcess(config, is_standby=True, link=SupervisorLink(theirs.detach()))
 
-    def heard(self) -> Beat | None:
+    def heard(self) -> Heartbeat | None:
         """The newest sign of life."""
         try:
-            return BeatReader().feed(self.ours.recv(65536))
+            return HeartbeatReader().feed(self.ours.recv(65536))
         except BlockingIOError:
             return None
 
@@ -63,7 +62,7 @@ def test_a_standby_that_takes_over_says_so_before_it_does_what_may_take_long(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor would kill a standby that is silent, and so the last one that is left."""
-    heard: list[Beat | None] = []
+    heard: list[Heartbeat | None] = []
 
     def activate() -> None:
         heard.append(world.heard())
@@ -73,19 +72,19 @@ def test_a_standby_that_takes_over_says_so_before_it_does_what_may_take_long(
     with pytest.raises(TookOverError):
         world.process.run()
     [beat] = heard
-    assert beat is not None and beat.phase is Phase.PREPARING
+    assert beat is not None and beat.phase is ChildPhase.PREPARING
 
 
 def test_a_worker_that_drains_shows_that_it_lives(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody sent the active process SIGTERM: its supervisor has not asked for it, and waits for signs of life."""
-    heard: list[Beat | None] = []
+    heard: list[Heartbeat | None] = []
 
     def join(timeout_s: float) -> bool:
         heard.append(world.heard())
         return len(heard) == 3
 
     world.process._stop(MagicMock(loop=SimpleNamespace(stop=lambda _: None, join=join)))
-    assert [beat and beat.phase for beat in heard] == [None, Phase.ACTIVE, Phase.ACTIVE]
+    assert [beat and beat.phase for beat in heard] == [None, ChildPhase.ACTIVE, ChildPhase.ACTIVE]
 
 
 class LeftError(Exception):

@@ -23,12 +23,11 @@ from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
-from relaygr.worker.shared.arena import ArenaShape, SharedArena, make_room
+from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, make_room
 from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
-from relaygr.worker.shared.journal import TornPageError
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import map_file
-from relaygr.worker.shared.record import Record, pack
+from relaygr.worker.shared.record import IndexRecord, pack
 from tests.workers.cache_world import GEOMETRY, PAGE_TOKENS, World, make_key
 from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
 from tests.workers.test_shared_index import records
@@ -381,7 +380,7 @@ def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
 
 
 @given(st.lists(records(), max_size=4))
-def test_foreign_records_with_right_checksums_are_not_shown(much_used: UsedArena, foreign: list[Record]) -> None:
+def test_foreign_records_with_right_checksums_are_not_shown(much_used: UsedArena, foreign: list[IndexRecord]) -> None:
     file = np.frombuffer(bytearray(much_used.index), np.uint8)
     index = ArenaIndex(file, DRAM_PAGES, SHAPE.slot_bytes)
     for number, record in enumerate(foreign):
@@ -421,7 +420,7 @@ def adopted_after(folder: Path, shape: ArenaShape, entry: StoredEntry) -> list[s
     """Whose prefixes a successor shows where somebody put the entry, with a right checksum, into page 5's slot."""
     SharedWorld(folder, shape=shape).die()
     file = map_file(path_of(folder, "index"), shape.index_bytes).bytes
-    record = pack(Record(entry, np.zeros(entry.pages.size, np.uint32), 1))
+    record = pack(IndexRecord(entry, np.zeros(entry.pages.size, np.uint32), 1))
     assert ArenaIndex(file, DRAM_PAGES, shape.slot_bytes).put(record, np.array([5, 6], np.int32), 1, 1)
     with counted("relaygr_arena_prefixes_total", outcome="torn") as torn:
         found = users(SharedWorld(folder, shape=shape).restored)

@@ -19,7 +19,7 @@ from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
 from relaygr.worker.cache.journal import StoredEntry
 from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, index_bytes, slot_bytes
 from relaygr.worker.shared.mapped_file import allocated_bytes, map_file
-from relaygr.worker.shared.record import Record, TornRecordError, most_bytes_per_page, pack, unpack
+from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
 
 PAGES = 12
 SLOT = slot_bytes(100)
@@ -41,7 +41,7 @@ digests = st.binary(min_size=16, max_size=16)
 
 
 @st.composite
-def records(draw: st.DrawFn) -> Record:
+def records(draw: st.DrawFn) -> IndexRecord:
     length = draw(st.integers(0, 300))
     blocks = tuple(draw(digests) for _ in range(-(-length // BLOCK)))
     marks = draw(st.lists(st.builds(Mark, st.integers(0, 2**40), digests), max_size=MAX_MARKS))
@@ -55,11 +55,13 @@ def records(draw: st.DrawFn) -> Record:
     table = np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)), np.int32)
     checksums = np.array(draw(st.lists(st.integers(0, 2**32 - 1), min_size=table.size, max_size=table.size)), "<u4")
     source = draw(st.sampled_from(PrefixSource))
-    return Record(StoredEntry(key, table, draw(st.integers(0, 2**40)), source), checksums, draw(st.integers(0, 2**63)))
+    return IndexRecord(
+        StoredEntry(key, table, draw(st.integers(0, 2**40)), source), checksums, draw(st.integers(0, 2**63))
+    )
 
 
 @given(records())
-def test_a_record_comes_back_as_it_was(record: Record) -> None:
+def test_a_record_comes_back_as_it_was(record: IndexRecord) -> None:
     found = unpack(pack(record))
     assert found.entry.key.user_id == record.entry.key.user_id
     assert found.entry.key.namespace == record.entry.key.namespace
@@ -93,7 +95,7 @@ def test_the_largest_record_of_a_prefix_fits_its_pages(page_tokens: int, page_co
         marks=tuple(Mark(number, bytes(16)) for number in range(MAX_MARKS)),
     )
     entry = StoredEntry(key, np.arange(page_count, dtype=np.int32), length, PrefixSource.COMPUTED)
-    record = pack(Record(entry, np.zeros(page_count, np.uint32), 1))
+    record = pack(IndexRecord(entry, np.zeros(page_count, np.uint32), 1))
     assert len(record) <= page_count * most_bytes_per_page(page_tokens)
 
 

@@ -25,9 +25,8 @@ import relaygr.worker.cache
 import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.cache.copies import CopyRequest
-from relaygr.worker.shared.arena import SharedArena
+from relaygr.worker.shared.arena import ArenaJournal, SharedArena, TornPageError
 from relaygr.worker.shared.index import ArenaIndex
-from relaygr.worker.shared.journal import ArenaJournal, TornPageError
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import MappedFile, map_file
 from tests.workers import shared_world

@@ -41,7 +41,7 @@ class World:
             return answer.read()
 
     def children(self) -> dict[str, int]:
-        """Phase -> pid; empty while it serves nothing."""
+        """ChildPhase -> pid; empty while it serves nothing."""
         try:
             return {child["phase"]: child["pid"] for child in json.loads(self.get("/children"))["children"]}
         except OSError:

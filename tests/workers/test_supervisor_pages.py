@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from relaygr.worker.supervisor.beats import Phase
+from relaygr.worker.supervisor.heartbeat import ChildPhase
 from relaygr.worker.supervisor.pages import ChildPage, Pages, View
 
 METRICS = b"# TYPE relaygr_worker_things_total counter\nrelaygr_worker_things_total 7\n"
@@ -39,7 +39,7 @@ def child_that_answers(body: bytes, promised_bytes: int) -> Iterator[int]:
 
 def names(port: int) -> list[str]:
     """The metrics that a scrape gets, with an active child on `port`."""
-    view = View("worker-00", (ChildPage(1, 1, Phase.ACTIVE, port, True, ""),))
+    view = View("worker-00", (ChildPage(1, 1, ChildPhase.ACTIVE, port, True, ""),))
     return [family.name for family in Pages("127.0.0.1", 0, lambda: view).collect()]
 
 

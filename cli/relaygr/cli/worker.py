@@ -1,6 +1,6 @@
-"""`relaygr worker` runs one worker until it is told to stop; with `--standby`, a supervisor and two of them.
+"""`relaygr worker` runs one worker until it is stopped; with `--standby`, a supervisor and two worker processes.
 
-The supervisor's own process is light: torch is imported where a worker runs.
+The supervisor's process stays small: only the process of a worker imports torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = structlog.get_logger()
 
 
 class ChildRole(enum.StrEnum):
-    """Which child of a supervisor a process is."""
+    """How a child of a supervisor starts: as the first one, or as a standby."""
 
     FIRST = "first"
     STANDBY = "standby"
 
 
 StandbyOption = Annotated[
-    bool, typer.Option("--standby", help="Keep a second process ready that takes over when the first dies.")
+    bool, typer.Option("--standby", help="Keep a second process ready that takes over when the first one dies.")
 ]
 LineOption = Annotated[int | None, typer.Option("--supervisor-line", hidden=True)]
 RoleOption = Annotated[ChildRole, typer.Option("--role", hidden=True)]
@@ -46,39 +46,35 @@ def worker(
 ) -> None:
     """Run a worker: pre-infer, cache and rank.
 
-    Ends with 0 on SIGTERM, 3 when another process took over its worker id (start no new one), 4 when its
-    device hangs, 1 on any other failure.
+    The exit code is 0 after SIGTERM, 3 if another process took over the worker id (do not start it again), 4 if the
+    device hangs, 1 after any other failure.
     """
     settings = load_settings(config, bootstrap, overrides)
     if standby:
         raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, overrides or ())))
     from relaygr.worker.process import WorkerConfig, run_worker
-    from relaygr.worker.supervisor.leash import Leash
+    from relaygr.worker.supervisor.heartbeat import SupervisorLink
 
-    leash = Leash(supervisor_line) if supervisor_line is not None else None
+    link = SupervisorLink(supervisor_line) if supervisor_line is not None else None
     parts = WorkerConfig(settings, settings.worker, settings.admission, settings.consumer)
-    raise typer.Exit(run_worker(parts, is_standby=role is ChildRole.STANDBY, leash=leash))
+    raise typer.Exit(run_worker(parts, is_standby=role is ChildRole.STANDBY, link=link))
 
 
 def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[str]]) -> Exit:
     from relaygr.worker.supervisor.supervisor import Supervisor
 
-    own = settings.worker
     if settings.group_protocol is GroupProtocol.CONSUMER:
         log.warning(
-            "the standby will take over only when the broker has ended the dead process's session: it refuses the "
-            "same group.instance.id until then. Use group_protocol=classic"
+            "the standby can take over only after the broker has ended the dead process's session: the broker refuses "
+            "the same group.instance.id until then. Use group_protocol=classic"
         )
-    supervisor = Supervisor(
-        own.worker_id, settings.supervisor, make_command, own.http_host, own.http_port, drain_s=own.drain_s
-    )
-    return supervisor.run()
+    return Supervisor(settings.worker, settings.supervisor, make_command).run()
 
 
 def _child_command(
     config: Path | None, bootstrap: str | None, overrides: Sequence[str]
 ) -> Callable[[int, bool], Sequence[str]]:
-    """This command again, for a child: the same settings, but for the port of its probes."""
+    """The command of a child: this command with the same settings, except for the port of its probes."""
     command = [sys.executable, "-m", "relaygr", "worker"]
     command += ["--config", str(config)] if config is not None else []
     command += ["--bootstrap", bootstrap] if bootstrap is not None else []

@@ -18,7 +18,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
 from relaygr.trigger.fleet import Fleet, FleetReader
-from relaygr.worker.shared.place import memory_folder
+from relaygr.worker.shared.mapped_file import memory_folder
 
 START_TIMEOUT_S = 40.0
 _STALE_MS = 3000

@@ -128,7 +128,7 @@ def calibrate(
     timer_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
     """Measures for about `budget_s` (the shortest lengths always), and fits. Overwrites the arena's first pages."""
-    run = _Run(engine, timer_ns)
+    run = _CalibrationRun(engine, timer_ns)
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()
@@ -153,7 +153,7 @@ def calibrate(
     return run.result(reload)
 
 
-class _Run:
+class _CalibrationRun:
     """Measurements of one engine, collected by point."""
 
     def __init__(self, engine: Engine, timer_ns: Callable[[], int]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import ByteSize, Field
 
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer.settings import ConsumerSettings
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
 from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
@@ -115,3 +119,18 @@ class WorkerSettings(Section):
     def mixes_chunks(self, on_cpu: bool) -> bool:
         """Whether pre-infer chunks run beside ranking requests on such a device."""
         return not on_cpu if self.mix_chunks is None else self.mix_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The sections that a worker reads, together."""
+
+    kafka: KafkaSettings
+    worker: WorkerSettings
+    admission: AdmissionSettings
+    consumer: ConsumerSettings
+
+    @property
+    def client_id(self) -> str:
+        """What the broker's logs call this worker's clients."""
+        return f"relaygr-{self.worker.worker_id}"

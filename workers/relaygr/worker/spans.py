@@ -17,8 +17,7 @@ import numpy as np
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.history.record import StoredHistory
-from relaygr.worker.history.resolve import ResolvedHistory, resolve, window
+from relaygr.worker.history.resolve import ResolvedHistory, StoredHistory, resolve, window
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.work import PrefixSpan
 

@@ -40,7 +40,7 @@ from relaygr.schemas.messages import Behaviours, History
 from relaygr.settings import Settings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.shared.place import memory_folder
+from relaygr.worker.shared.mapped_file import memory_folder
 
 PARTITIONS = 12
 VOCABULARY = 10_000
@@ -105,7 +105,7 @@ def main(
         console.print(f"broker: {started.what}", soft_wrap=True)
         settings = _settings(started, Path(name), history, hbm_mib, dram_mib, memory)
         started.create_topics(settings)
-        stage = _Stage(started, settings, Path(name), users, history, rate)
+        stage = _KillStage(started, settings, Path(name), users, history, rate)
         with stage.processes:
             stage.start()
             for number in range(kills):
@@ -116,7 +116,7 @@ def main(
     console.print(f"appended to {out}")
 
 
-class _Stage:
+class _KillStage:
     """The processes, and one kill after the other."""
 
     def __init__(

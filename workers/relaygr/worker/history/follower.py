@@ -32,14 +32,17 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
+from prometheus_client import Counter, Gauge, Histogram
 
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.schemas.codec import DecodeError, DecodeReason, decode
+from relaygr.schemas.fields import FieldError, Text
+from relaygr.schemas.messages import History
+from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.worker.history import metrics
-from relaygr.worker.history.incoming import Rejected, read_record
 from relaygr.worker.history.store import (
     ApplyOutcome,
     HistoryBatch,
@@ -73,6 +76,72 @@ _CONSUMER_OPTIONS: Final = {
 }
 
 
+KEY_MISMATCH = "key_mismatch"
+WRONG_PARTITIONER = "wrong_partitioner"
+REASONS = (*DecodeReason, KEY_MISMATCH, WRONG_PARTITIONER)
+_USER_ID = Text(256)
+
+_RECORDS = Counter(
+    "relaygr_history_records_total",
+    "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped), "
+    "refused (the store is full), rejected (to dead letters)",
+    ["outcome"],
+)
+_REJECTED = Counter("relaygr_history_rejected_total", "Records sent to dead letters", ["reason"])
+_FAILURES = Counter("relaygr_history_failures_total", "Times the follower began again from the store's offsets")
+_RESTARTED_PARTITIONS = Counter(
+    "relaygr_history_restarted_partitions_total", "Partitions read again from their beginning", ["reason"]
+)
+_APPLY_SECONDS = Histogram(
+    "relaygr_history_apply_seconds",
+    "One transaction of the store",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+)
+_PARTITIONS = Gauge("relaygr_history_partitions", "Followed partitions by state", ["state"])
+_USERS = Gauge("relaygr_history_users", "Users in the store")
+_BYTES = Gauge("relaygr_history_bytes", "Bytes of the store that hold records")
+_CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the store")
+_UNDELIVERED = Gauge("relaygr_history_undelivered_dead_letters", "Dead letters without a delivery report yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A record for dead letters: a reason of `REASONS`, and a sentence."""
+
+    reason: str
+    detail: str
+
+
+def read_record(
+    key: bytes | None, value: bytes | None, partition: int, partition_count: int, offset: int
+) -> HistoryRecord | Rejected:
+    """The record, or why it is none. A value of None is a tombstone; an empty one is not."""
+    if not key:
+        return Rejected(DecodeReason.EMPTY, "a history record needs the user id as its key")
+    try:
+        user_id = _USER_ID.unpack(key.decode())
+    except UnicodeDecodeError:
+        return Rejected(DecodeReason.MALFORMED, "the key is not UTF-8")
+    except FieldError as error:
+        return Rejected(DecodeReason.INVALID_FIELD, f"the key is no user id: {error}")
+    right = partition_for(key, partition_count)
+    if right != partition:
+        return Rejected(
+            WRONG_PARTITIONER,
+            f"murmur2 puts this user in partition {right} of {partition_count}, the record is in {partition}: "
+            "set the producer's partitioner to murmur2_random",
+        )
+    if value is None:
+        return HistoryRecord(user_id, offset, None)
+    try:
+        history = decode(History, value)
+    except DecodeError as error:
+        return Rejected(error.reason, str(error))
+    if history.user_id != user_id:
+        return Rejected(KEY_MISMATCH, f"the key is {user_id!r}, the body's user is {history.user_id!r}")
+    return HistoryRecord(user_id, offset, history)
+
+
 class DeadLetters(Protocol):
     """Where records go that are none: a `relaygr.kafka.dead_letters.DeadLetterWriter` of the follower's own."""
 
@@ -86,7 +155,7 @@ class DeadLetters(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _DeadHistoryRecord:
     message: Message
     rejected: Rejected
 
@@ -145,8 +214,8 @@ class HistoryFollower:
         self._caught_up: frozenset[int] = frozenset()
         # All that follows belongs to the thread.
         self._followed: dict[int, _Followed] = {}
-        self._reports: deque[tuple[_Letter, bool]] = deque()
-        self._failed_letters: list[_Letter] = []
+        self._reports: deque[tuple[_DeadHistoryRecord, bool]] = deque()
+        self._failed_letters: list[_DeadHistoryRecord] = []
         self._retry_letters_at_us = 0
         self._current_at_us = self._clock.monotonic_us()
         self._gauges_at_us = 0
@@ -202,7 +271,7 @@ class HistoryFollower:
                 self._flush()
             except Exception:
                 log.exception("history follower begins again from the stored offsets")
-                metrics.FAILURES.inc()
+                _FAILURES.inc()
                 self._stopping.wait(RETRY_S)
             finally:
                 self._followed.clear()
@@ -248,7 +317,7 @@ class HistoryFollower:
             state = None
         elif state is not None and state.refused and self._store.has_room:
             self._store.rewind(partition)
-            metrics.RESTARTED_PARTITIONS.labels("refused_before").inc()
+            _RESTARTED_PARTITIONS.labels("refused_before").inc()
             log.info("history partition read again, there is room now", partition=partition, refused=state.refused)
         if state is None:
             self._store.mark_current((partition,), now_ms)
@@ -258,7 +327,7 @@ class HistoryFollower:
 
     def _restart(self, partition: int, reason: str) -> None:
         users = self._store.forget(partition)
-        metrics.RESTARTED_PARTITIONS.labels(reason).inc()
+        _RESTARTED_PARTITIONS.labels(reason).inc()
         log.warning("history partition read from the beginning", partition=partition, reason=reason, forgotten=users)
 
     def _receive(self, consumer: Consumer, message: Message) -> None:
@@ -279,9 +348,9 @@ class HistoryFollower:
         followed.read_to = offset + 1
         if isinstance(record, Rejected):
             followed.undelivered.add(offset)
-            metrics.RECORDS.labels("rejected").inc()
-            metrics.REJECTED.labels(record.reason).inc()
-            self._write_letter(_Letter(message, record))
+            _RECORDS.labels("rejected").inc()
+            _REJECTED.labels(record.reason).inc()
+            self._write_letter(_DeadHistoryRecord(message, record))
         else:
             followed.records.append(record)
 
@@ -312,7 +381,7 @@ class HistoryFollower:
         ]
         if batches:
             try:
-                with metrics.APPLY_SECONDS.time():
+                with _APPLY_SECONDS.time():
                     outcome = self._store.apply_all(batches)
             except StoreFullError as error:
                 self._tell(error.done)
@@ -332,7 +401,7 @@ class HistoryFollower:
             ("older", outcome.older),
             ("repeated", outcome.repeated),
         ):
-            metrics.RECORDS.labels(name).inc(count)
+            _RECORDS.labels(name).inc(count)
         self._refused += len(outcome.refused)
         if self._on_deleted is not None:
             for user_id in outcome.deleted:
@@ -364,12 +433,12 @@ class HistoryFollower:
         if now_us - self._gauges_at_us >= GAUGE_INTERVAL_US:
             self._gauges_at_us = now_us
             loading = len(self.loading)
-            metrics.PARTITIONS.labels("loading").set(loading)
-            metrics.PARTITIONS.labels("caught_up").set(len(self._wanted) - loading)
-            metrics.USERS.set(self._store.user_count)
-            metrics.BYTES.set(self._store.bytes_used)
-            metrics.CAPACITY_BYTES.set(self._store.max_bytes)
-            metrics.UNDELIVERED.set(self._undelivered)
+            _PARTITIONS.labels("loading").set(loading)
+            _PARTITIONS.labels("caught_up").set(len(self._wanted) - loading)
+            _USERS.set(self._store.user_count)
+            _BYTES.set(self._store.bytes_used)
+            _CAPACITY_BYTES.set(self._store.max_bytes)
+            _UNDELIVERED.set(self._undelivered)
         if self._refused and now_us - self._refused_at_us >= REFUSED_INTERVAL_US:
             log.error(
                 "history store is full: raise history_max_bytes",
@@ -395,7 +464,7 @@ class HistoryFollower:
         if current:
             self._store.mark_current(current, now_ms)
 
-    def _write_letter(self, letter: _Letter) -> None:
+    def _write_letter(self, letter: _DeadHistoryRecord) -> None:
         def report(delivered: bool) -> None:
             self._reports.append((letter, delivered))
 

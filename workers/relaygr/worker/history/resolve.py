@@ -21,7 +21,18 @@ from dataclasses import dataclass
 
 from relaygr.schemas.digest import BLOCK, DigestChain, digest_at, digest_chain
 from relaygr.schemas.messages import History, HistoryVersion
-from relaygr.worker.history.record import StoredHistory
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHistory:
+    """A history with the digest chain of all of it."""
+
+    history: History
+    chain: DigestChain
+
+    @property
+    def version(self) -> HistoryVersion:
+        return HistoryVersion(self.history.number, self.chain.length, self.chain.digest)
 
 
 class HistoryMismatchError(ValueError):

@@ -30,23 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import lmdb
+import numpy as np
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import History, HistoryVersion
-from relaygr.worker.history import record
-from relaygr.worker.history.record import StoredHistory
-
-__all__ = [
-    "ApplyOutcome",
-    "HistoryBatch",
-    "HistoryRecord",
-    "HistoryStore",
-    "PartitionState",
-    "StoreFullError",
-    "StoreOrigin",
-    "StoredHistory",
-]
+from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
+from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
 
@@ -57,6 +47,7 @@ _RESERVE_FRACTION: Final = 8
 _MAX_READERS: Final = 512
 _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
+_HEAD = struct.Struct("<QIIQII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +199,7 @@ class HistoryStore:
         with self._env.begin(buffers=True) as txn:
             found = txn.get(_user_key(user_id), db=self._users)
             data = None if found is None else bytes(found)
-        return None if data is None else record.unpack(user_id, data)
+        return None if data is None else unpack(user_id, data)
 
     def version(self, user_id: str) -> HistoryVersion | None:
         """The version that `get` would answer; the arrays are not touched."""
@@ -216,7 +207,7 @@ class HistoryStore:
             return None
         with self._env.begin(buffers=True) as txn:
             found = txn.get(_user_key(user_id), db=self._users)
-            return None if found is None else record.read_version(found)
+            return None if found is None else read_version(found)
 
     def apply(self, partition: int, records: Sequence[HistoryRecord], next_offset: int) -> ApplyOutcome:
         """`apply_all` of one partition."""
@@ -248,11 +239,7 @@ class HistoryStore:
     def forget(self, partition: int) -> int:
         """Deletes a partition's users and its offset, to read it anew. Answers how many users."""
         with self._env.begin(write=True, buffers=True) as txn:
-            keys = [
-                bytes(key)
-                for key, value in txn.cursor(db=self._users)
-                if record.read_head(value).partition == partition
-            ]
+            keys = [bytes(key) for key, value in txn.cursor(db=self._users) if read_head(value).partition == partition]
             for key in keys:
                 txn.delete(key, db=self._users)
             txn.delete(_PARTITION_KEY.pack(partition), db=self._partitions)
@@ -326,10 +313,10 @@ class HistoryStore:
                 deleted.append(entry.user_id)
                 continue
             found = txn.get(key, db=self._users)
-            if found is not None and record.read_head(found).number > entry.history.number:
+            if found is not None and read_head(found).number > entry.history.number:
                 older += 1
                 continue
-            value = record.pack(entry.history, batch.partition)
+            value = pack(entry.history, batch.partition)
             freed_bytes = 0 if found is None else len(found)
             if self._pages(txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
                 txn.delete(key, db=self._users)
@@ -404,3 +391,72 @@ def _joined(outcomes: Iterable[ApplyOutcome]) -> ApplyOutcome:
         older=sum(part.older for part in parts),
         repeated=sum(part.repeated for part in parts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """What a stored record says before its arrays."""
+
+    number: int
+    partition: int
+    feature_count: int
+    length: int
+    block_count: int
+
+    @property
+    def arrays_offset(self) -> int:
+        return _HEAD.size + DIGEST_BYTES * (1 + self.block_count)
+
+
+def pack(history: History, partition: int) -> bytes:
+    """The stored form of `history`, hashed once."""
+    chain = history.chain()
+    behaviours = history.behaviours
+    return b"".join(
+        (
+            _HEAD.pack(history.number, partition, history.features.size, len(behaviours), len(chain.blocks), 0),
+            chain.seed,
+            *chain.blocks,
+            history.features.astype("<i8", copy=False).tobytes(),
+            behaviours.items.astype("<i8", copy=False).tobytes(),
+            behaviours.timestamps_ms.astype("<i8", copy=False).tobytes(),
+            behaviours.actions.astype("<u2", copy=False).tobytes(),
+        )
+    )
+
+
+def read_head(record: bytes | memoryview) -> RecordHead:
+    """The first fields; the arrays are not touched."""
+    number, partition, feature_count, length, block_count, _ = _HEAD.unpack_from(record)
+    return RecordHead(number, partition, feature_count, length, block_count)
+
+
+def read_version(record: bytes | memoryview) -> HistoryVersion:
+    """The version of a stored record; the arrays are not touched."""
+    head = read_head(record)
+    end = head.arrays_offset
+    return HistoryVersion(head.number, head.length, bytes(record[end - DIGEST_BYTES : end]))
+
+
+def unpack(user_id: str, record: bytes) -> StoredHistory:
+    """The history in `record`; its arrays are read-only views of `record`, which they keep alive."""
+    head = read_head(record)
+    view = memoryview(record)
+    digests = [
+        bytes(view[start : start + DIGEST_BYTES]) for start in range(_HEAD.size, head.arrays_offset, DIGEST_BYTES)
+    ]
+    features_at = head.arrays_offset
+    items_at = features_at + 8 * head.feature_count
+    timestamps_at = items_at + 8 * head.length
+    actions_at = timestamps_at + 8 * head.length
+    history = History(
+        user_id=user_id,
+        number=head.number,
+        features=np.frombuffer(record, "<i8", head.feature_count, features_at),
+        behaviours=Behaviours(
+            items=np.frombuffer(record, "<i8", head.length, items_at),
+            actions=np.frombuffer(record, "<u2", head.length, actions_at),
+            timestamps_ms=np.frombuffer(record, "<i8", head.length, timestamps_at),
+        ),
+    )
+    return StoredHistory(history, DigestChain(digests[0], tuple(digests[1:]), head.length))

@@ -31,16 +31,16 @@ from __future__ import annotations
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.clients import require_broker
 from relaygr.worker.exits import Exit
-from relaygr.worker.process.config import WorkerConfig
 from relaygr.worker.process.life import WorkerProcess
 from relaygr.worker.process.memory import queues_bytes
-from relaygr.worker.supervisor.leash import Leash
+from relaygr.worker.settings import WorkerConfig
+from relaygr.worker.supervisor.heartbeat import SupervisorLink
 
 __all__ = ["Exit", "WorkerConfig", "WorkerProcess", "queues_bytes", "run_worker"]
 
 
-def run_worker(config: WorkerConfig, *, is_standby: bool = False, leash: Leash | None = None) -> Exit:
-    """Runs until told to stop. Raises RelayError for what the user can mend. `leash`: the line to a supervisor."""
+def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> Exit:
+    """Runs until told to stop. Raises RelayError for what the user can mend. `link`: the line to a supervisor."""
     require_broker(config.kafka)
     require_topics(config.kafka)
-    return WorkerProcess(config, is_standby=is_standby, leash=leash).run()
+    return WorkerProcess(config, is_standby=is_standby, link=link).run()

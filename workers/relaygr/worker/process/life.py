@@ -15,23 +15,20 @@ import time
 import structlog
 
 from relaygr.consumer import LoopState
-from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
-from relaygr.runtime.probes import ProbeServer, Readiness
+from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.cache.metrics import CacheCollector
 from relaygr.worker.exits import Exit
-from relaygr.worker.process.config import WorkerConfig
+from relaygr.worker.process.handover import claim, shared_folder
 from relaygr.worker.process.memory import take_memory
 from relaygr.worker.process.parts import Parts
 from relaygr.worker.process.prepare import prepare
-from relaygr.worker.process.readiness import WAITING, health, readiness
 from relaygr.worker.process.reloading import ModelReloading
-from relaygr.worker.process.shared_folder import claim, shared_folder
-from relaygr.worker.shared.fenced import note_fenced, predecessor_was_fenced
-from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.supervisor.beats import INTERVAL_S, Beat, Phase
-from relaygr.worker.supervisor.leash import Leash
+from relaygr.worker.settings import WorkerConfig
+from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced
+from relaygr.worker.supervisor.heartbeat import INTERVAL_S, ChildPhase, Heartbeat, SupervisorLink
 
 log = structlog.get_logger()
 
@@ -39,17 +36,22 @@ WARM_INTERVAL_S = 30.0
 WARM_TIMEOUT_S = 0.3
 RESTORE_PATIENCE_S = 0.1
 READ_AHEAD_INTERVAL_S = 5.0
+LONGEST_SILENCE_US = 30_000_000
+"""A poll thread that was not heard of for so long hangs."""
+
+WAITING = Readiness((Check("active", False, "standby: waits for the active worker's end"),))
+"""A standby's answer."""
 
 
 class WorkerProcess:
     """One worker, from its parts to its exit code."""
 
-    def __init__(self, config: WorkerConfig, *, is_standby: bool = False, leash: Leash | None = None) -> None:
-        """Prepares. Raises RelayError for what the user can mend. `leash`: the line to its supervisor."""
+    def __init__(self, config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> None:
+        """Prepares. Raises RelayError for what the user can mend. `link`: the line to its supervisor."""
         self._config = config
         self._settings = config.worker
         self._is_standby = is_standby
-        self._leash = leash
+        self._link = link
         self._clock = SystemClock()
         self._end = threading.Event()
         self._signalled = False
@@ -66,7 +68,7 @@ class WorkerProcess:
             self._folder,
             self._lock,
             is_standby=is_standby,
-            keeps_prefixes=self._settings.shared_path is not None or leash is not None,
+            keeps_prefixes=self._settings.shared_path is not None or link is not None,
         )
         self._reloading = ModelReloading(self._settings, self._prepared)
         self._parts: Parts | None = None
@@ -96,12 +98,12 @@ class WorkerProcess:
         log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
         warm_at_s = read_at_s = 0.0
         while not self._is_over():
-            self._beat(Phase.STANDBY, WAITING)
+            self._beat(ChildPhase.STANDBY, WAITING)
             if time.monotonic() >= warm_at_s:
                 self._keep_warm()
                 warm_at_s = time.monotonic() + WARM_INTERVAL_S
             if time.monotonic() >= read_at_s:
-                self._prepared.outliving.read_ahead()
+                self._prepared.handover.read_ahead()
                 read_at_s = time.monotonic() + READ_AHEAD_INTERVAL_S
             self._reload(is_active=False)
             if self._lock.acquire(timeout_s=INTERVAL_S) is None:
@@ -114,7 +116,7 @@ class WorkerProcess:
                 return False
             log.warning("takes over", worker_id=self._settings.worker_id, arena_epoch=self._lock.arena_epoch)
             # Taking memory or restoring a large tier may be slower than a supervisor's patience with a standby.
-            self._beat(Phase.PREPARING, WAITING)
+            self._beat(ChildPhase.PREPARING, WAITING)
             return True
         return False
 
@@ -130,14 +132,14 @@ class WorkerProcess:
         """Owns from here on: joins the group, and every thread runs."""
         started_s = time.monotonic()
         parts = self._parts = self._parts or self._assemble()
-        self._prepared.outliving.begin()
+        self._prepared.handover.begin()
         # Joining takes a while, and meanwhile the cache is restored. A long restoring holds requests up no longer
         # than what it saves them: they are computed then.
         restored = threading.Event()
         parts.device.call(lambda: _wait(restored, RESTORE_PATIENCE_S))
         parts.loop.start()
         with without_collection():
-            self._prepared.outliving.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
+            self._prepared.handover.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         restored.set()
         parts.report.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
@@ -148,7 +150,7 @@ class WorkerProcess:
         parts = Parts(
             self._config,
             prepared,
-            prepared.memory or take_memory(prepared.engine, self._settings, prepared.outliving.dram),
+            prepared.memory or take_memory(prepared.engine, self._settings, prepared.handover.dram),
             self._lock,
             self._clock,
             on_device_death=lambda: self._end_with(Exit.FAILED),
@@ -168,7 +170,7 @@ class WorkerProcess:
                 os._exit(Exit.STUCK)
             self._reload(is_active=True)
             if self._health().ready:
-                self._beat(Phase.ACTIVE, self._readiness())
+                self._beat(ChildPhase.ACTIVE, self._readiness())
 
     def _stop(self, parts: Parts) -> None:
         # Without its device thread it finishes nothing, and a successor waits for the lock.
@@ -189,7 +191,7 @@ class WorkerProcess:
         """Until it has drained. A supervisor that did not ask for this stop would take silence for a hang."""
         ends_s = time.monotonic() + self._settings.drain_s + 5
         while not parts.loop.join(INTERVAL_S) and time.monotonic() < ends_s:
-            self._beat(Phase.ACTIVE, self._readiness())
+            self._beat(ChildPhase.ACTIVE, self._readiness())
 
     def _put_away(self) -> None:
         if self._parts is not None:
@@ -238,7 +240,7 @@ class WorkerProcess:
         self._end.set()
 
     def _is_over(self) -> bool:
-        return self._signalled or (self._leash is not None and self._leash.is_cut)
+        return self._signalled or (self._link is not None and self._link.is_closed)
 
     # -- what others see ---------------------------------------------------------------------------
 
@@ -250,10 +252,10 @@ class WorkerProcess:
         parts = self._parts
         return health(parts, self._clock) if parts is not None and self._lock.is_held() else Readiness()
 
-    def _beat(self, phase: Phase, told: Readiness) -> None:
-        if self._leash is not None:
+    def _beat(self, phase: ChildPhase, told: Readiness) -> None:
+        if self._link is not None:
             missing = ", ".join(check.detail or check.name for check in told.checks if not check.ok)
-            self._leash.tell(Beat(phase, self._probes.port, told.ready, missing))
+            self._link.send(Heartbeat(phase, self._probes.port, told.ready, missing))
 
     def _say_hello(self, parts: Parts) -> None:
         engine, plan = self._prepared.engine, self._prepared.plan
@@ -274,3 +276,30 @@ class WorkerProcess:
 
 def _wait(event: threading.Event, timeout_s: float) -> None:
     event.wait(timeout_s)
+
+
+def readiness(parts: Parts) -> Readiness:
+    """Ready = assigned, history caught up, model warm, broker reachable."""
+    loop = parts.loop.status()
+    loading = parts.follower.loading
+    state = parts.report.state
+    return Readiness(
+        (
+            Check("assigned", loop.assigned, f"{len(loop.partitions)} partitions"),
+            Check("history", not loading, f"{len(loading)} partitions still loading" if loading else ""),
+            Check("broker", loop.broker_reachable),
+            Check("consumer", not loop.stalled and loop.state is LoopState.RUNNING, loop.state.value),
+            Check("running", state is WorkerState.READY, state.value),
+        )
+    )
+
+
+def health(parts: Parts, clock: Clock) -> Readiness:
+    """Healthy = device and poll thread move."""
+    silent_us = clock.monotonic_us() - parts.loop.status().last_poll_us
+    return Readiness(
+        (
+            Check("device", not parts.device.is_stuck()),
+            Check("poll thread", silent_us < LONGEST_SILENCE_US, f"last poll {silent_us // 1000} ms ago"),
+        )
+    )

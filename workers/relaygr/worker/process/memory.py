@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.admission.latency import LatencyModel
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.cache.arena import coding_bytes
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
 from relaygr.worker.cache.copy_queue import CopyLimits
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.cache.trace import TraceRecorder
+from relaygr.worker.cache.trace import TraceHeader, TraceRecorder
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.memory import MemoryPlan, forward_bytes, process_bytes
 from relaygr.worker.model.engine import Engine
-from relaygr.worker.process.cache_trace import recorder_of
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.arena import ArenaShape
 
@@ -91,7 +91,7 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
             f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but one prefix of the "
             f"model's longest history takes {longest}: give at least {longest * geometry.page_bytes} bytes."
         )
-    recorder = recorder_of(settings)
+    recorder = _recorder(settings)
     built = build_cache(
         engine.device,
         geometry,
@@ -106,3 +106,26 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
     )
     engine.bind(built.hbm_arena)
     return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)
+
+
+def _recorder(settings: WorkerSettings) -> TraceRecorder | None:
+    """None where nothing is recorded. Raises RelayError if the file can not be written."""
+    if settings.cache_trace is None:
+        return None
+    return TraceRecorder(settings.cache_trace, int(settings.cache_trace_bytes))
+
+
+def trace_header(
+    engine: Engine, geometry: DramGeometry, settings: WorkerSettings, latency: LatencyModel
+) -> TraceHeader:
+    """What a replay has to know of this worker."""
+    return TraceHeader(
+        geometry=geometry,
+        layout=engine.layout,
+        hbm_pages=int(settings.hbm_bytes) // geometry.kv.page_bytes,
+        dram_pages=int(settings.dram_bytes) // geometry.page_bytes,
+        hbm_policy=settings.hbm_policy,
+        dram_policy=settings.dram_policy,
+        ttl_us=round(settings.prefix_ttl_s * 1e6),
+        latency=latency.coefficients,
+    )

@@ -25,15 +25,13 @@ from relaygr.worker.device_thread import DeviceThread
 from relaygr.worker.executor import Executor
 from relaygr.worker.handler import WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
-from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.process.cache_trace import trace_header
-from relaygr.worker.process.config import WorkerConfig
-from relaygr.worker.process.duties import PollDuties
-from relaygr.worker.process.memory import TakenMemory
+from relaygr.worker.process.housekeeping import Housekeeping, StatusReport
+from relaygr.worker.process.memory import TakenMemory, trace_header
 from relaygr.worker.process.prepare import Prepared
-from relaygr.worker.process.report import StatusReport
+from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.status import QueueWaits
 
@@ -124,8 +122,8 @@ class Parts:
             clock,
             settings.max_clock_skew_ms,
             settings.reply_margin_ms,
-            on_ownership=lambda partitions: self.duties.take_over(partitions),
-            on_tick=lambda now_us: self.duties.tick(now_us),
+            on_ownership=lambda partitions: self.housekeeping.take_over(partitions),
+            on_tick=lambda now_us: self.housekeeping.tick(now_us),
         )
         self.loop = ConsumerLoop(
             lambda on_error: make_group_consumer(
@@ -136,11 +134,13 @@ class Parts:
             clock,
             config.consumer,
             on_end=on_loop_end,
-            finished_log=prepared.outliving.finished,
+            finished_log=prepared.handover.finished,
             membership=Membership(
                 may_own=lock.is_held,
                 holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
             ),
         )
         self.report = StatusReport(config, prepared, self.cache, self.executor, self.loop, waits, clock)
-        self.duties = PollDuties(config, self.loop, self.executor, self.cache, self.follower, self.report, self.metrics)
+        self.housekeeping = Housekeeping(
+            config, self.loop, self.executor, self.cache, self.follower, self.report, self.metrics
+        )

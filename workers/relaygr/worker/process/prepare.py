@@ -6,31 +6,36 @@ reads no topic, and writes nothing that an active worker of its id relies on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import structlog
 from confluent_kafka import KafkaException, Producer
 
-from relaygr.admission.latency import Corrector
+from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from relaygr.worker.calibration import calibrate, latency_for, save_calibration
 from relaygr.worker.dram_check import require_precision
 from relaygr.worker.history.store import HistoryStore
-from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.memory import MemoryPlan, require_host_memory
 from relaygr.worker.model.engine import Engine, load_engine
-from relaygr.worker.process.config import WorkerConfig
+from relaygr.worker.process.handover import Handover, attach
 from relaygr.worker.process.memory import TakenMemory, arena_shape, plan_memory, take_memory
-from relaygr.worker.process.outliving import Outliving, attach
-from relaygr.worker.process.warm import measured_latency
-from relaygr.worker.settings import StandbyMemory, WorkerSettings
+from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
 from relaygr.worker.shared.arena import make_room
 from relaygr.worker.shared.lock import ArenaLock
 
 log = structlog.get_logger()
+
+_CALIBRATION_NAME: Final = "calibration.json"
+_TOKENS: Final = (64, 256, 1024)
+_CANDIDATES: Final = (16, 128)
+_ROUNDS: Final = 2
 
 
 @dataclass(slots=True)
@@ -42,7 +47,7 @@ class Prepared:
 
     engine: Engine
     plan: MemoryPlan
-    outliving: Outliving
+    handover: Handover
     memory: TakenMemory | None
     corrector: Corrector
     producer: Producer
@@ -70,21 +75,19 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     plan = plan_memory(engine, settings, keeps_prefixes=keeps_prefixes)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
     require_host_memory(plan, engine.device.is_cpu, make_room(folder, shape, lock) if shape is not None else 0)
-    outliving = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
+    handover = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
     memory = None
     if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
         bind_own_arena(engine)
     else:
-        memory = take_memory(engine, settings, outliving.dram)
-    latency = measured_latency(engine, settings, folder, undisturbed=not is_standby)
+        memory = take_memory(engine, settings, handover.dram)
+    latency = _measured_latency(engine, settings, folder, undisturbed=not is_standby)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")
     store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
-    _warm_up(producer, config)
-    return Prepared(
-        engine, plan, outliving, memory, Corrector(latency), producer, dead_letters, follower_letters, store
-    )
+    _connect(producer, config)
+    return Prepared(engine, plan, handover, memory, Corrector(latency), producer, dead_letters, follower_letters, store)
 
 
 def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
@@ -108,10 +111,48 @@ def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
         )
 
 
-def _warm_up(producer: Producer, config: WorkerConfig) -> None:
+def _connect(producer: Producer, config: WorkerConfig) -> None:
     """Its first message need not wait for metadata. Raises RelayError if the broker went away."""
     try:
         for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
             producer.list_topics(config.kafka.topic(topic), timeout=config.kafka.connect_timeout_s)
     except KafkaException as error:
         raise RelayError(f"Kafka at {config.kafka.bootstrap} does not answer any more: {error.args[0]}.") from error
+
+
+def _measured_latency(engine: Engine, settings: WorkerSettings, folder: Path, *, undisturbed: bool) -> LatencyModel:
+    """The engine must be bound to an arena that holds nothing yet.
+
+    `undisturbed`: the device is this process's alone. Raises RelayError for a calibration file that was given
+    and is none, or not this worker's.
+    """
+    if settings.calibration is not None:
+        latency = latency_for(engine, settings.calibration)
+    elif undisturbed:
+        calibration = calibrate(engine)
+        log.info("device calibrated", device=engine.device.name, **asdict(calibration.coefficients))
+        save_calibration(calibration, folder / _CALIBRATION_NAME)
+        return calibration.model
+    else:
+        latency = _left_by_the_active(engine, folder / _CALIBRATION_NAME)
+    _warm_up(engine)
+    return latency
+
+
+def _warm_up(engine: Engine) -> None:
+    """A few small passes of each kind. Overwrites the arena's first pages."""
+    meter = EngineMeter(engine)
+    for _ in range(_ROUNDS):
+        for tokens in _TOKENS:
+            length = min(tokens, meter.longest_tokens)
+            meter.prefix(length, length)
+            for candidates in _CANDIDATES:
+                meter.rank(length, min(candidates, engine.limits.max_candidates))
+
+
+def _left_by_the_active(engine: Engine, path: Path) -> LatencyModel:
+    try:
+        return latency_for(engine, path)
+    except RelayError as error:
+        log.warning("calibrated beside a busy worker: times may be too long", cause=str(error))
+        return calibrate(engine).model

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections import Counter
+import zlib
+from collections import Counter as Tally
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,21 +27,39 @@ from typing import Final
 import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
+from prometheus_client import Counter, Gauge
 
+from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.journal import StoredEntry
+from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.device import Device
 from relaygr.worker.kv import DramGeometry, PrefixLayout
-from relaygr.worker.shared import metrics
 from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, Identity, index_bytes, slot_bytes
-from relaygr.worker.shared.journal import ArenaJournal
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import MappedFile, allocated_bytes, map_file
-from relaygr.worker.shared.record import Record, TornRecordError, most_bytes_per_page, unpack
+from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
 
 log = structlog.get_logger()
 
 _DRAM: Final = "dram-"
 _INDEX: Final = "index-"
+
+_EPOCH = Gauge("relaygr_arena_epoch", "Counts the holders of this worker id's arena; 0: none is held")
+_PREFIXES = Counter(
+    "relaygr_arena_prefixes_total",
+    "Prefixes found in the arena at start: restored, or dropped and why",
+    ["outcome"],
+)
+_INDEX_DROPPED = Counter(
+    "relaygr_arena_index_dropped_total", "Whole indexes that were not trusted at start, by reason", ["reason"]
+)
+_PAGES = Counter(
+    "relaygr_arena_pages_verified_total",
+    "Restored pages held against their checksums before their first use",
+    ["outcome"],
+)
+_UNRECORDED = Counter("relaygr_arena_unrecorded_total", "Prefixes in DRAM that a successor will not find")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +121,83 @@ class _Decoded:
     """What lies in the slots of a page, None if it is no record of this arena, and its stamp."""
 
     stamp: int
-    record: Record | None
+    record: IndexRecord | None
+
+
+class TornPageError(Exception):
+    """A page of the arena does not hold what was sealed."""
+
+
+class NotTheWriterError(Exception):
+    """This process does not hold the arena's lock."""
+
+
+class ArenaJournal:
+    """A `TierJournal` and a `PageGuard`, of no effect before `lock` is held. `pages` uint8 [num_pages, page_bytes]."""
+
+    def __init__(self, index: ArenaIndex, pages: NDArray[np.uint8], lock: ArenaLock) -> None:
+        self._index = index
+        self._pages = pages
+        self._lock = lock
+        self._checksums = np.zeros(len(pages), np.uint32)
+        self._unverified = np.zeros(len(pages), np.bool_)
+        self._torn = np.zeros(len(pages), np.bool_)
+        self._records = 0
+        self._ended = False
+
+    def restored(self, records: Sequence[IndexRecord]) -> None:
+        """These are in the index, and in the books from now on; their pages are unverified."""
+        if records:
+            pages = np.concatenate([record.entry.pages for record in records])
+            self._checksums[pages] = np.concatenate([record.checksums for record in records])
+            self._unverified[pages] = True
+
+    # The books, under the cache's lock.
+
+    def published(self, entry: CacheEntry, now_us: int) -> None:
+        if self._ended or not self._lock.is_held():
+            return
+        stored = StoredEntry(entry.key, entry.pages, entry.tokens, entry.source)
+        record = pack(IndexRecord(stored, self._checksums[entry.pages], self._lock.arena_epoch))
+        self._records += 1
+        # No two records of an index have it: epochs count the writers.
+        stamp = (self._lock.arena_epoch << 40) + self._records
+        if not self._index.put(record, entry.pages, now_us, stamp):
+            _UNRECORDED.inc()
+
+    def touched(self, entry: CacheEntry, now_us: int) -> None:
+        if not self._ended:
+            self._index.use(int(entry.pages[0]), now_us)
+
+    def removed(self, entry: CacheEntry) -> None:
+        if not self._ended:
+            self._index.drop(int(entry.pages[0]))
+
+    def end(self) -> None:
+        self._ended = True
+
+    # The copy threads.
+
+    def seal(self, pages: PageArray) -> None:
+        """Raises NotTheWriterError: another process may have the arena, and these pages, by now."""
+        if not self._lock.is_held():
+            raise NotTheWriterError("the arena's lock is not this process's any more")
+        self._checksums[pages] = [zlib.crc32(self._pages[page]) for page in pages]
+        self._unverified[pages] = self._torn[pages] = False
+
+    def verify(self, pages: PageArray) -> None:
+        """Raises TornPageError."""
+        unverified = pages[self._unverified[pages]]
+        for page in unverified:
+            if zlib.crc32(self._pages[page]) != self._checksums[page]:
+                if not self._torn[page]:
+                    # Once, though a copy that failed is tried again.
+                    self._torn[page] = True
+                    _PAGES.labels("torn").inc()
+                    log.warning("a page of the arena is torn: its prefix will be dropped", page=int(page))
+                raise TornPageError(f"page {page}")
+            self._unverified[page] = False
+            _PAGES.labels("whole").inc()
 
 
 class SharedArena:
@@ -142,11 +238,11 @@ class SharedArena:
         if not self._lock.is_held():
             raise ValueError("only the holder of the lock may adopt an arena")
         arena_epoch = self._lock.arena_epoch
-        metrics.EPOCH.set(arena_epoch)
+        _EPOCH.set(arena_epoch)
         difference = self._index.difference(self._identity)
         if difference is not None:
             self._start_anew(difference)
-        outcomes: Counter[Found] = Counter()
+        outcomes: Tally[Found] = Tally()
         records = []
         for head, known in self._read().items():
             record = known.record
@@ -169,7 +265,7 @@ class SharedArena:
             outcomes[Found.OVERLAPPING] = outcomes.pop(Found.RESTORED)
             records.clear()
         for outcome, count in outcomes.items():
-            metrics.PREFIXES.labels(outcome.value).inc(count)
+            _PREFIXES.labels(outcome.value).inc(count)
         self.journal.restored(records)
         counts = {outcome.value: count for outcome, count in outcomes.items()}
         log.info("arena adopted", arena_epoch=arena_epoch, **counts)
@@ -178,7 +274,7 @@ class SharedArena:
     def _start_anew(self, difference: Difference) -> None:
         self._index.format(self._identity)
         if difference.reason is not Distrust.NEW:
-            metrics.INDEX_DROPPED.labels(difference.reason.value).inc()
+            _INDEX_DROPPED.labels(difference.reason.value).inc()
             log.warning(
                 "the arena's index is dropped as a whole", reason=difference.reason.value, fields=difference.fields
             )
@@ -221,7 +317,7 @@ def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:
     return sum(allocated_bytes(folder / f"{prefix}{shape.name}") for prefix in (_DRAM, _INDEX))
 
 
-def _are_disjoint(records: list[Record]) -> bool:
+def _are_disjoint(records: list[IndexRecord]) -> bool:
     if not records:
         return True
     return int(np.bincount(np.concatenate([record.entry.pages for record in records])).max()) == 1

@@ -27,6 +27,7 @@ from relaygr.runtime.errors import RelayError
 
 # How late a free lock is noticed. Waiting costs a system call each time.
 _POLL_S: Final = 0.002
+_FENCED_NAME: Final = "fenced"
 
 
 class ArenaLock:
@@ -154,3 +155,18 @@ class ArenaLock:
             return max(0, int(self._epoch_path.read_text(encoding="ascii")))
         except (OSError, ValueError):
             return 0
+
+
+def note_fenced(folder: Path, lock: ArenaLock) -> None:
+    """Does nothing without the lock. A folder that cannot be written leaves no note."""
+    if lock.is_held():
+        with contextlib.suppress(OSError):
+            (folder / _FENCED_NAME).write_text(f"{lock.arena_epoch}\n", encoding="ascii")
+
+
+def predecessor_was_fenced(folder: Path, lock: ArenaLock) -> bool:
+    """Whether the holder directly before this one left its note."""
+    try:
+        return int((folder / _FENCED_NAME).read_text(encoding="ascii")) == lock.arena_epoch - 1
+    except (OSError, ValueError):
+        return False

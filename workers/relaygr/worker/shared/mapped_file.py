@@ -12,13 +12,23 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+
+_TMPFS: Final = Path("/dev/shm")
+
+
+def memory_folder() -> Path:
+    """A folder that this user may write. Not on tmpfs, what lies there is written to a disk as well."""
+    in_memory = _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK)
+    return _TMPFS if in_memory else Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True, slots=True)

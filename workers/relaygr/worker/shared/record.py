@@ -36,7 +36,7 @@ class TornRecordError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class IndexRecord:
     """`checksums` uint32 [pages]; `arena_epoch` is that of its writer."""
 
     entry: StoredEntry
@@ -51,7 +51,7 @@ def most_bytes_per_page(page_tokens: int) -> int:
     return fixed + (blocks + 1) * DIGEST_BYTES + 8
 
 
-def pack(record: Record) -> bytes:
+def pack(record: IndexRecord) -> bytes:
     """The record's bytes."""
     entry, key = record.entry, record.entry.key
     user = key.user_id.encode()
@@ -81,7 +81,7 @@ def pack(record: Record) -> bytes:
     )
 
 
-def unpack(packed: bytes) -> Record:
+def unpack(packed: bytes) -> IndexRecord:
     """The record in `packed`. Raises TornRecordError if that is not exactly one."""
     try:
         epoch, length, tokens, pages, blocks, marks, user_bytes, namespace_bytes, growable, source = _HEAD.unpack_from(
@@ -104,7 +104,7 @@ def unpack(packed: bytes) -> Record:
             marks=tuple(Mark(*_MARK.unpack_from(packed, at)) for at in range(marks_at, pages_at, _MARK.size)),
             growable=bool(growable),
         )
-        return Record(
+        return IndexRecord(
             StoredEntry(key, np.frombuffer(packed, "<i4", pages, pages_at), tokens, _SOURCES[source]),
             np.frombuffer(packed, "<u4", pages, pages_at + 4 * pages),
             epoch,

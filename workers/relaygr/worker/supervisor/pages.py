@@ -1,9 +1,9 @@
-"""What the supervisor serves: its children, and the active one's answers as its own.
+"""The supervisor's HTTP pages: the state of its children, and the active child's readiness and metrics.
 
-* `/readyz`: the active child's, as of its last sign of life. Ready without a standby too: work may come.
-* `/healthz`: 200; the children's health is the supervisor's own business.
-* `/metrics`: the active child's, with the supervisor's beside them. A take-over looks like a restart of counters.
-* `/children`: JSON, each child with phase, pid and the port of its own probes.
+* `/readyz`: readiness of the active child, as of its last heartbeat. A missing standby does not change it.
+* `/healthz`: always 200, since the supervisor itself replaces children that fail.
+* `/metrics`: metrics of the active child and of the supervisor. At a take-over counters begin again at 0.
+* `/children`: JSON; phase, pid and probe port of each child.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
-from relaygr.worker.supervisor.beats import Phase
-from relaygr.worker.supervisor.judge import ChildState
+from relaygr.worker.supervisor.heartbeat import ChildPhase
+from relaygr.worker.supervisor.policy import ChildState
 
 _FETCH_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ChildPage:
-    """One child, for people. `port` 0: it serves nothing yet."""
+    """One child on the page `/children`. `port` 0: its probes are not served yet."""
 
     number: int
     pid: int
-    phase: Phase
+    phase: ChildPhase
     port: int
     ready: bool
     detail: str
 
     @classmethod
     def of(cls, child: ChildState, pid: int) -> ChildPage:
-        beat = child.beat
-        if beat is None:
+        heartbeat = child.heartbeat
+        if heartbeat is None:
             return cls(child.number, pid, child.phase, 0, False, "loads its model")
-        return cls(child.number, pid, beat.phase, beat.port, beat.ready, beat.detail)
+        return cls(child.number, pid, heartbeat.phase, heartbeat.port, heartbeat.ready, heartbeat.detail)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown; replaced as a whole."""
+    """The state that the pages show. The supervisor replaces it as a whole."""
 
     worker_id: str
     children: tuple[ChildPage, ...] = ()
     replaced: int = 0
 
-    def child_in(self, phase: Phase) -> ChildPage | None:
+    def child_in(self, phase: ChildPhase) -> ChildPage | None:
         return next((child for child in self.children if child.phase is phase), None)
 
 
 class Pages:
-    """The supervisor's probe server. Its thread only reads the view."""
+    """The supervisor's probe server. The server's thread only reads the view."""
 
     def __init__(self, host: str, port: int, view: Callable[[], View]) -> None:
         self._host = host
@@ -71,39 +71,42 @@ class Pages:
         return self._server.port
 
     def start(self) -> None:
-        """Raises RelayError if the address cannot be had."""
+        """Raises RelayError if the server can not listen on its address."""
         self._server.start()
 
     def stop(self) -> None:
         self._server.stop()
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client's: ours, then the active child's."""
+        """Called by prometheus_client: the supervisor's metrics, then those of the active child."""
         view = self._view()
-        active = view.child_in(Phase.ACTIVE)
+        active = view.child_in(ChildPhase.ACTIVE)
         children = GaugeMetricFamily(
-            "relaygr_supervisor_children", "Children by phase; a standby of 0 means that nobody would take over.",
+            "relaygr_supervisor_children",
+            "Child processes by phase. With no child in phase `standby`, no process can take over at once.",
             labels=["phase"],
-        )  # fmt: skip
-        for phase in Phase:
+        )
+        for phase in ChildPhase:
             children.add_metric([phase.value], sum(child.phase is phase for child in view.children))
         yield children
-        yield CounterMetricFamily("relaygr_supervisor_replaced", "Children that ended unasked.", value=view.replaced)
+        yield CounterMetricFamily(
+            "relaygr_supervisor_replaced", "Child processes that ended without being stopped.", value=view.replaced
+        )
         if active is not None and active.port:
             yield from self._metrics_of(active)
 
     def describe(self) -> tuple[Metric, ...]:
-        """prometheus_client's: asked at registration, when there is no child to ask."""
+        """Called by prometheus_client at registration: there is no child yet whose metrics could be described."""
         return ()
 
     def _metrics_of(self, child: ChildPage) -> Iterator[Metric]:
-        # No urllib: it would ask a proxy that is meant for other hosts.
+        # Not urllib, which would use a proxy that is set for other hosts.
         connection = http.client.HTTPConnection(self._host, child.port, timeout=_FETCH_TIMEOUT_S)
         try:
             connection.request("GET", "/metrics")
             families = list(text_string_to_metric_families(connection.getresponse().read().decode()))
         except (OSError, http.client.HTTPException, ValueError):
-            # It may die in the middle of its answer, and the supervisor's own metrics matter most then.
+            # The child may die while it answers; the supervisor's own metrics must still be served.
             return
         finally:
             connection.close()
@@ -111,8 +114,8 @@ class Pages:
 
     def _readiness(self) -> Readiness:
         view = self._view()
-        active = view.child_in(Phase.ACTIVE)
+        active = view.child_in(ChildPhase.ACTIVE)
         if active is None:
             return Readiness((Check("active", False, "no child is active"),))
-        detail = "standby ready" if view.child_in(Phase.STANDBY) is not None else "no standby"
+        detail = "standby ready" if view.child_in(ChildPhase.STANDBY) is not None else "no standby"
         return Readiness((Check("active", active.ready, active.detail or detail),))

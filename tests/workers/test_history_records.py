@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relaygr.schemas.codec import DecodeReason, encode
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.history.incoming import KEY_MISMATCH, REASONS, WRONG_PARTITIONER, Rejected, read_record
+from relaygr.worker.history.follower import KEY_MISMATCH, REASONS, WRONG_PARTITIONER, Rejected, read_record
 from relaygr.worker.history.store import HistoryRecord
 
 PARTITIONS = 12

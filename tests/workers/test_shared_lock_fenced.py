@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.worker.shared.fenced import note_fenced, predecessor_was_fenced
-from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced
 
 
 def next_holder(folder: Path, *, is_fenced: bool = False) -> bool:

@@ -11,6 +11,8 @@ supervisor keeps a standby for the worker; else the DRAM tier is plain memory.
 
 from __future__ import annotations
 
+import getpass
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +27,20 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
 from relaygr.worker.model.engine import Engine
-from relaygr.worker.process.config import WorkerConfig
 from relaygr.worker.process.memory import arena_shape
+from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.arena import SharedArena
 from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.mapped_file import memory_folder
 
 log = structlog.get_logger()
 
+_PATIENCE_S = 5.0
+"""Beside `drain_s`: how long a predecessor that was told to stop may take."""
+
 
 @dataclass(frozen=True, slots=True)
-class Outliving:
+class Handover:
     """`arena` None: the DRAM tier ends with the process."""
 
     finished: FinishedOffsets
@@ -64,7 +70,7 @@ class Outliving:
             log.info("prefixes restored", prefixes=len(stored), took_ms=round((time.monotonic() - started_s) * 1e3, 1))
 
 
-def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, *, keeps_prefixes: bool) -> Outliving:
+def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, *, keeps_prefixes: bool) -> Handover:
     """Maps what is there, and makes what is not. Raises RelayError if there is no room, or no broker."""
     kafka, settings = config.kafka, config.worker
     topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
@@ -77,4 +83,31 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
     if keeps_prefixes and (shape := arena_shape(engine, settings)) is not None:
         arena = SharedArena.attach(folder, shape, engine.device, lock)
         arena.read_ahead()
-    return Outliving(finished, arena)
+    return Handover(finished, arena)
+
+
+def shared_folder(config: WorkerConfig) -> Path:
+    """The folder of this worker id."""
+    root = config.worker.shared_path or memory_folder() / f"relaygr-{_user()}"
+    return root / config.kafka.workers_group / config.worker.worker_id
+
+
+def claim(lock: ArenaLock, config: WorkerConfig) -> None:
+    """Takes the lock; waits a while for a predecessor that is stopping. Raises RelayError if it stays."""
+    if lock.try_acquire() is not None:
+        return
+    log.info("waits for its predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
+    if lock.acquire(timeout_s=config.worker.drain_s + _PATIENCE_S) is None:
+        raise RelayError(
+            f"{config.worker.worker_id} runs already on this machine, as process {lock.holder() or 'unknown'}: stop it "
+            "first, or give this one a `worker.worker_id` of its own. For workers of two clusters set "
+            "`worker.shared_path` apart."
+        )
+
+
+def _user() -> str:
+    """A container may run as a number that has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

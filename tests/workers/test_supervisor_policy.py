@@ -1,0 +1,208 @@
+"""The restart policy, row by row of its table. Time is a number."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaygr.worker.exits import Exit
+from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
+from relaygr.worker.supervisor.policy import Action, RestartPolicy, SupervisorSettings
+
+SETTINGS = SupervisorSettings(silence_s=3, start_timeout_s=60, restart_pause_s=1, restarts_max=3, restart_window_s=100)
+SECOND = 1_000_000
+NOTHING = Action()
+
+
+class World:
+    """A restart policy, and children in the phases that a test sets."""
+
+    def __init__(self) -> None:
+        self.policy = RestartPolicy(SETTINGS)
+        self.now_us = 0
+        self.quiet: set[int] = set()
+        self.phases: dict[int, ChildPhase] = {}
+
+    def start(self, number: int, phase: ChildPhase | None = None) -> None:
+        self.policy.note_started(number, self.now_us)
+        if phase is not None:
+            self.phases[number] = phase
+            self.heartbeat(number)
+
+    def heartbeat(self, number: int) -> None:
+        self.policy.note_heartbeat(number, Heartbeat(self.phases[number], 1, True, ""), self.now_us)
+
+    def die(self, number: int, code: int) -> None:
+        self.phases.pop(number, None)
+        self.policy.note_ended(number, code, self.now_us)
+
+    def decide(self) -> Action:
+        return self.policy.decide(self.now_us)
+
+    def pass_s(self, seconds: float) -> Action:
+        """Time passes in short steps, as in the loop; each child that is not quiet sends a heartbeat at each step."""
+        action = NOTHING
+        for _ in range(int(seconds * 5)):
+            self.now_us += SECOND // 5
+            for number in self.phases.keys() - self.quiet:
+                self.heartbeat(number)
+            action = self.decide()
+            if action != NOTHING:
+                return action
+        return action
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def with_both(world: World) -> None:
+    world.start(1, ChildPhase.ACTIVE)
+    world.start(2, ChildPhase.STANDBY)
+    assert world.decide() == NOTHING
+
+
+def test_the_first_child_is_started_at_once_and_the_second_when_the_first_is_active(world: World) -> None:
+    assert world.decide() == Action(start=True)
+    world.start(1)
+    assert world.pass_s(30) == NOTHING
+    world.phases[1] = ChildPhase.ACTIVE
+    world.heartbeat(1)
+    assert world.decide() == Action(start=True)
+    world.start(2, ChildPhase.STANDBY)
+    assert world.pass_s(100) == NOTHING
+
+
+def test_an_active_child_that_was_killed_is_replaced_once_the_other_is_active(world: World) -> None:
+    with_both(world)
+    world.die(1, -9)
+    assert world.pass_s(5) == NOTHING  # The standby has not taken over yet, so no second child is started.
+    world.phases[2] = ChildPhase.ACTIVE
+    assert world.pass_s(1) == Action(start=True)
+
+
+def test_a_dead_child_is_replaced_after_a_pause_that_doubles(world: World) -> None:
+    world.start(1, ChildPhase.ACTIVE)
+    pauses_s = []
+    for number in (2, 3, 4):
+        world.start(number, ChildPhase.STANDBY)
+        world.die(number, -9)
+        began_us = world.now_us
+        assert world.pass_s(30) == Action(start=True)
+        pauses_s.append((world.now_us - began_us) / SECOND)
+    assert pauses_s == [1, 2, 4]
+
+
+def test_too_many_deaths_leave_the_active_one_alone_until_they_are_long_ago(world: World) -> None:
+    """A standby that does not fit into memory must not end the active worker."""
+    world.start(1, ChildPhase.ACTIVE)
+    for number in range(2, 2 + SETTINGS.restarts_max + 1):
+        world.start(number)
+        world.die(number, -9)
+    assert world.pass_s(95) == NOTHING
+    assert world.pass_s(30) == Action(start=True)
+
+
+def test_too_many_deaths_without_an_active_child_end_it(world: World) -> None:
+    for number in range(1, 1 + SETTINGS.restarts_max + 1):
+        world.start(number, ChildPhase.STANDBY)
+        world.die(number, 1)
+    assert world.decide() == Action(end=Exit.FAILED)
+
+
+@pytest.mark.parametrize("code", [Exit.FAILED, 2])
+def test_a_first_child_that_refuses_to_start_ends_it(world: World, code: int) -> None:
+    world.start(1)
+    world.die(1, code)
+    assert world.decide() == Action(end=Exit.FAILED)
+
+
+def test_a_first_child_that_was_killed_while_it_loaded_is_replaced(world: World) -> None:
+    world.start(1)
+    world.die(1, -9)
+    assert world.pass_s(2) == Action(start=True)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_fenced_child_ends_it_for_good(world: World, number: int) -> None:
+    with_both(world)
+    world.die(number, Exit.FENCED)
+    assert world.decide() == Action(end=Exit.FENCED)
+
+
+@pytest.mark.parametrize("code", [Exit.STUCK, Exit.FAILED, Exit.DONE, -9])
+def test_a_child_that_ends_otherwise_is_replaced(world: World, code: int) -> None:
+    with_both(world)
+    world.die(2, code)
+    assert world.pass_s(2) == Action(start=True)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_child_that_falls_silent_is_killed_once(world: World, number: int) -> None:
+    with_both(world)
+    world.quiet.add(number)
+    began_us = world.now_us
+    assert world.pass_s(30) == Action(kill=(number,))
+    assert 3 * SECOND < world.now_us - began_us <= 3.4 * SECOND
+    assert world.pass_s(30) == NOTHING
+
+
+def test_a_child_that_loads_its_model_may_be_silent_for_longer(world: World) -> None:
+    world.start(1)
+    assert world.pass_s(59) == NOTHING
+    assert world.pass_s(2) == Action(kill=(1,))
+
+
+def test_a_standby_that_takes_over_may_be_silent_until_it_is_active(world: World) -> None:
+    """It may restore a large tier. A kill would end the last child that is left."""
+    with_both(world)
+    world.die(1, -9)
+    world.phases[2] = ChildPhase.PREPARING
+    world.heartbeat(2)
+    world.quiet.add(2)
+    assert world.pass_s(59) == NOTHING
+    world.phases[2] = ChildPhase.ACTIVE
+    world.quiet.clear()
+    assert world.pass_s(1) == Action(start=True)
+
+
+def test_any_number_of_deaths_makes_the_longest_pause() -> None:
+    policy = RestartPolicy(SupervisorSettings(restart_pause_s=0.001, restarts_max=10_000, restart_window_s=1e6))
+    for number in range(2_000):
+        policy.note_started(number, 0)
+        policy.note_ended(number, -9, 0)
+    assert policy.decide(59 * SECOND) == NOTHING
+    assert policy.decide(60 * SECOND) == Action(start=True)
+
+
+def test_a_child_that_the_supervisor_killed_while_it_loaded_does_not_end_it(world: World) -> None:
+    world.start(1)
+    assert world.pass_s(70) == Action(kill=(1,))
+    world.die(1, 1)
+    assert world.pass_s(2) == Action(start=True)
+
+
+def test_a_supervisor_that_was_stopped_itself_kills_no_child(world: World) -> None:
+    """The whole machine slept, for example: no heartbeat could be received, so a missing one means nothing."""
+    with_both(world)
+    world.now_us += 3600 * SECOND
+    assert world.decide() == NOTHING
+    assert world.pass_s(10) == NOTHING
+
+
+def test_a_heartbeat_is_read_back_wherever_the_bytes_are_cut() -> None:
+    heartbeats = [
+        Heartbeat(ChildPhase.STANDBY, 8080, False, "waits"),
+        Heartbeat(ChildPhase.ACTIVE, 8081, True, "é" * 600),
+    ]
+    text = b"".join(heartbeat.encode() for heartbeat in heartbeats)
+    for cut in range(len(text)):
+        reader = HeartbeatReader()
+        heard = [reader.feed(text[:cut]), reader.feed(text[cut:])]
+        last = [heartbeat for heartbeat in heard if heartbeat is not None][-1]
+        assert (last.phase, last.port, last.ready) == (ChildPhase.ACTIVE, 8081, True)
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'{"phase": "x", "port": 1, "ready": 1, "detail": ""}'])
+def test_a_line_that_is_no_heartbeat_is_ignored(line: bytes) -> None:
+    assert HeartbeatReader().feed(line + b"\n") is None
