@@ -50,7 +50,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     monkeypatch.setattr(life, "prepare", lambda *_, **__: MagicMock(memory=None))
     monkeypatch.setattr(life, "ModelReloading", MagicMock())
-    monkeypatch.setattr(life, "settle", lambda: None)
+    monkeypatch.setattr(life, "tune_interpreter", lambda: None)
     world = World(tmp_path)
     yield world
     world.ours.close()

@@ -44,7 +44,7 @@ from relaygr.worker.device import CpuDevice
 from relaygr.worker.device_thread import DeviceThread
 from relaygr.worker.executor import Executor
 from relaygr.worker.handler import WorkerHandler
-from relaygr.worker.history.record import StoredHistory
+from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
