@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,15 +103,30 @@ class _Given:
     origin: str
 
 
+def load_settings(
+    config: Path | str | None = None,
+    *,
+    bootstrap: str | None = None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """The settings from a YAML file, the environment and `KEY=VALUE` overrides. Raises RelayError.
+
+    Every argument may be left out; `environment` is then the process's. Logging stays as it is.
+    """
+    variables = os.environ if environment is None else environment
+    return load(None if config is None else Path(config), variables, overrides, bootstrap).settings
+
+
 def load(
     config: Path | None,
     environment: Mapping[str, str],
     overrides: Sequence[str] = (),
     bootstrap: str | None = None,
 ) -> LoadedSettings:
-    """Merges the layers and validates the whole. Raises RelayError.
+    """Merges the layers, validates the result, and keeps where each value came from. Raises RelayError.
 
-    `overrides` are `KEY=VALUE` texts, `bootstrap` is short for `bootstrap=...` and wins over them.
+    `overrides` are `KEY=VALUE` texts. `bootstrap` stands for `bootstrap=...` and wins over them.
     """
     given: dict[str, _Given] = {}
     if config is not None:

@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CommandSpec:
-    """Where a command lives, and its line in `relaygr --help`."""
+    """Where a command lives, its line in `relaygr --help`, and the extras of the package that it needs."""
 
     target: str
     help: str
+    extras: str = "cli"
 
 
 COMMANDS: dict[str, CommandSpec] = {
-    "demo": CommandSpec("relaygr.cli.demo:demo", "Run it all here, relay on and relay off, and compare."),
+    "demo": CommandSpec("relaygr.cli.demo:demo", "Run it all here, relay on and relay off, and compare.", "all"),
     "topics": CommandSpec("relaygr.cli.topics:app", "Create the topics, or check them."),
-    "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank."),
-    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide what is pre-inferred."),
-    "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers."),
+    "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank.", "worker"),
+    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide what is pre-inferred.", "trigger"),
+    "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers.", "cli,http"),
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
-    "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds."),
-    "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint."),
-    "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace."),
-    "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device and fit its latency model."),
-    "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check our layer against a file of test vectors."),
+    "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
+    "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
+    "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace.", "worker"),
+    "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
+    "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check our layer against a file of test vectors.", "worker"),
     "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and where each came from."),
 }  # fmt: skip

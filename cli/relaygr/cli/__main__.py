@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. A publisher may have installed the schemas alone, without what commands need."""
+    """Runs the command line. `relaygr` without extras has no typer and no rich: then the extra is named."""
     try:
         from relaygr.cli.app import app
     except KeyboardInterrupt:
@@ -14,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"{error.name} is not installed: pip install 'relaygr[streams]'.")
+        sys.exit(f"{error.name} is not installed: pip install 'relaygr[cli]'.")
     app()
 
 

@@ -1,9 +1,8 @@
-"""The root command: finds the command that is called, imports only that one, and says errors in a sentence."""
+"""The root command: it imports only the command that is called, and prints an error as one sentence."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import Annotated, Any
 
 import typer
@@ -12,27 +11,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from relaygr.cli import COMMANDS
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.version import __version__
 
-EXTRAS = {
-    "pydantic": "streams",
-    "yaml": "streams",
-    "confluent_kafka": "streams",
-    "faust": "streams",
-    "aiokafka": "streams",
-    "prometheus_client": "streams",
-    "structlog": "streams",
-    "starlette": "streams",
-    "uvicorn": "streams",
-    "lmdb": "workers",
-    "psutil": "workers",
-    "safetensors": "workers",
-    "torch": "workers",
+OPTIONAL = {
     "matplotlib": "bench",
     "scipy": "bench",
     "testcontainers": "bench",
     "torch_npu": "npu",
 }
-"""Which extra brings a library that is missing."""
+"""Libraries that a command needs for some of its options only, and the extra that installs them."""
+
+_CALLED = "relaygr.command"
 
 
 class LazyGroup(TyperGroup):
@@ -46,6 +35,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and name in COMMANDS:
+            ctx.meta[_CALLED] = name
             command = _load(name)
         return name, command, rest
 
@@ -55,10 +45,12 @@ class LazyGroup(TyperGroup):
         except RelayError as error:
             _complain(str(error))
         except ModuleNotFoundError as error:
-            extra = EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
+            library = (error.name or "").partition(".")[0]
+            name = ctx.meta.get(_CALLED)
+            if library in ("", "relaygr") or name is None:
                 raise
-            _complain(f"{error.name} is not installed: pip install 'relaygr[{extra}]'.")
+            extras = OPTIONAL.get(library, COMMANDS[name].extras)
+            _complain(f"{error.name} is not installed: pip install 'relaygr[{extras}]'.")
         raise typer.Exit(1)
 
 
@@ -67,7 +59,7 @@ app = typer.Typer(cls=LazyGroup, name="relaygr", pretty_exceptions_enable=False)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"relaygr {importlib.metadata.version('relaygr')}")
+        typer.echo(f"relaygr {__version__}")
         raise typer.Exit()
 
 

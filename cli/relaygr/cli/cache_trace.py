@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relaygr.cli.options import ConfigOption, SetOption, load_settings
+from relaygr.cli.options import ConfigOption, SetOption, command_settings
 from relaygr.interactions import Interactions, read_interactions
 from relaygr.replay.synthetic import records_of_interactions, records_of_schedule, write_trace
 from relaygr.runtime.errors import RelayError
@@ -45,7 +45,7 @@ def trace(
     """
     if schedule == (interactions is not None):
         raise RelayError("Give one of --interactions FILE and --schedule.")
-    settings = load_settings(config, overrides=overrides)
+    settings = command_settings(config, overrides=overrides)
     header = _header(settings, _token_bytes(token_bytes))
     console = Console(highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} {task.fields[unit]}"))

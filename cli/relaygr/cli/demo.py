@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.demo.plan import PlanOverrides
 from relaygr.demo.run import DemoOptions, run_demo
 
@@ -53,7 +53,7 @@ def demo(
         wanted.append(f"gateway.interactions={interactions}")
     if seconds is not None:
         wanted.append(f"gateway.duration_s={seconds}")
-    settings = load_settings(config, bootstrap, [*wanted, *(overrides or [])])
+    settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
     options = DemoOptions(broker, PlanOverrides(deadline_ms, lead_ms, rate), model, keep, yes)
     result = run_demo(Console(highlight=False), settings, options)
     if not result.passed:

@@ -10,7 +10,7 @@ from typing import Annotated
 import structlog
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.client import RelayClient
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
@@ -40,7 +40,7 @@ def gateway(
     at_once: Annotated[int, typer.Option(min=1, help="Requests in flight of such a run.")] = 4,
 ) -> None:
     """Drive open-loop traffic of returning users against the cluster, and record what comes back."""
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     population = population_of(settings.gateway)
     writer = RecordWriter(out) if out is not None else None
     player = Gateway(

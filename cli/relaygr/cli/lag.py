@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.lag.exporter import LagExporter
 from relaygr.lag.monitor import LagMonitor
 from relaygr.lag.report import GroupReport, LagReport, PartitionReport, TimeLagSource
@@ -86,7 +86,7 @@ def lag(
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
     try:
-        settings = load_settings(config, bootstrap, overrides)
+        settings = command_settings(config, bootstrap, overrides)
         monitor = LagMonitor(settings, settings.lag, group or ())
         try:
             if watch:
@@ -115,7 +115,7 @@ def serve(
     overrides: SetOption = None,
 ) -> None:
     """Serve lag as Prometheus metrics, until SIGTERM or Ctrl-C. Ready while the cluster answers."""
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     monitor = LagMonitor(settings, settings.lag, group or ())
     exporter = LagExporter(monitor, settings.lag)
     registry = CollectorRegistry()

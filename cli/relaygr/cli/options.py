@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from relaygr.runtime.logs import configure_logging
-from relaygr.settings import Settings, load
+from relaygr.settings import Settings, load_settings
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings file (YAML).", show_default=False)
@@ -24,13 +23,10 @@ SetOption = Annotated[
 ]
 
 
-def load_settings(
+def command_settings(
     config: Path | None = None, bootstrap: str | None = None, overrides: list[str] | None = None
 ) -> Settings:
-    """The settings of this process: command line > environment > file > default. Raises RelayError.
-
-    Logging is set up by them at once, so that nothing is said in another form than what was asked for.
-    """
-    settings = load(config, os.environ, overrides or (), bootstrap).settings
+    """The settings of this command, with logging configured as they say. Raises RelayError."""
+    settings = load_settings(config, bootstrap=bootstrap, overrides=overrides or ())
     configure_logging(settings.log)
     return settings

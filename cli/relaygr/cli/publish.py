@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.publish_history import history
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
@@ -62,7 +62,7 @@ def retrieval(
 
     Exits with 1 if a line was bad or an event was not delivered.
     """
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     clock = SystemClock()
     ids = _request_ids(gateway_id)
     failures: list[int] = []
@@ -116,7 +116,7 @@ def ranking(
     Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. That a request was
     not ranked is an outcome and no error.
     """
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     clock = SystemClock()
     _request_ids(gateway_id)
     show = sys.stderr.isatty() and not (wait and sys.stdout.isatty())

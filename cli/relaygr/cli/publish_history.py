@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.interactions import Interactions, Limits, ReadReport, read_interactions
 from relaygr.interactions.publishing import PublishReport, Selection, histories_count, publish_histories
 from relaygr.kafka.admin import require_topics
@@ -62,7 +62,7 @@ def history(
     limit are left out, said with their numbers, and their users published without them. Exits with 0 if
     the cluster has acknowledged every history, else with 1.
     """
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     if not dry_run:
         # Before minutes of reading.
         require_topics(settings)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
@@ -35,7 +35,7 @@ def create(
 
     Exits with 0 when all topics are (or would be) as they should be, else with 1.
     """
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     report = create_topics(settings, dry_run=dry_run, repair=repair)
     _show(report, settings, as_json, "to create" if dry_run else "created")
     raise typer.Exit(0 if report.ok or dry_run else 1)
@@ -52,7 +52,7 @@ def check(
     overrides: SetOption = None,
 ) -> None:
     """Compare the cluster's topics with what they should be. Exits with 1 if a start would refuse them."""
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     report = check_topics(settings, workers)
     _show(report, settings, as_json, "created")
     raise typer.Exit(0 if report.ok else 1)

@@ -8,7 +8,7 @@ import signal
 
 import structlog
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.clients import require_broker
 from relaygr.runtime.interpreter import tune_interpreter
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
     """Decide, for each retrieval event, whether its user's history is computed ahead of ranking."""
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     for chatty in ("faust", "mode"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     require_broker(settings)

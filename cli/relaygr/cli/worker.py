@@ -14,7 +14,7 @@ from typing import Annotated
 import structlog
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, load_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.settings import GroupProtocol
 from relaygr.settings import Settings
 from relaygr.worker.exits import Exit
@@ -49,7 +49,7 @@ def worker(
     The exit code is 0 after SIGTERM, 3 if another process took over the worker id (do not start it again), 4 if the
     device hangs, 1 after any other failure.
     """
-    settings = load_settings(config, bootstrap, overrides)
+    settings = command_settings(config, bootstrap, overrides)
     if standby:
         raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, overrides or ())))
     from relaygr.worker.process import WorkerConfig, run_worker

@@ -26,6 +26,7 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic, TopicSpec
+from relaygr.schemas.version import __version__
 
 __all__ = [
     "CATALOGUE",
@@ -54,6 +55,7 @@ __all__ = [
     "TopicSpec",
     "WorkerState",
     "WorkerStatus",
+    "__version__",
     "decode",
     "digest_chain",
     "encode",

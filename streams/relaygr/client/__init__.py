@@ -30,6 +30,7 @@ from relaygr.client.outcome import (
 from relaygr.client.publisher import EventPublisher
 from relaygr.client.settings import ClientSettings
 from relaygr.client.sync import RelayClient
+from relaygr.schemas.version import __version__
 
 __all__ = [
     "AsyncRelayClient",
@@ -47,4 +48,5 @@ __all__ = [
     "RankStatus",
     "RelayClient",
     "TimeOutReason",
+    "__version__",
 ]
