@@ -13,7 +13,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 p
 	done)
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint format docs site clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,8 +37,11 @@ docs: $(VENV)/.installed-test ## generate docs/messages.md and docs/settings.md
 	$(BIN)/python -m relaygr.schemas.reference > docs/messages.md
 	$(BIN)/python -m relaygr.settings_reference > docs/settings.md
 
+site: $(VENV)/.installed-test ## build the documentation's site into build/site
+	$(BIN)/mkdocs build
+
 clean: ## remove the virtual environment and what the tools left
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One call of pip for all extras, so that it resolves once.
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml
