@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.bench.engine.attention import BASE, Case, Contest, our_back_ends
+from relaygr.bench.engine.attention import BASE, AttentionCase, Contest, our_back_ends
 from relaygr.bench.engine.peers import META, find_peers
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype, KvGeometry
@@ -54,8 +54,8 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.triton_cached_hstu_mha = triton_cached_hstu_mha  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("case", [Case(3, 70, 0), Case(2, 65, 9), Case(1, 1, 1)])
-def test_all_contenders_compute_the_same(case: Case, meta: None) -> None:
+@pytest.mark.parametrize("case", [AttentionCase(3, 70, 0), AttentionCase(2, 65, 9), AttentionCase(1, 1, 1)])
+def test_all_contenders_compute_the_same(case: AttentionCase, meta: None) -> None:
     contest = Contest(case, SPEC, KvDtype.FLOAT32, CpuDevice())
     ours = contest.ours(our_back_ends(SPEC, GEOMETRY, CpuDevice())[BASE])().flatten()
     theirs = find_peers()["Meta, Triton"](contest.jagged)().flatten()
@@ -64,7 +64,7 @@ def test_all_contenders_compute_the_same(case: Case, meta: None) -> None:
 
 def test_an_n_with_which_peers_would_leave_rows_out_is_refused() -> None:
     with pytest.raises(ValueError, match=r"N = 80.0 is less than the 81 tokens"):
-        Contest(Case(1, 80, 1), SPEC, KvDtype.FLOAT32, CpuDevice())
+        Contest(AttentionCase(1, 80, 1), SPEC, KvDtype.FLOAT32, CpuDevice())
 
 
 def test_without_their_packages_there_are_no_peers() -> None:

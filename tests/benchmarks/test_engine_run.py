@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from relaygr.bench.engine import run, shapes
-from relaygr.bench.engine.figures import Figure, Stage, write_csv
+from relaygr.bench.engine.figures import EngineStage, Figure, write_csv
 from relaygr.bench.engine.profile import Share, gathered
-from relaygr.bench.engine.run import SideBySide, Sizes, Variant
+from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
 from relaygr.bench.engine.shapes import Shape
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
 
@@ -27,8 +27,8 @@ def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "SHAPES", {"tiny": Shape(16, 1, 2, 8, 8)})
     monkeypatch.setattr(run, "matrix_peak_gflops", lambda dtype, device: 100.0)
     variants = [
-        Variant(ComputeDtype.FLOAT32, KvDtype.FLOAT32),
-        Variant(ComputeDtype.FLOAT32, KvDtype.FLOAT32, graphs=True),
+        EngineVariant(ComputeDtype.FLOAT32, KvDtype.FLOAT32),
+        EngineVariant(ComputeDtype.FLOAT32, KvDtype.FLOAT32, graphs=True),
     ]
     bench, steps = SideBySide("tiny", variants, SIZES, CpuDevice()), list[str]()
     bench.run(2, steps.append)
@@ -36,8 +36,8 @@ def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPat
     assert len(steps) == 3 * 2
     for variant in variants:
         own = [figure for figure in figures if figure.variant == variant.name]
-        counts = {stage: sum(figure.stage == stage for figure in own) for stage in Stage}
-        assert counts == {Stage.PRE_INFER: 2, Stage.HIT: 4 + 2, Stage.FULL: 4, Stage.APPEND: 1}
+        counts = {stage: sum(figure.stage == stage for figure in own) for stage in EngineStage}
+        assert counts == {EngineStage.PRE_INFER: 2, EngineStage.HIT: 4 + 2, EngineStage.FULL: 4, EngineStage.APPEND: 1}
     assert all(figure.rounds == 2 and figure.median_us >= figure.least_us > 0 for figure in figures)
     for _ in range(2):
         write_csv(tmp_path / "new" / "results.csv", figures)

@@ -28,7 +28,6 @@ from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
-from relaygr.worker.model.reference import full_inference
 from tests.pipeline.relay_world import (
     PARTITIONS,
     RawGateway,
@@ -41,6 +40,7 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
+from tests.workers.reference import full_inference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

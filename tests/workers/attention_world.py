@@ -11,10 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype, KvGeometry
-from relaygr.worker.model.attention.dtypes import torch_dtype
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, place
-from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.attention.spec import AttentionSpec, torch_dtype
 
 LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

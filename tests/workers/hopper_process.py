@@ -14,8 +14,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from relaygr.worker.model.attention.triton_kernels import attend_kernel, store_kernel
-from relaygr.worker.model.triton_norm_kernel import gated_norm_kernel, norm_kernel
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, store_kernel
+from relaygr.worker.model.triton.norm_kernels import gated_norm_kernel, norm_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {

@@ -16,7 +16,7 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, compute_revision
-from relaygr.worker.model.convert import Converted
+from relaygr.worker.model.convert.conversion import Converted
 from relaygr.worker.model.engine import Engine, PrefixChunk, build_engine
 from tests.workers.vector_world import Floats, Made, attend, mask_of, norm, silu
 

@@ -13,12 +13,12 @@ from structlog.testing import capture_logs
 
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype, KvGeometry
-from relaygr.worker.model.attention import rec_sdk, triton_attention
-from relaygr.worker.model.attention.accelerated import accelerated_attention
-from relaygr.worker.model.attention.choose import choose_attention
+from relaygr.worker.model.attention import rec_sdk
+from relaygr.worker.model.attention.choose import accelerated_attention, choose_attention
 from relaygr.worker.model.attention.rec_sdk import RecSdkAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.triton_attention import TritonAttention, warm_up
+from relaygr.worker.model.triton import attention as triton_backend
+from relaygr.worker.model.triton.attention import TritonAttention, warm_up
 from tests.workers.triton_world import BLOCKS, DEVICE
 
 SPEC = AttentionSpec(2, 16, 32, 0.25, 37.0)
@@ -46,7 +46,7 @@ def nothing(*_: object) -> None:
     ("group", "reason"), [(1, "the plain mask on cuda"), (3, "the plain mask with groups on cuda")]
 )
 def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch, group: int, reason: str) -> None:
-    monkeypatch.setattr(triton_attention, "warm_up", nothing)
+    monkeypatch.setattr(triton_backend, "warm_up", nothing)
     with capture_logs() as logs:
         chosen = choose_attention(replace(SPEC, target_group_size=group), None, GEOMETRY, Called("cuda"))
     assert isinstance(chosen, TritonAttention)
@@ -62,19 +62,19 @@ def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch, group: int, reason: s
 
 
 def test_without_triton_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "relaygr.worker.model.attention.triton_attention", None)
+    monkeypatch.setitem(sys.modules, "relaygr.worker.model.triton.attention", None)
     with capture_logs() as logs:
         chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
     assert chosen.name == "blocked torch"
     assert [entry["log_level"] for entry in logs] == ["warning", "info"]
-    assert "triton_attention" in logs[0]["error"]
+    assert "model.triton.attention" in logs[0]["error"]
 
 
 def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("ptxas fatal: no such architecture")
 
-    monkeypatch.setattr(triton_attention, "warm_up", fails)
+    monkeypatch.setattr(triton_backend, "warm_up", fails)
     with capture_logs() as logs:
         assert accelerated_attention(SPEC, GEOMETRY, Called("cuda")) is None
     assert [entry["error"] for entry in logs] == ["RuntimeError('ptxas fatal: no such architecture')"]

@@ -24,8 +24,7 @@ from relaygr.worker.measuring import EngineMeter
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.null_engine import NullEngine
-from relaygr.worker.model.options import Family
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.model_world import make_world, small_config
 
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)

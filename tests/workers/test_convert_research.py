@@ -10,7 +10,8 @@ import torch
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
-from relaygr.worker.model.convert import ConvertOptions, SourceKind, convert_state_dict
+from relaygr.worker.model.convert.conversion import convert_state_dict
+from relaygr.worker.model.convert.options import ConvertOptions, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import Task, TaskKind
 from tests.workers.source_world import Tensors, load, tensors

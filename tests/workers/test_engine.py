@@ -20,9 +20,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
 from relaygr.worker.model.null_engine import null_scores
-from relaygr.worker.model.options import Family
-from relaygr.worker.model.precision import ComputeDtype
-from relaygr.worker.model.reference import full_inference
+from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import KINDS
 from tests.workers.model_world import (
     ARENA_PAGES,
@@ -32,6 +30,7 @@ from tests.workers.model_world import (
     random_behaviours,
     small_config,
 )
+from tests.workers.reference import full_inference
 
 TOLERANCE = 2e-5
 NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)

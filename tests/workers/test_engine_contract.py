@@ -18,22 +18,21 @@ from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.mask import AttentionMask, Visible
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.sight import Sight, Visible
 from relaygr.worker.model.attention.spec import AttentionSpec, spec_of
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
-from relaygr.worker.model.masks import MaskOptions, attention_mask
-from relaygr.worker.model.options import PositionOrigin
+from relaygr.worker.model.options import ComputeDtype, PositionOrigin
 from relaygr.worker.model.paged_engine import PagedEngine
-from relaygr.worker.model.precision import ComputeDtype
-from relaygr.worker.model.reference import full_inference
-from relaygr.worker.model.reference.encodings import positions_from_end
 from relaygr.worker.model.rules import RuleError
+from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 from tests.workers.engine_kinds import BACKENDS, KINDS
 from tests.workers.model_world import ARENA_PAGES, VOCABULARY, configs
+from tests.workers.reference import full_inference
+from tests.workers.reference.encodings import positions_from_end
 
 TOLERANCE = 2e-5
 UNWRITTEN = 0xFF
@@ -391,7 +390,7 @@ def test_tiles_of_the_mask_are_the_mask(
     history = context + causal
     contextual = min(contextual, history)
     spec = AttentionSpec(1, 1, 1, 1.0, 1.0, contextual, window, exempt if window else 0, group)
-    sight = Sight(spec, Segment(np.empty(0, "i4"), context, causal, free, False, history), torch.device("cpu"))
+    mask = AttentionMask(spec, Segment(np.empty(0, "i4"), context, causal, free, False, history), torch.device("cpu"))
     options = MaskOptions(contextual, window, exempt if window else 0)
     expected = attention_mask(history + free, history + free, free, options)
     for row in range(free):
@@ -403,7 +402,7 @@ def test_tiles_of_the_mask_are_the_mask(
     ]
     for rows in ranges:
         for keys in ranges:
-            tile = sight.tile(rows, keys)
+            tile = mask.tile(rows, keys)
             ours = tile if isinstance(tile, torch.Tensor) else torch.full((len(rows), len(keys)), tile is Visible.ALL)
             assert torch.equal(ours, expected[rows.start : rows.stop, keys.start : keys.stop])
 

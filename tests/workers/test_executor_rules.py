@@ -38,10 +38,10 @@ from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
-from relaygr.worker.model.reference import full_inference
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.work import JobOutcome, JobWork, RankingWork
 from tests.workers.model_world import VOCABULARY, small_config
+from tests.workers.reference import full_inference
 
 PAGE_TOKENS = 16
 HBM_PAGES = 64

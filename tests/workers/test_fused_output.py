@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from structlog.testing import capture_logs
 
-from relaygr.worker.model import fused_norm
-from relaygr.worker.model import fused_output as fused_output_module
-from relaygr.worker.model.fused import if_it_runs
-from relaygr.worker.model.fused_norm import FusedNorm, input_norm
-from relaygr.worker.model.fused_output import FusedOutput, OutputShape, fused_output
+from relaygr.worker.model import fused
+from relaygr.worker.model.fused import FusedNorm, FusedOutput, OutputShape, fused_output, if_it_runs, input_norm
 from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
-from relaygr.worker.model.norms import LayerNorm
+from relaygr.worker.model.layer_parts import LayerNorm
 from relaygr.worker.model.options import Activated, OutputForm
 from tests.workers.triton_world import DEVICE, INTERPRETED
 
@@ -104,8 +101,7 @@ def test_a_layer_with_fused_parts_is_the_plain_layer(
 
     layers = []
     for chosen in (never, always):
-        monkeypatch.setattr(fused_norm, "if_it_runs", chosen)
-        monkeypatch.setattr(fused_output_module, "if_it_runs", chosen)
+        monkeypatch.setattr(fused, "if_it_runs", chosen)
         layers.append(HstuLayer(options, weights))
     plain_layer, fused_layer = layers
     assert isinstance(fused_layer._output, FusedOutput)

@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from relaygr.schemas.messages import Behaviours
-from relaygr.worker.device import CpuDevice, Device, Recorder, Replay
+from relaygr.worker.device import CapturedWork, CpuDevice, Device, Recorder
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.triton_attention import TritonAttention
-from relaygr.worker.model.attention.triton_plan import PlanShape
-from relaygr.worker.model.buckets import LEAST, STEPS, bucket, mean_padding
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.graphs import DirectRunner, GraphRunner
+from relaygr.worker.model.graphs import LEAST, STEPS, DirectRunner, GraphRunner, bucket, mean_padding
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
-from relaygr.worker.model.layers import build_layers
+from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.paged_engine import PagedEngine
-from relaygr.worker.model.stack import Stack
+from relaygr.worker.model.triton.attention import TritonAttention
+from relaygr.worker.model.triton.plan import PlanShape
 from tests.workers.attention_world import RaggedForward, Run
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
@@ -58,7 +56,7 @@ class Layers:
         tensors = {
             name: tensor.to(DEVICE.torch_device) for name, tensor in random_checkpoint(CONFIG, 0).tensors.items()
         }
-        self.stack = Stack(build_layers(CONFIG, tensors, torch.float32), KvDtype.FLOAT32)
+        self.stack = LayerStack(build_layers(CONFIG, tensors, torch.float32), KvDtype.FLOAT32)
         # Not of another kind than the layers: alpha and N of the model do not matter here.
         self.attention = TritonAttention(forward([Run(1, 0, 1)]).spec, DEVICE, BLOCKS)
         self.direct = DirectRunner(self.stack, self.attention)
@@ -149,7 +147,7 @@ class Counting(CpuDevice, Recorder):
     def recorder(self) -> Recorder:
         return self
 
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> CapturedWork:
         self.captured += 1
         return super().capture(work)
 
@@ -203,7 +201,7 @@ def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
 
 
 class NoRecorder(Recorder):
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> CapturedWork:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 

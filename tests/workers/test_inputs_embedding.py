@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.inputs import TokenEmbedding, TokenLookup, Tokens
+from relaygr.worker.model.inputs.embedding import TokenEmbedding
+from relaygr.worker.model.inputs.lookup import TokenLookup
+from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
 from tests.workers.model_world import small_config
 from tests.workers.vector_world import Floats, norm, sigmoid

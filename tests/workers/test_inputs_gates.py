@@ -6,7 +6,7 @@ import numpy as np
 
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.resolve import StoredHistory, resolve
-from relaygr.worker.model.inputs import FeatureGates
+from relaygr.worker.model.inputs.lookup import FeatureGates
 from relaygr.worker.model.options import ContextualFeature
 from relaygr.worker.spans import Scored, SpanResolver
 from relaygr.worker.work import PrefixSpan

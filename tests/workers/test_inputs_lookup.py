@@ -7,10 +7,9 @@ import pytest
 
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.inputs import Column, TokenLookup, Vocabulary
-from relaygr.worker.model.inputs.places import FromEnd, FromStart
-from relaygr.worker.model.inputs.times import age_rows
-from relaygr.worker.model.inputs.vocabulary import FeatureRows
+from relaygr.worker.model.inputs.encodings import FromEnd, FromStart, age_rows
+from relaygr.worker.model.inputs.lookup import FeatureRows, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
 from tests.workers.model_world import small_config
 

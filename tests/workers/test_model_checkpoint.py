@@ -21,7 +21,7 @@ from relaygr.worker.model.checkpoint import (
     save_checkpoint,
 )
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config
-from relaygr.worker.model.inputs.vocabulary import IDS_TENSOR, FeatureRows, Vocabulary
+from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureRows, Vocabulary
 from relaygr.worker.model.options import ContextualFeature, Family
 from tests.workers.model_world import VOCABULARY, configs, small_config
 

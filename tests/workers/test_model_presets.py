@@ -15,10 +15,9 @@ from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
 from relaygr.worker.model.engine import PrefixChunk, build_engine
-from relaygr.worker.model.options import Activated, Family, InputForm, ReadoutForm
-from relaygr.worker.model.presets import Preset
-from relaygr.worker.model.reference import full_inference
+from relaygr.worker.model.options import Activated, Family, InputForm, Preset, ReadoutForm
 from tests.workers.model_world import random_behaviours
+from tests.workers.reference import full_inference
 
 SIZES = "--dim 16 --layers 2 --heads 2 --vocabulary 40 --max-prefix 64 --max-suffix 8"
 FEATURES = np.array([3])

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.inputs import Column
-from relaygr.worker.model.inputs.tokens import no_tokens
+from relaygr.worker.model.inputs.tokens import Column, no_tokens
 from relaygr.worker.model.options import (
     DlrmInputs,
     InputForm,

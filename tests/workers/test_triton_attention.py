@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.attention import triton_attention, triton_launch
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, place
-from relaygr.worker.model.attention.triton_attention import TritonAttention, TritonPass
-from relaygr.worker.model.attention.triton_launch import (
+from relaygr.worker.model.triton import attention as triton_backend
+from relaygr.worker.model.triton import launch
+from relaygr.worker.model.triton.attention import TritonAttention, TritonPass
+from relaygr.worker.model.triton.launch import (
     Blocks,
     DevicePlan,
     Formula,
@@ -29,7 +30,7 @@ from relaygr.worker.model.attention.triton_launch import (
     tuned,
     tuned_attend,
 )
-from relaygr.worker.model.attention.triton_plan import Capacity, PlanShape, arrays_of, pack
+from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pack
 from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
 from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 
@@ -233,7 +234,7 @@ def test_a_kind_of_kernel_is_tuned_once_and_launched_without_the_tuner(monkeypat
         asked.append(arguments)
         return Blocks(keys=32)
 
-    monkeypatch.setattr(triton_attention, "tuned", tune)
+    monkeypatch.setattr(triton_backend, "tuned", tune)
     attention = TritonAttention(forward.spec, DEVICE)
     for layer in (0, LAYER):
         out = attention.begin(forward.kv, forward.segments).attend(layer, forward.q, forward.k, forward.v)
@@ -251,7 +252,7 @@ class Tuner:
 
 
 def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "tuned_attend", Tuner())
+    monkeypatch.setattr(launch, "tuned_attend", Tuner())
     forward = Forward(MIXED)
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
     plan = pack(arrays, forward.kv.geometry.page_tokens, PlanShape(32, 1, True), arrays.capacity)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.triton_plan import (
+from relaygr.worker.model.triton.plan import (
     SEGMENT_FIELDS,
     Capacity,
     PlanShape,

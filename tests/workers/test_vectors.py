@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.vectors import KINDS, Case, CaseResult, Verdict, check_case, read_vectors
+from relaygr.worker.model.vectors import KINDS, CaseResult, CaseVerdict, VectorCase, check_case, read_vectors
 from tests.workers.vector_models import make_dlrm, make_research
 from tests.workers.vector_world import Made, make_cached, make_mask, make_nv, make_pos, make_stu, write
 
@@ -86,13 +86,13 @@ def one_thread() -> None:
 
 def checked(name: str, made: Made) -> CaseResult:
     options, arrays = made
-    return check_case(Case(name, options, arrays), KINDS)
+    return check_case(VectorCase(name, options, arrays), KINDS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_option_gives_what_its_definition_says(name: str) -> None:
     result = checked(name, CASES[name]())
-    assert result.verdict is Verdict.PASSED, result
+    assert result.verdict is CaseVerdict.PASSED, result
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_one_wrong_value_fails_its_case(name: str) -> None:
     place = np.unravel_index(array.size // 2, array.shape)
     array[place] = not array[place] if array.dtype == bool else array[place] + np.abs(array).max() * 1e-4
     result = checked(name, (options, arrays | {EXPECTED[name.partition("_")[0]]: array}))
-    assert result.verdict is Verdict.FAILED
+    assert result.verdict is CaseVerdict.FAILED
     assert result.worst_error > 2e-5
 
 
@@ -112,24 +112,24 @@ def test_what_is_not_a_number_fails() -> None:
     options, arrays = make_dlrm()
     arrays["preds"][0, 0] = np.nan
     result = checked("dlrm_x", (options, arrays))
-    assert (result.verdict, result.worst_array) == (Verdict.FAILED, "preds in pages of 4")
+    assert (result.verdict, result.worst_array) == (CaseVerdict.FAILED, "preds in pages of 4")
 
 
 def test_whole_numbers_may_be_stored_as_floats_and_others_are_none() -> None:
     options, arrays = make_pos()
     stamps = arrays["timestamps"].astype(np.float64)
-    assert checked("pos_x", (options, arrays | {"timestamps": stamps})).verdict is Verdict.PASSED
+    assert checked("pos_x", (options, arrays | {"timestamps": stamps})).verdict is CaseVerdict.PASSED
     for wrong in (stamps + 0.5, np.full(stamps.size, np.inf), stamps.astype(str)):
         result = checked("pos_x", (options, arrays | {"timestamps": wrong}))
-        assert (result.verdict, "not whole numbers" in result.detail) == (Verdict.FAILED, True)
+        assert (result.verdict, "not whole numbers" in result.detail) == (CaseVerdict.FAILED, True)
 
 
 def test_without_targets_positions_of_padding_do_not_count() -> None:
     options, arrays = make_pos(with_targets=False)
     arrays["num_targets"] = np.array([])
-    assert checked("pos_x", (options, arrays)).verdict is Verdict.PASSED
+    assert checked("pos_x", (options, arrays)).verdict is CaseVerdict.PASSED
     arrays["pos_index"][0, 0] += 1
-    assert checked("pos_x", (options, arrays)).verdict is Verdict.FAILED
+    assert checked("pos_x", (options, arrays)).verdict is CaseVerdict.FAILED
 
 
 def test_a_whole_model_may_hold_maps_of_no_contextual_token_and_no_bits_of_actions() -> None:
@@ -138,7 +138,7 @@ def test_a_whole_model_may_hold_maps_of_no_contextual_token_and_no_bits_of_actio
     arrays[f"{pre}_batched_contextual_linear_weights"] = np.zeros((0, 7, 6), np.float32)
     arrays[f"{pre}_batched_contextual_linear_bias"] = np.zeros((0, 6), np.float32)
     del arrays["w/buffer/_hstu_transducer._input_preprocessor._action_encoder._combined_action_weights"]
-    assert checked("dlrm_x", (options, arrays)).verdict is Verdict.PASSED
+    assert checked("dlrm_x", (options, arrays)).verdict is CaseVerdict.PASSED
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,18 @@ def test_a_whole_model_may_hold_maps_of_no_contextual_token_and_no_bits_of_actio
 def test_an_option_that_is_not_known_is_named_and_never_guessed(name: str, option: str, value: object) -> None:
     options, arrays = CASES[name]()
     result = checked(name, (options | {option: value}, arrays))
-    assert result.verdict is Verdict.NOT_UNDERSTOOD
+    assert result.verdict is CaseVerdict.NOT_UNDERSTOOD
     assert option in result.detail
 
 
 def test_an_option_that_is_not_known_but_off_changes_nothing() -> None:
     options, arrays = make_stu()
-    assert checked("stu_x", (options | {"rotary": False, "window": None}, arrays)).verdict is Verdict.PASSED
+    assert checked("stu_x", (options | {"rotary": False, "window": None}, arrays)).verdict is CaseVerdict.PASSED
 
 
 def test_a_kind_that_is_not_known_is_not_understood() -> None:
     result = checked("mamba_plain", make_stu())
-    assert result.verdict is Verdict.NOT_UNDERSTOOD
+    assert result.verdict is CaseVerdict.NOT_UNDERSTOOD
     assert "stu_*" in result.detail
 
 
@@ -173,7 +173,7 @@ def test_an_array_that_is_missing_fails_its_case_by_name(missing: str) -> None:
     options, arrays = make_stu()
     del arrays[missing]
     result = checked("stu_x", (options, arrays))
-    assert (result.verdict, result.detail) == (Verdict.FAILED, f"{missing} is missing")
+    assert (result.verdict, result.detail) == (CaseVerdict.FAILED, f"{missing} is missing")
 
 
 def test_sizes_that_contradict_each_other_fail_their_case() -> None:
@@ -181,8 +181,8 @@ def test_sizes_that_contradict_each_other_fail_their_case() -> None:
     short = checked("stu_x", (options, arrays | {"lengths": np.array([1, 2])}))
     assert "lengths add up to 3" in short.detail
     heads = checked("stu_x", (options | {"num_heads": 3}, arrays))
-    assert heads.verdict is Verdict.FAILED
-    assert checked("stu_x", (options | {"num_heads": 0}, arrays)).verdict is Verdict.FAILED
+    assert heads.verdict is CaseVerdict.FAILED
+    assert checked("stu_x", (options | {"num_heads": 0}, arrays)).verdict is CaseVerdict.FAILED
     text = checked("stu_x", (options | {"num_layers": "two"}, arrays))
     assert "num_layers is 'two'" in text.detail
     targets = checked("stu_x", (options, arrays | {"num_targets": arrays["lengths"] + 1}))
@@ -243,4 +243,4 @@ def test_a_file_that_is_no_file_of_vectors_is_refused(tmp_path: Path) -> None:
 def test_the_vectors_of_other_implementations_pass() -> None:
     for case in read_vectors(Path(os.environ["RELAYGR_TEST_VECTORS"])):
         result = check_case(case, KINDS)
-        assert result.verdict is Verdict.PASSED, result
+        assert result.verdict is CaseVerdict.PASSED, result

@@ -27,8 +27,8 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is there fo
 import triton.language as tl  # noqa: E402 - the interpreter is chosen above
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-from relaygr.worker.model.attention.triton_attention import TritonAttention  # noqa: E402
-from relaygr.worker.model.attention.triton_launch import Blocks  # noqa: E402
+from relaygr.worker.model.triton.attention import TritonAttention  # noqa: E402
+from relaygr.worker.model.triton.launch import Blocks  # noqa: E402
 
 BLOCKS = Blocks(keys=16)
 """The interpreter has no clock to tune by, and a GPU would tune for minutes: each small shape is a kind of its own."""

@@ -15,7 +15,7 @@ from relaygr.worker.calibration import calibrate as measure
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.engine import DEFAULT_PAGE_TOKENS, load_engine
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 
 def calibrate(

@@ -21,8 +21,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
-from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm
-from relaygr.worker.model.presets import Preset, preset_fields
+from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm, Preset, preset_fields
 from relaygr.worker.model.rules import rules_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")

@@ -13,9 +13,9 @@ from relaygr.cli.texts import parse_pairs, parse_task
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.checkpoint import save_checkpoint
 from relaygr.worker.model.config import CONFIG_FILE
-from relaygr.worker.model.convert import Converted, SourceKind, convert
-from relaygr.worker.model.convert.options import ProjectionLayout, read_options
-from relaygr.worker.model.convert.report import ConversionReport
+from relaygr.worker.model.convert.conversion import Converted, convert
+from relaygr.worker.model.convert.mapping import ConversionReport
+from relaygr.worker.model.convert.options import ProjectionLayout, SourceKind, read_options
 from relaygr.worker.model.options import ReadoutActivation
 
 EXIT_INCOMPLETE = 1

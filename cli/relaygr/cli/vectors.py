@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.worker.model.vectors import KINDS, TOLERANCE, CaseResult, Verdict, check_case, read_vectors
+from relaygr.worker.model.vectors import KINDS, TOLERANCE, CaseResult, CaseVerdict, check_case, read_vectors
 
 EXIT_FAILED = 1
 EXIT_NOT_UNDERSTOOD = 2
 
 _LINE_WIDTH = 1000
-_STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.NOT_UNDERSTOOD: "yellow"}
+_STYLES = {CaseVerdict.PASSED: "green", CaseVerdict.FAILED: "red", CaseVerdict.NOT_UNDERSTOOD: "yellow"}
 
 
 def vectors(
@@ -31,9 +31,9 @@ def vectors(
 def exit_code(results: list[CaseResult]) -> int:
     """0 if every case passed, 1 if one failed, 2 if none failed but one was not understood."""
     verdicts = {result.verdict for result in results}
-    if Verdict.FAILED in verdicts:
+    if CaseVerdict.FAILED in verdicts:
         return EXIT_FAILED
-    return EXIT_NOT_UNDERSTOOD if Verdict.NOT_UNDERSTOOD in verdicts else 0
+    return EXIT_NOT_UNDERSTOOD if CaseVerdict.NOT_UNDERSTOOD in verdicts else 0
 
 
 def _print(results: list[CaseResult]) -> None:
@@ -43,7 +43,7 @@ def _print(results: list[CaseResult]) -> None:
     table.add_column("worst error", justify="right")
     table.add_column("of")
     for result in results:
-        known = result.verdict is not Verdict.NOT_UNDERSTOOD
+        known = result.verdict is not CaseVerdict.NOT_UNDERSTOOD
         table.add_row(
             Text(result.name),
             Text(result.verdict, _STYLES[result.verdict]),
@@ -53,5 +53,5 @@ def _print(results: list[CaseResult]) -> None:
     # One line a case, however long: the terminal may wrap it, we do not.
     console = Console(highlight=False, width=_LINE_WIDTH)
     console.print(table)
-    passed = sum(result.verdict is Verdict.PASSED for result in results)
+    passed = sum(result.verdict is CaseVerdict.PASSED for result in results)
     console.print(f"{passed} of {len(results)} passed; allowed is {TOLERANCE:.0e} of the largest value")

@@ -34,7 +34,7 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 _MUST_AGREE = (
     "model_revision",

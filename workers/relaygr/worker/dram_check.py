@@ -23,7 +23,7 @@ from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.kv import DramGeometry, DramKvDtype
 from relaygr.worker.model.checkpoint import WEIGHTS_FILE
 from relaygr.worker.model.config import ModelConfig, read_config
-from relaygr.worker.model.inputs.vocabulary import IDS_TENSOR
+from relaygr.worker.model.inputs.lookup import IDS_TENSOR
 from relaygr.worker.model.interface import Engine, PrefixChunk
 
 TOP_K = 10

@@ -15,7 +15,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
 from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 _MIB = 1024 * 1024
 

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from relaygr.bench.engine.figures import write_csv
 from relaygr.bench.engine.profile import table
 from relaygr.bench.engine.report import plot, print_tables
-from relaygr.bench.engine.run import SideBySide, Sizes, Variant
+from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
 from relaygr.bench.engine.shapes import SHAPES
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.device import open_device, set_threads
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def main(
     console.print(f"device: {opened.name} ({opened.description}), {threads} threads", soft_wrap=True)
     sizes = Sizes(_numbers(prefixes), _numbers(candidates), _numbers(appends), _numbers(batches))
     variants = [
-        Variant(*_named(_DTYPES, name), from_graphs)
+        EngineVariant(*_named(_DTYPES, name), from_graphs)
         for name in dtypes.split(",")
         for from_graphs in ((False, True) if graphs else (False,))
     ]

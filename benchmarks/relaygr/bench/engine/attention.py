@@ -24,9 +24,9 @@ from relaygr.bench.engine.peers import Jagged, Work, find_peers
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.measuring import matrix_peak_gflops
-from relaygr.worker.model.attention.accelerated import accelerated_attention
 from relaygr.worker.model.attention.blocked import BlockedAttention
-from relaygr.worker.model.attention.interface import Attention
+from relaygr.worker.model.attention.choose import accelerated_attention
+from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec
@@ -41,7 +41,7 @@ _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """`users` prefixes of `prefix` tokens; candidates of each, or none: the prefixes themselves are computed."""
 
     users: int
@@ -73,7 +73,7 @@ class Case:
 class Contest:
     """All contenders on one case, over the same numbers."""
 
-    def __init__(self, case: Case, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
+    def __init__(self, case: AttentionCase, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
         """Raises ValueError for an N below the length, with which Meta's kernels leave rows out."""
         assert spec.normalizer is not None
         if spec.normalizer < case.length:
@@ -113,11 +113,11 @@ class Contest:
             int(spec.normalizer),
         )
 
-    def ours(self, attention: Attention) -> Work:
+    def ours(self, attention: AttentionBackend) -> Work:
         """One of our back ends, what prepares a forward included."""
         return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
 
-    def _fill(self, k: torch.Tensor, v: torch.Tensor, case: Case) -> None:
+    def _fill(self, k: torch.Tensor, v: torch.Tensor, case: AttentionCase) -> None:
         stored = [
             Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix)
             for segment in self._segments
@@ -125,10 +125,10 @@ class Contest:
         self._kv.write(0, self._kv.slots(stored), k, v)
 
 
-def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, Attention]:
+def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, AttentionBackend]:
     """The base first, then what is made for the device, if that is there."""
     made_for_it = accelerated_attention(spec, geometry, device)
-    found: dict[str, Attention] = {BASE: BlockedAttention(spec)}
+    found: dict[str, AttentionBackend] = {BASE: BlockedAttention(spec)}
     return found if made_for_it is None else found | {made_for_it.name: made_for_it}
 
 
@@ -139,7 +139,7 @@ class Peaks:
     gflops: float
     gbytes: float
 
-    def roofline_us(self, case: Case, spec: AttentionSpec) -> float:
+    def roofline_us(self, case: AttentionCase, spec: AttentionSpec) -> float:
         """The time that nothing can undercut."""
         return max(case.flops(spec) / self.gflops, case.bytes_moved(spec) / self.gbytes) / 1e3
 
@@ -192,7 +192,7 @@ def main(
         table.add_column(column, justify="left" if column == "back end" else "right")
     numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
     user_counts, lengths, counts = numbers
-    for case in (Case(user, length, count) for count in counts for length in lengths for user in user_counts):
+    for case in (AttentionCase(user, length, count) for count in counts for length in lengths for user in user_counts):
         spec = AttentionSpec(heads, dim, dim, dim**-0.5, float(case.length), compute_dtype=compute)
         back_ends = our_back_ends(spec, geometry, opened)
         contest = Contest(case, spec, kv_dtype, opened)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 
-class Stage(enum.StrEnum):
+class EngineStage(enum.StrEnum):
     """What was timed."""
 
     PRE_INFER = "pre_infer"
@@ -26,7 +26,7 @@ class Point:
 
     shape: str
     variant: str
-    stage: Stage
+    stage: EngineStage
     requests: int
     prefix_tokens: int
     new_tokens: int

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.bench.engine.figures import Figure, Stage
+from relaygr.bench.engine.figures import EngineStage, Figure
 
 
 def print_tables(console: Console, figures: Sequence[Figure]) -> None:
@@ -26,9 +26,9 @@ def _lengths(figures: Sequence[Figure]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("prefix", "pre-infer", "of peak", "candidates", "hit", "full", "full / hit"):
         table.add_column(name, justify="right")
-    pre = {figure.prefix_tokens: figure for figure in _stage(figures, Stage.PRE_INFER)}
-    hits = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, Stage.HIT) if f.requests == 1}
-    for full in _stage(figures, Stage.FULL):
+    pre = {figure.prefix_tokens: figure for figure in _stage(figures, EngineStage.PRE_INFER)}
+    hits = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, EngineStage.HIT) if f.requests == 1}
+    for full in _stage(figures, EngineStage.FULL):
         computed, hit = pre[full.prefix_tokens], hits[full.prefix_tokens, full.candidates]
         table.add_row(
             f"{full.prefix_tokens:,}",
@@ -46,11 +46,11 @@ def _others(figures: Sequence[Figure]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("on a prefix of", "what", "time", "of peak", "a request alone / in the batch"):
         table.add_column(name, justify="right")
-    alone = {(f.prefix_tokens, f.candidates): f.median_us for f in _stage(figures, Stage.HIT) if f.requests == 1}
-    for figure in _stage(figures, Stage.APPEND):
+    alone = {(f.prefix_tokens, f.candidates): f.median_us for f in _stage(figures, EngineStage.HIT) if f.requests == 1}
+    for figure in _stage(figures, EngineStage.APPEND):
         what = f"append {figure.new_tokens:,}"
         table.add_row(f"{figure.prefix_tokens:,}", what, _ms(figure.median_us), f"{figure.share_of_peak:.0%}", "")
-    for figure in _stage(figures, Stage.HIT):
+    for figure in _stage(figures, EngineStage.HIT):
         if figure.requests > 1:
             ratio = alone[figure.prefix_tokens, figure.candidates] * figure.requests / figure.median_us
             table.add_row(
@@ -84,17 +84,17 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    candidates = sorted({figure.candidates for figure in _stage(figures, Stage.FULL)})
+    candidates = sorted({figure.candidates for figure in _stage(figures, EngineStage.FULL)})
     chosen = candidates[len(candidates) // 2]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     colours = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
     for colour, variant in zip(colours, _variants(figures), strict=False):
         own = [each for each in figures if each.variant == variant and each.requests == 1]
-        for stage, style in ((Stage.FULL, "-"), (Stage.PRE_INFER, ":"), (Stage.HIT, "--")):
+        for stage, style in ((EngineStage.FULL, "-"), (EngineStage.PRE_INFER, ":"), (EngineStage.HIT, "--")):
             line = [each for each in _stage(own, stage) if each.candidates in (0, chosen)]
             lengths = [each.prefix_tokens for each in line]
             left.plot(lengths, [each.median_us / 1e3 for each in line], style, color=colour, marker="o", markersize=3)
-        pre = list(_stage(own, Stage.PRE_INFER))
+        pre = list(_stage(own, EngineStage.PRE_INFER))
         right.plot([e.prefix_tokens for e in pre], [100 * e.share_of_peak for e in pre], marker="o", label=variant)
     for style, name in (("-", f"full, {chosen} candidates"), (":", "pre-infer"), ("--", f"hit, {chosen} candidates")):
         left.plot([], [], style, color="grey", label=name)
@@ -111,7 +111,7 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _stage(figures: Iterable[Figure], stage: Stage) -> list[Figure]:
+def _stage(figures: Iterable[Figure], stage: EngineStage) -> list[Figure]:
     return [figure for figure in figures if figure.stage == stage]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from relaygr.bench.engine.figures import Figure, Point, Stage, Times
+from relaygr.bench.engine.figures import EngineStage, Figure, Point, Times
 from relaygr.bench.engine.profile import Share, shares
 from relaygr.bench.engine.shapes import SHAPES, append_flops, rank_flops
 from relaygr.worker.device import Device
@@ -21,7 +21,7 @@ from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gf
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 2048
@@ -29,7 +29,7 @@ CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class EngineVariant:
     """One way of running the same weights. The first of a run is what the others are compared with."""
 
     compute_dtype: ComputeDtype
@@ -60,14 +60,14 @@ class Sizes:
 class SideBySide:
     """Engines of one shape, one a variant, on one device."""
 
-    def __init__(self, shape: str, variants: Sequence[Variant], sizes: Sizes, device: Device) -> None:
+    def __init__(self, shape: str, variants: Sequence[EngineVariant], sizes: Sizes, device: Device) -> None:
         self._shape = shape
         self._sizes = sizes
         self._device = device
         longest = max(sizes.prefixes) + max(sizes.appends, default=0)
         self.config: ModelConfig = SHAPES[shape].config(longest, max(sizes.candidates))
         checkpoint = random_checkpoint(self.config, seed=0)
-        self._meters: dict[Variant, EngineMeter] = {}
+        self._meters: dict[EngineVariant, EngineMeter] = {}
         self._backends: dict[str, str] = {}
         for variant in variants:
             engine = build_engine(
@@ -90,23 +90,26 @@ class SideBySide:
                     if number:
                         self.times.add(point, duration_us)
 
-    def _round(self, variant: Variant, meter: EngineMeter) -> Iterator[tuple[Point, float]]:
-        def point(stage: Stage, prefix: int, new: int = 0, candidates: int = 0, requests: int = 1) -> Point:
+    def _round(self, variant: EngineVariant, meter: EngineMeter) -> Iterator[tuple[Point, float]]:
+        def point(stage: EngineStage, prefix: int, new: int = 0, candidates: int = 0, requests: int = 1) -> Point:
             return Point(self._shape, variant.name, stage, requests, prefix, new, candidates)
 
         for tokens in self._sizes.prefixes:
             computed_us = sum(chunk.duration_us for chunk in meter.prefix(tokens, CHUNK_TOKENS))
-            yield point(Stage.PRE_INFER, tokens, tokens), computed_us
+            yield point(EngineStage.PRE_INFER, tokens, tokens), computed_us
             for count in self._sizes.candidates:
                 hit_us = meter.rank(tokens, count).duration_us
-                yield point(Stage.HIT, tokens, 0, count), hit_us
-                yield point(Stage.FULL, tokens, tokens, count), computed_us + hit_us
+                yield point(EngineStage.HIT, tokens, 0, count), hit_us
+                yield point(EngineStage.FULL, tokens, tokens, count), computed_us + hit_us
         longest = max(self._sizes.prefixes)
         for new in self._sizes.appends:
-            yield point(Stage.APPEND, longest, new), meter.append(longest, new).duration_us
+            yield point(EngineStage.APPEND, longest, new), meter.append(longest, new).duration_us
         for requests in self._sizes.batches:
             for count in self._sizes.candidates:
-                yield point(Stage.HIT, longest, 0, count, requests), meter.rank(longest, count, requests).duration_us
+                yield (
+                    point(EngineStage.HIT, longest, 0, count, requests),
+                    meter.rank(longest, count, requests).duration_us,
+                )
 
     def profiles(self) -> dict[str, list[Share]]:
         """Where pre-infer and ranking on the longest prefix spend their time, for each variant."""
@@ -154,13 +157,13 @@ class SideBySide:
     def _flops(self, point: Point) -> float:
         config = self.config
         match point.stage:
-            case Stage.PRE_INFER:
+            case EngineStage.PRE_INFER:
                 return append_flops(config, 0, point.prefix_tokens)
-            case Stage.APPEND:
+            case EngineStage.APPEND:
                 return append_flops(config, point.prefix_tokens, point.new_tokens)
-            case Stage.HIT:
+            case EngineStage.HIT:
                 return point.requests * rank_flops(config, point.prefix_tokens, point.candidates)
-            case Stage.FULL:
+            case EngineStage.FULL:
                 return append_flops(config, 0, point.prefix_tokens) + rank_flops(
                     config, point.prefix_tokens, point.candidates
                 )

@@ -8,20 +8,78 @@ thread, and `AcceleratorDevice`.
 torch_npu is imported only when the setting asks for `npu`; `workers/__init__.py` keeps torch from loading it.
 """
 
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from relaygr.runtime.errors import RelayError
 from relaygr.worker.device.accelerator import AcceleratorDevice
 from relaygr.worker.device.cpu import CpuDevice
-from relaygr.worker.device.interface import Device, Event, MemoryInfo, Recorder, Replay, Stream
-from relaygr.worker.device.opening import open_device, set_threads
+from relaygr.worker.device.interface import CapturedWork, Device, Event, MemoryInfo, Recorder, Stream
 
 __all__ = [
     "AcceleratorDevice",
+    "CapturedWork",
     "CpuDevice",
     "Device",
     "Event",
     "MemoryInfo",
     "Recorder",
-    "Replay",
     "Stream",
     "open_device",
     "set_threads",
 ]
+
+_NPU = "npu"
+
+
+def open_device(setting: str | None = None) -> Device:
+    """The device that the setting names; with none, the accelerator that is there, else the CPU.
+
+    Raises RelayError for a name that torch does not know, and for a device that is not there.
+    """
+    if setting is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return CpuDevice() if found is None else AcceleratorDevice(torch.device(found.type, 0))
+    if setting.split(":", 1)[0] == _NPU:
+        _load_npu()
+    try:
+        wanted = torch.device(setting)
+    except RuntimeError as error:
+        raise RelayError(f"{setting!r} is not a device; write cpu, cuda, cuda:1 or npu.") from error
+    if wanted.type == "cpu":
+        return CpuDevice()
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != wanted.type:
+        there = "no accelerator at all" if present is None else present.type
+        raise RelayError(
+            f"Device {setting!r} was asked for, but torch {torch.__version__} finds {there}: set the device to cpu, "
+            f"or install the build of torch and the driver that {wanted.type} needs."
+        )
+    count = torch.accelerator.device_count()
+    index = wanted.index or 0
+    if index >= count:
+        raise RelayError(
+            f"Device {setting!r} was asked for, but there are {count}: the last is {wanted.type}:{count - 1}."
+        )
+    return AcceleratorDevice(torch.device(wanted.type, index))
+
+
+def set_threads(threads: int) -> None:
+    """CPU threads that one operator may use, process-wide. Raises ValueError below 1."""
+    if threads < 1:
+        raise ValueError(f"{threads} threads: at least 1 is needed")
+    torch.set_num_threads(threads)
+
+
+def _load_npu() -> None:
+    try:
+        importlib.import_module("torch_npu")
+    # A torch_npu without its CANN libraries raises OSError, ImportError or worse from deep inside.
+    except Exception as error:
+        raise RelayError(
+            f"Device npu needs torch_npu and the CANN libraries, and importing torch_npu failed ({error}): install the "
+            "extra `npu`, and source CANN's set_env.sh."
+        ) from error

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from relaygr.worker.device.interface import Device, Event, MemoryInfo, Recorder, Replay, Stream, too_large
+from relaygr.worker.device.interface import CapturedWork, Device, Event, MemoryInfo, Recorder, Stream, too_large
 
 
-class _GraphReplay(Replay):
+class _CapturedGraph(CapturedWork):
     def __init__(self, graph: torch.accelerator.Graph) -> None:
         self._graph = graph
 
@@ -132,7 +132,7 @@ class _GraphRecorder(Recorder):
         self._device = device
         self._first: torch.accelerator.Graph | None = None
 
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> CapturedWork:
         with self._device.capture_stream() as stream:
             caller = torch.accelerator.current_stream(self._device.torch_device)
             stream.wait_stream(caller)
@@ -142,7 +142,7 @@ class _GraphRecorder(Recorder):
                 with graph:
                     work()
             caller.wait_stream(stream)
-        return _GraphReplay(graph)
+        return _CapturedGraph(graph)
 
     def _empty_graph(self) -> torch.accelerator.Graph:
         """A graph to capture into, on the current stream.

@@ -53,7 +53,7 @@ class Stream(ABC):
         """Work given to the stream from now on starts after `event`. Does not block the thread."""
 
 
-class Replay(ABC):
+class CapturedWork(ABC):
     """Device work that was recorded once, and can be given to the device again at the cost of one launch."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Replay(ABC):
 class Recorder:
     """Records work. All that one recorder recorded shares scratch memory: one thread at a time replays it."""
 
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> CapturedWork:
         """Runs `work` once, so that nothing is compiled later, records what it gives to the device, and returns that.
 
         `work` may read and write only memory that outlives the replay, and must give the device the same kernels
@@ -72,10 +72,10 @@ class Recorder:
         what cannot be recorded, such as waiting for the device.
         """
         work()
-        return _CallReplay(work)
+        return _RepeatedCall(work)
 
 
-class _CallReplay(Replay):
+class _RepeatedCall(CapturedWork):
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
 

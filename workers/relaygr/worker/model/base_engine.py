@@ -1,17 +1,18 @@
-"""What every engine has in common: what it says of its model, and the requests that it refuses. See `interface.py`."""
+"""The part that all engines share: the description of the model, and the checks of a request. See `interface.py`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device
-from relaygr.worker.kv import KvDtype
+from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.interface import EngineLimits, Int64Array, PrefixChunk, RankInputs, RankOutputs, TooLongError
-from relaygr.worker.model.namespace import kv_namespace
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.rules import RuleError, rules_of
 
 
@@ -61,3 +62,18 @@ class BaseEngine(ABC):
 def _check_limit(count: int, limit: int, what: str) -> None:
     if count > limit:
         raise TooLongError(f"{count} {what}, the model takes {limit}")
+
+
+def kv_namespace(revision: str, config: ModelConfig, geometry: KvGeometry, compute_dtype: ComputeDtype) -> bytes:
+    """All that K,V depend on but the user: 16 bytes. The encodings are in the configuration, so in the revision."""
+    g = geometry
+    parts = (
+        "relaygr.kv.2",
+        revision,
+        repr(config.normalizer),
+        f"{g.num_layers}x{g.num_heads}x{g.attention_dim}+{g.hidden_dim}",
+        str(g.page_tokens),
+        str(g.dtype),
+        str(compute_dtype),
+    )
+    return blake2b("\0".join(parts).encode(), digest_size=16).digest()

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, read_config
-from relaygr.worker.model.inputs.shapes import input_shapes
-from relaygr.worker.model.inputs.vocabulary import IDS_TENSOR, Vocabulary
+from relaygr.worker.model.inputs.embedding import input_shapes
+from relaygr.worker.model.inputs.lookup import IDS_TENSOR, Vocabulary
 from relaygr.worker.model.layers import layer_shapes
 from relaygr.worker.model.options import Family
-from relaygr.worker.model.readout.shapes import readout_shapes
+from relaygr.worker.model.readout import readout_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.fused_norm import input_norm
-from relaygr.worker.model.norms import RowFunction
-from relaygr.worker.model.products import added_product
-from relaygr.worker.model.stack import Attend
+from relaygr.worker.model.fused import input_norm
+from relaygr.worker.model.layer_parts import Attend, RowFunction, added_product
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -17,9 +17,8 @@ from relaygr.worker.model.interface import (
     TooLongError,
 )
 from relaygr.worker.model.null_engine import NullEngine
-from relaygr.worker.model.options import Family
+from relaygr.worker.model.options import ComputeDtype, Family
 from relaygr.worker.model.paged_engine import PagedEngine
-from relaygr.worker.model.precision import ComputeDtype
 
 __all__ = [
     "Engine",

@@ -1,13 +1,27 @@
-"""Where kernels of our own take the place of plain torch: on CUDA, if Triton is there and they compile and run."""
+"""Fused kernels around an HSTU layer's products: on CUDA, if Triton is installed and the kernels compile and run.
+
+The *input norm* is the norm before a projection. torch's norm writes float32, and a second kernel narrows it; one
+Triton kernel reads a row once and writes it once. In float32 there is nothing to narrow, and torch's norm is used.
+
+The *output* of a layer is SiLU of U, norm, gate and concatenation, then one matrix product. Plain torch (`hstu.py`)
+reads and writes the rows for each of these steps, and adds three products to the residual stream one after the other.
+One Triton kernel reads A and U once and writes the product's rows in its type: [U, A, U * norm(A)] or another form.
+
+The products themselves are cuBLAS's. docs/cuda.md says why, and counts the bytes that fusing saves.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 import torch
+
+from relaygr.worker.model.layer_parts import LayerNorm, RowFunction, added_product
+from relaygr.worker.model.options import OutputForm
 
 WARP_COLUMNS = 512
 """Columns of a row that one warp takes: 16 for each thread."""
@@ -36,3 +50,129 @@ def _warn(kernel: str, device: str, error: str) -> None:
 def warps_of(columns: int) -> int:
     """Warps for a row of so many columns."""
     return min(8, max(1, columns // WARP_COLUMNS))
+
+
+class FusedNorm:
+    """LayerNorm of float32 rows, narrowed."""
+
+    def __init__(
+        self, weight: torch.Tensor | None, bias: torch.Tensor | None, width: int, eps: float, dtype: torch.dtype
+    ) -> None:
+        """Raises ImportError where Triton is missing."""
+        import triton
+
+        from relaygr.worker.model.triton.norm_kernels import norm_kernel
+
+        self._kernel = norm_kernel
+        self._weight, self._bias, self._eps, self._dtype = weight, bias, eps, dtype
+        padded = triton.next_power_of_2(width)
+        self._fixed = {"D": width, "PAD_D": padded, "AFFINE": weight is not None, "num_warps": warps_of(padded)}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, D], contiguous along its columns -> [rows, D] of the narrow type."""
+        out = torch.empty(x.shape, dtype=self._dtype, device=x.device)
+        if x.shape[0]:
+            self._kernel[(x.shape[0],)](
+                x, self._weight, self._bias, out, self._eps, x.stride(0), out.stride(0), **self._fixed
+            )
+        return out
+
+
+def input_norm(
+    weight: torch.Tensor | None, bias: torch.Tensor | None, projection: torch.Tensor, eps: float, dtype: torch.dtype
+) -> RowFunction:
+    """The norm before the product with `projection` [D, ...], which takes rows of `dtype`."""
+    width = projection.shape[0]
+
+    def tried() -> FusedNorm:
+        norm = FusedNorm(weight, bias, width, eps, dtype)
+        norm(torch.zeros((1, width), device=projection.device))
+        return norm
+
+    plain = LayerNorm(weight, bias, width, eps)
+    if dtype is torch.float32:
+        return plain
+    return if_it_runs("input norm", projection.device, tried) or (lambda x: plain(x).to(dtype))
+
+
+_KEEPS = {OutputForm.UNORM: 0, OutputForm.U_A_UNORM: 1, OutputForm.U_NA_UNORM: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """What a layer's output is made of, apart from its weights."""
+
+    form: OutputForm
+    num_heads: int
+    norm_eps: float
+    group_norm: bool
+    compute_dtype: torch.dtype
+
+
+class FusedOutput:
+    """y = x + read Wo [+ bo], read as the form says."""
+
+    def __init__(
+        self,
+        shape: OutputShape,
+        norm: tuple[torch.Tensor, torch.Tensor] | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """`norm`: weight and bias, [H dv], or [H] where it is per head; None: a norm without them.
+
+        Raises ImportError where Triton is missing.
+        """
+        import triton
+
+        from relaygr.worker.model.triton.norm_kernels import gated_norm_kernel
+
+        self._kernel = gated_norm_kernel
+        self._shape = shape
+        self._columns = weight.shape[0] // shape.form.blocks
+        self._norm = norm
+        self._product = added_product(weight, shape.compute_dtype, bias)
+        head_dim = self._columns // shape.num_heads
+        pad_heads, pad_dim = triton.next_power_of_2(shape.num_heads), triton.next_power_of_2(head_dim)
+        self._fixed = {
+            "HEADS": shape.num_heads,
+            "D": head_dim,
+            "PAD_HEADS": pad_heads,
+            "PAD_D": pad_dim,
+            "GROUP": shape.group_norm,
+            "AFFINE": norm is not None,
+            "KEEPS": _KEEPS[shape.form],
+            "num_warps": warps_of(pad_heads * pad_dim),
+        }
+
+    def __call__(self, x: torch.Tensor, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """x [rows, D] float32; z, of which U is the SiLU, and a [rows, H dv], contiguous in columns -> y [rows, D]."""
+        return self._product(x, self.read(z, a))
+
+    def read(self, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """What the product reads: [rows, H dv or 3 H dv] of the compute type."""
+        shape = self._shape
+        out = torch.empty((z.shape[0], self._columns * shape.form.blocks), dtype=shape.compute_dtype, device=z.device)
+        weight, bias = self._norm if self._norm is not None else (None, None)
+        if z.shape[0]:
+            self._kernel[(z.shape[0],)](
+                a, z, weight, bias, out, shape.norm_eps, a.stride(0), z.stride(0), out.stride(0), **self._fixed
+            )
+        return out
+
+
+def fused_output(
+    shape: OutputShape,
+    norm: tuple[torch.Tensor, torch.Tensor] | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> FusedOutput | None:
+    """For weights on a CUDA device; None on others, and, with a warning, where Triton is missing or does not work."""
+
+    def tried() -> FusedOutput:
+        output = FusedOutput(shape, norm, weight, bias)
+        row = torch.zeros((1, weight.shape[0] // shape.form.blocks), device=weight.device)
+        output.read(row.to(shape.compute_dtype), row)
+        return output
+
+    return if_it_runs("output", weight.device, tried)

@@ -22,13 +22,32 @@ from typing import Protocol, runtime_checkable
 import structlog
 import torch
 
-from relaygr.worker.device import Device, Recorder, Replay
-from relaygr.worker.model.attention.interface import Attention, AttentionPass
+from relaygr.worker.device import CapturedWork, Device, Recorder
+from relaygr.worker.model.attention.interface import AttentionBackend, AttentionPass
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.triton_plan import Capacity, PackedPlan, PlanShape, SegmentArrays
-from relaygr.worker.model.buckets import STEPS, bucket
-from relaygr.worker.model.stack import Stack
+from relaygr.worker.model.layers import LayerStack
+from relaygr.worker.model.triton.plan import Capacity, PackedPlan, PlanShape, SegmentArrays
+
+STEPS = 4
+LEAST = 16
+
+
+def bucket(size: int) -> int:
+    """The smallest bucket that holds `size`. Raises ValueError below 0."""
+    if size < 0:
+        raise ValueError(f"a size of {size}")
+    if size <= LEAST:
+        return LEAST
+    width = (1 << (size - 1).bit_length() - 1) // STEPS
+    return -(-size // width) * width
+
+
+def mean_padding(low: int, high: int) -> float:
+    """What padding adds, as a share, when every size in [low, high] comes equally often."""
+    sizes = range(low, high + 1)
+    return sum(bucket(size) for size in sizes) / sum(sizes) - 1.0
+
 
 LIMIT = 32
 """Graphs kept; each holds its input rows and what describes its segments, and all share their scratch memory."""
@@ -55,7 +74,7 @@ class LayerRunner(Protocol):
         """Forwards of a size after which the next of that size takes the time that they all take from then on."""
 
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
-        """Rows x [rows of all segments, D] after the last layer; valid until the next call. `before`: as `Stack`.
+        """Rows x [rows of all segments, D] after the last layer; valid until the next call. `before`: as `LayerStack`.
 
         Raises ValueError for a segment whose pages do not hold its tokens.
         """
@@ -69,7 +88,7 @@ class DirectRunner:
 
     passes_to_warm = 0
 
-    def __init__(self, stack: Stack, attention: Attention) -> None:
+    def __init__(self, stack: LayerStack, attention: AttentionBackend) -> None:
         self._stack = stack
         self._attention = attention
 
@@ -92,7 +111,7 @@ class ReplaceablePass(AttentionPass, Protocol):
 
 
 @runtime_checkable
-class GraphableAttention(Attention, Protocol):
+class GraphableAttention(AttentionBackend, Protocol):
     """A back end whose kernels take all that differs between forwards from the device's memory."""
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays: ...
@@ -104,7 +123,7 @@ class GraphableAttention(Attention, Protocol):
     def started(self, kv: PagedKv, plan: PackedPlan) -> ReplaceablePass: ...
 
 
-def layer_runner(stack: Stack, attention: Attention, device: Device, graphs: bool) -> LayerRunner:
+def layer_runner(stack: LayerStack, attention: AttentionBackend, device: Device, graphs: bool) -> LayerRunner:
     """From graphs if they are asked for and the back end allows it; it is said if it does not."""
     if graphs and isinstance(attention, GraphableAttention):
         return GraphRunner(stack, attention, device)
@@ -122,7 +141,7 @@ class _Key:
 class _Graph:
     """The layers over memory of their own."""
 
-    def __init__(self, stack: Stack, rows: torch.Tensor, attention: ReplaceablePass, recorder: Recorder) -> None:
+    def __init__(self, stack: LayerStack, rows: torch.Tensor, attention: ReplaceablePass, recorder: Recorder) -> None:
         self._rows = rows
         self._attention = attention
         self._out = rows
@@ -130,7 +149,7 @@ class _Graph:
         def work() -> None:
             self._out = stack(self._rows, self._attention)
 
-        self._replay: Replay = recorder.capture(work)
+        self._replay: CapturedWork = recorder.capture(work)
 
     def __call__(self, x: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
         self._attention.replace(plan)
@@ -143,7 +162,7 @@ class GraphRunner:
     """Forwards from graphs, where their bucket was seen before."""
 
     def __init__(
-        self, stack: Stack, attention: GraphableAttention, device: Device, limit: int = LIMIT, pause: int = PAUSE
+        self, stack: LayerStack, attention: GraphableAttention, device: Device, limit: int = LIMIT, pause: int = PAUSE
     ) -> None:
         self._stack = stack
         self._attention = attention

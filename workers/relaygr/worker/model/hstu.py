@@ -20,12 +20,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.fused_norm import input_norm
-from relaygr.worker.model.fused_output import FusedOutput, OutputShape, fused_output
-from relaygr.worker.model.norms import HeadNorm, LayerNorm, RowFunction
+from relaygr.worker.model.fused import FusedOutput, OutputShape, fused_output, input_norm
+from relaygr.worker.model.layer_parts import Attend, HeadNorm, LayerNorm, RowFunction, added_product
 from relaygr.worker.model.options import Activated, OutputForm
-from relaygr.worker.model.products import added_product
-from relaygr.worker.model.stack import Attend
 
 OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -27,7 +27,7 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 from relaygr.worker.model.inputs.tokens import Tokens
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.rules import PrefixRules
 
 Int32Array = NDArray[np.int32]

@@ -16,24 +16,94 @@ from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import relative_biases
 from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
-from relaygr.worker.model.attention.dtypes import torch_dtype
 from relaygr.worker.model.attention.paged_kv import PagedKv
-from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.spec import spec_of
+from relaygr.worker.model.attention.segments import Segment, SegmentTimes
+from relaygr.worker.model.attention.spec import spec_of, torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.graphs import layer_runner
-from relaygr.worker.model.inputs import IDS_TENSOR, FeatureGates, TokenEmbedding, TokenLookup
-from relaygr.worker.model.inputs.shapes import input_row_elements
-from relaygr.worker.model.inputs.times import query_seconds
+from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
+from relaygr.worker.model.inputs.encodings import query_seconds, seconds
+from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureGates, TokenLookup
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
-from relaygr.worker.model.layers import build_layers
-from relaygr.worker.model.precision import ComputeDtype
-from relaygr.worker.model.readout import Readout
-from relaygr.worker.model.readout.shapes import readout_row_elements
-from relaygr.worker.model.segmenting import Segmenting
-from relaygr.worker.model.stack import Stack
+from relaygr.worker.model.layers import LayerStack, build_layers
+from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.model.readout import Readout, readout_row_elements
+from relaygr.worker.model.rules import RuleError, rules_of
+
+
+class Segmenting:
+    """For one model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._layout = config.layout()
+        self._rules = rules_of(config)
+        self._has_times = config.relative_bias is not None and config.relative_bias.time_buckets > 0
+
+    def prefix_times(self, prefix_tokens: int, timestamps_ms: Int64Array | None) -> Int64Array | None:
+        """Seconds of each token of a prefix, from those of its behaviours; None where the model has no use for them.
+
+        Contextual tokens have time 0. Raises RuleError where they are needed and not given, or not so many.
+        """
+        if not self._has_times:
+            return None
+        if timestamps_ms is None or self._layout.tokens(timestamps_ms.size) != prefix_tokens:
+            raise RuleError(
+                f"this model's bias by time needs the timestamps of all behaviours in a prefix ({prefix_tokens} tokens)"
+            )
+        return np.concatenate(
+            (
+                np.zeros(self._layout.contextual_tokens, dtype=np.int64),
+                np.repeat(seconds(timestamps_ms), self._layout.tokens_per_behaviour),
+            )
+        )
+
+    def of_chunk(self, chunk: PrefixChunk) -> Segment:
+        """Raises ValueError for tokens that the prefix has not, RuleError for a part where only the whole goes."""
+        tokens = chunk.inputs.tokens
+        if not 0 <= chunk.start < chunk.end <= tokens:
+            raise ValueError(f"chunk [{chunk.start}, {chunk.end}) is not in a prefix of {tokens} tokens")
+        if not self._rules.chunks and (chunk.start, chunk.end) != (0, tokens):
+            raise RuleError(
+                f"chunk [{chunk.start}, {chunk.end}) of {tokens} tokens: with a contextual mask a prefix is computed "
+                "in one piece"
+            )
+        times = None
+        if self._has_times:
+            own = chunk.inputs.rows[: chunk.end + 1, Column.TIME]
+            following = own[chunk.start + 1 :]
+            if chunk.end == tokens:
+                following = np.append(following, chunk.inputs.query_time)
+            times = SegmentTimes(own[: chunk.end].copy(), following.copy())
+        return Segment(
+            pages=chunk.pages,
+            context_tokens=chunk.start,
+            causal_rows=chunk.end - chunk.start,
+            free_rows=0,
+            stores=True,
+            total_tokens=tokens,
+            times=times,
+        )
+
+    def of_request(self, request: RankInputs) -> Segment:
+        """A request's suffix and candidates."""
+        times = None
+        if request.prefix_times is not None:
+            # Such a model has no suffix: these are the candidates, which have the query's time.
+            own = request.rows[:, Column.TIME].copy()
+            times = SegmentTimes(np.concatenate((request.prefix_times, own)), own)
+        return Segment(
+            pages=request.pages,
+            context_tokens=request.prefix_tokens,
+            causal_rows=request.suffix_tokens,
+            free_rows=request.num_candidates,
+            stores=False,
+            total_tokens=request.prefix_tokens + request.suffix_tokens,
+            times=times,
+        )
+
 
 _FLOAT_BYTES = 4
 _TOKEN_BYTES = 8 * len(Column)
@@ -66,7 +136,7 @@ class PagedEngine(BaseEngine):
             name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
         }
         self._embedding = TokenEmbedding(config, tensors, device.sent)
-        stack = Stack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
+        stack = LayerStack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
         self._attention = choose(
             spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
         )

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
+from relaygr.worker.model.attention.mask import AttentionMask
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.sight import Sight
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import RelativeBias
 
@@ -39,15 +39,15 @@ class RelativeBiases:
         self.times = times
         self.edges = bucket_edges(config).to(positions[0].device) if times is not None else None
 
-    def of(self, segment: Segment, sight: Sight) -> TileBias:
+    def of(self, segment: Segment, mask: AttentionMask) -> TileBias:
         """The bias of one segment. Raises ValueError where it brings no times and the bias needs them."""
-        return _SegmentBias(self, segment, sight)
+        return _SegmentBias(self, segment, mask)
 
 
 class _SegmentBias:
-    def __init__(self, biases: RelativeBiases, segment: Segment, sight: Sight) -> None:
+    def __init__(self, biases: RelativeBiases, segment: Segment, mask: AttentionMask) -> None:
         self._biases = biases
-        self._sight = sight
+        self._mask = mask
         self._first_row = segment.context_tokens
         if biases.times is not None:
             if segment.times is None:
@@ -59,7 +59,7 @@ class _SegmentBias:
     def tile(self, layer: int, rows: range, keys: range) -> torch.Tensor:
         weights = self._biases.positions[layer]
         centre = weights.numel() // 2
-        apart = self._sight.places(keys)[None, :] - self._sight.places(rows)[:, None]
+        apart = self._mask.places(keys)[None, :] - self._mask.places(rows)[:, None]
         bias = weights[apart.add_(centre).clamp_(0, weights.numel() - 1)]
         if self._biases.times is not None and self._biases.edges is not None:
             first = self._first_row

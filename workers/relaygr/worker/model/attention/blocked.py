@@ -15,7 +15,7 @@ from relaygr.worker.model.attention.interface import AttentionPass
 from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.tiles import ROW_BLOCK, by_head, by_row
+from relaygr.worker.model.attention.tiled import ROW_BLOCK, by_head, by_row
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """sums [heads, rows, dv] += weights [heads, rows, keys] @ values [heads, keys, dv]"""

@@ -1,4 +1,9 @@
-"""Which back end computes a model's attention on a device: chosen at load, and said in the log with the reason."""
+"""Chooses the back end that computes a model's attention on a device, at load; the log names it, with the reason.
+
+A back end made for one kind of accelerator needs a library that may be missing or broken (Triton without a compiler,
+an operator package of another version). Then one warning gives the reason, and plain torch computes attention on the
+same device.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +14,86 @@ import structlog
 
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry
-from relaygr.worker.model.attention.accelerated import accelerated_attention
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.blocked import BlockedAttention
-from relaygr.worker.model.attention.interface import Attention
+from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.softmax import SoftmaxAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
 
-AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], Attention]
+_WARM_UP_TOKENS = 4096
+"""Block sizes are tuned on chunks of half of it, and on requests against as many tokens."""
 
-_PLAIN = "the plain mask"
-_PLAIN_WITH_GROUPS = "the plain mask with groups"
 log = structlog.get_logger(__name__)
 
 
+def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> AttentionBackend | None:
+    """The back end made for this device, or None: there is none for it, or for such a mask, or it does not run."""
+    try:
+        match device.torch_device.type:
+            case "cuda" if spec.is_plain_but_for_groups:
+                return _triton(spec, geometry, device)
+            case "npu" if spec.is_plain:
+                return _rec_sdk(spec)
+            case _:
+                return None
+    # Compilers and operator packages fail in ways of their own, and plain torch is always there.
+    except Exception as error:
+        log.warning("no kernels for this device, plain torch instead", device=device.name, error=repr(error))
+        return None
+
+
+def _triton(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> AttentionBackend:
+    from relaygr.worker.model.triton.attention import TritonAttention, warm_up
+
+    attention = TritonAttention(spec, device)
+    warm_up(attention, spec, geometry, device, _WARM_UP_TOKENS)
+    return attention
+
+
+def _rec_sdk(spec: AttentionSpec) -> AttentionBackend | None:
+    from relaygr.worker.model.attention.rec_sdk import RecSdkAttention, load_operators
+
+    return RecSdkAttention(spec) if load_operators() and RecSdkAttention.fits(spec) else None
+
+
+AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]
+
+_PLAIN = "the plain mask"
+_PLAIN_WITH_GROUPS = "the plain mask with groups"
+
+
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """A back end, and why it is this one."""
 
-    attention: Attention
+    attention: AttentionBackend
     reason: str
 
 
 def choose_attention(
     spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
-) -> Attention:
+) -> AttentionBackend:
     """The fastest back end that computes what the model asks for, and runs on the device."""
     made_for_it = accelerated_attention(spec, geometry, device)
     choice = (
         attention_for(spec, biases)
         if made_for_it is None
-        else Choice(made_for_it, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}")
+        else BackendChoice(
+            made_for_it, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}"
+        )
     )
     log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
     return choice.attention
 
 
-def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Choice:
+def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> BackendChoice:
     """The back end in plain torch, which runs on any device, with the reason."""
     if spec.normalizer is None:
-        return Choice(SoftmaxAttention(spec, biases), "the family is softmax")
+        return BackendChoice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
-        return Choice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
-    return Choice(BlockedAttention(spec), _PLAIN)
+        return BackendChoice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
+    return BackendChoice(BlockedAttention(spec), _PLAIN)
 
 
 def _options(spec: AttentionSpec) -> list[str]:

@@ -1,6 +1,6 @@
 """What a back end does. Who calls what, and when, all on the device's thread:
 
-* once a forward: `Attention.begin(kv, segments)`, which brings to the device what describes the segments;
+* once a forward: `AttentionBackend.begin(kv, segments)`, which brings to the device what describes the segments;
 * once a layer, in order: `AttentionPass.attend(layer, q, k, v)`, which stores K,V of the chunks and gives A.
 
 The rows of `q`, `k`, `v` are those of all segments, one segment after the other; chunks come first. `q` and `k` are
@@ -22,13 +22,13 @@ from relaygr.worker.model.attention.segments import Segment
 
 
 class AttentionPass(Protocol):
-    """Attention of one forward."""
+    """AttentionBackend of one forward."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stores K,V of the rows of segments that store, and returns A of every row."""
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """One back end for one model."""
 
     @property

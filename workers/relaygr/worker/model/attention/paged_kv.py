@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.worker.kv import KvGeometry
-from relaygr.worker.model.attention.dtypes import torch_dtype
 from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.spec import torch_dtype
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 KEY_BLOCK = 512

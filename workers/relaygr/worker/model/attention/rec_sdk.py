@@ -116,7 +116,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _OperatorCall:
     """A plan, and its numbers on the device."""
 
     plan: _Plan
@@ -150,7 +150,7 @@ class _RecSdkPass:
             arrays += [plan.rows, plan.keys, plan.row_offsets, plan.key_offsets]
         sent = iter(kv.sent_together(arrays))
         self._context_pages, self._context_places, self._free = islice(sent, 3)
-        self._calls = [_Call(plan, *islice(sent, 4)) for plan in plans]
+        self._calls = [_OperatorCall(plan, *islice(sent, 4)) for plan in plans]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._kv.write(layer, self._slots, k, v)

@@ -3,7 +3,7 @@
 A segment's keys are `context_tokens` tokens whose K,V lie in its pages, then its own rows: `causal_rows` new tokens in
 sequence (a chunk of a prefix, or a request's suffix), then `free_rows` candidates. A causal row sees the context and
 causal rows up to itself; a candidate sees context, all causal rows and itself; nobody sees a candidate (masks with
-options: `sight.py`). Where `stores`, the causal rows' K,V are written to the pages; such a segment has no candidates.
+options: `mask.py`). Where `stores`, the causal rows' K,V are written to the pages; such a segment has no candidates.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.interface import AttentionPass
+from relaygr.worker.model.attention.mask import Visible
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.sight import Visible
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.tiles import ROW_BLOCK, RowTile, TiledSegment, by_head, tiled_segments
+from relaygr.worker.model.attention.tiled import ROW_BLOCK, RowTile, TiledSegment, by_head, tiled_segments
 
 
 class SoftmaxAttention:
@@ -78,7 +78,7 @@ class _SoftmaxPass:
             history = range(segment.causal_tokens)
             near = range(0)
             if tile.tokens.start >= segment.causal_tokens:
-                near = range(one.sight.group_start(tile.tokens.start), tile.tokens.stop)
+                near = range(one.mask.group_start(tile.tokens.start), tile.tokens.stop)
                 part, to = one.rows_of(near), slice(history.stop, history.stop + len(near))
                 keys[:, to], values[:, to] = k[:, part], v[:, part]
             elif not self._spec.contextual_tokens:
@@ -100,10 +100,10 @@ class _SoftmaxPass:
     ) -> torch.Tensor | None:
         """What is added to the scores, or what of them counts: [rows, keys]; None if every key counts."""
         keys = [part for part in keys if part]
-        tiles = [one.sight.tile(tile.tokens, part) for part in keys]
+        tiles = [one.mask.tile(tile.tokens, part) for part in keys]
         if one.bias is None and all(visible is Visible.ALL for visible in tiles):
             return None
-        device = one.sight.places(tile.tokens).device
+        device = one.mask.places(tile.tokens).device
         shape = len(tile.tokens)
         mask = torch.cat(
             [

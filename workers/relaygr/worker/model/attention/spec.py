@@ -1,14 +1,33 @@
-"""What an attention back end must compute: sizes, scale, mask. One for all layers of a model."""
+"""The attention that a model asks for (sizes, scale, mask), and torch's element types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from relaygr.worker.model.attention.dtypes import torch_dtype
+from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype
+
+_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(dtype: KvDtype | ComputeDtype) -> torch.dtype:
+    """torch's name of an element type."""
+    return _BY_NAME[dtype.value]
+
+
+def rounding(dtype: KvDtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What storing and reading back does to K or V: nothing, or a round trip through bfloat16.
+
+    Rows that are never stored (suffix, candidates) take it too, so that they count as much in ranking as they
+    would in a prefix.
+    """
+    if dtype is KvDtype.FLOAT32:
+        return lambda x: x
+    return lambda x: x.to(torch.bfloat16).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

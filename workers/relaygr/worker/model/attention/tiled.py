@@ -1,23 +1,96 @@
-"""HSTU attention with every option, in plain torch, tile by tile: the reference path of the engine.
+"""HSTU attention with every option, in plain torch, tile by tile: the engine's path for options without a faster one.
 
-Slower than `blocked.py`, since it makes a mask and a bias for each tile that needs them; the tiles that nobody sees
-are left out, so that a window saves what it should.
+It is slower than `blocked.py`, because it makes a mask and a bias for each tile that needs them. Tiles that no row
+sees are skipped, so a window saves time. The tiles of a segment (`TiledSegment`) serve `softmax.py` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.attention.bias import RelativeBiases, TileBias
 from relaygr.worker.model.attention.interface import AttentionPass
-from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv
-from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.sight import Visible
+from relaygr.worker.model.attention.mask import AttentionMask, Visible
+from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
+from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.tiles import ROW_BLOCK, RowTile, TiledSegment, by_head, by_row, tiled_segments
+
+ROW_BLOCK = 256
+"""Rows of one tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """Some rows of a segment, all causal or all candidates."""
+
+    rows: slice
+    """Among those of the forward."""
+    tokens: range
+    """Their numbers in the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledSegment:
+    """One segment, ready for attention in tiles."""
+
+    placed: Placed
+    spans: tuple[PageSpan, ...]
+    mask: AttentionMask
+    bias: TileBias | None
+
+    def row_tiles(self) -> Iterator[RowTile]:
+        """All rows, in tiles of at most ROW_BLOCK."""
+        segment, start = self.placed.segment, self.placed.start
+        offset = segment.context_tokens - start
+        for part in (self.placed.causal, self.placed.free):
+            for low in range(part.start, part.stop, ROW_BLOCK):
+                high = min(low + ROW_BLOCK, part.stop)
+                yield RowTile(slice(low, high), range(low + offset, high + offset))
+
+    def own_keys(self, tile: RowTile) -> Iterator[range]:
+        """Numbers of the segment's own keys that the tile may see, in blocks; of the candidates those near it only."""
+        segment = self.placed.segment
+        for low in range(segment.context_tokens, segment.causal_tokens, KEY_BLOCK):
+            yield range(low, min(low + KEY_BLOCK, segment.causal_tokens))
+        if tile.tokens.start >= segment.causal_tokens:
+            first = self.mask.group_start(tile.tokens.start)
+            for low in range(first, tile.tokens.stop, KEY_BLOCK):
+                yield range(low, min(low + KEY_BLOCK, tile.tokens.stop))
+
+    def rows_of(self, tokens: range) -> slice:
+        """Where own tokens are among the rows of the forward."""
+        offset = self.placed.start - self.placed.segment.context_tokens
+        return slice(tokens.start + offset, tokens.stop + offset)
+
+
+def tiled_segments(
+    spec: AttentionSpec, biases: RelativeBiases | None, kv: PagedKv, segments: Sequence[Segment]
+) -> list[TiledSegment]:
+    """Each segment, ready. Raises ValueError for one whose pages do not hold its tokens."""
+    kv.check(segments)
+    made = []
+    for placed, spans in zip(place(segments), kv.spans(segments), strict=True):
+        mask = AttentionMask(spec, placed.segment, kv.device)
+        bias = None if biases is None else biases.of(placed.segment, mask)
+        made.append(TiledSegment(placed, spans, mask, bias))
+    return made
+
+
+def by_head(x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, dim] -> contiguous [heads, rows, dim], which batched products read fastest."""
+    return x.transpose(0, 1).contiguous()
+
+
+def by_row(sums: torch.Tensor, scale: float) -> torch.Tensor:
+    """[heads, rows, dim] -> scaled, [rows, heads * dim], in one pass over them."""
+    heads, rows, dim = sums.shape
+    out = sums.new_empty((rows, heads, dim))
+    torch.mul(sums.transpose(0, 1), scale, out=out)
+    return out.flatten(1)
 
 
 class TiledAttention:
@@ -83,7 +156,7 @@ class _TiledPass:
         values: torch.Tensor,
         sums: torch.Tensor,
     ) -> None:
-        visible = one.sight.tile(tile.tokens, numbers)
+        visible = one.mask.tile(tile.tokens, numbers)
         if visible is Visible.NONE:
             return
         scores = torch.bmm(q[:, tile.rows], keys.transpose(1, 2))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.layers import number_of_layers, per_head
+from relaygr.worker.model.convert.mapping import AS_IS, FLATTENED, TRANSPOSED, Takings
 from relaygr.worker.model.convert.options import ConvertOptions
-from relaygr.worker.model.convert.tables import ITEM, Items, Tables, give_table
-from relaygr.worker.model.convert.takings import AS_IS, FLATTENED, TRANSPOSED, Takings
-from relaygr.worker.model.inputs.shapes import ITEM_FEATURE_ROWS
+from relaygr.worker.model.convert.parts import ITEM, Items, Tables, give_table, number_of_layers, per_head
+from relaygr.worker.model.inputs.embedding import ITEM_FEATURE_ROWS
 
 _TRANSDUCER = "_hstu_transducer."
 _LAYERS = "_stu_module._stu_layers."

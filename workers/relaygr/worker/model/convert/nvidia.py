@@ -16,10 +16,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.layers import number_of_layers, order_of, per_head, take_norm, take_projection
+from relaygr.worker.model.convert.mapping import TRANSPOSED, Takings, Transform
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout
-from relaygr.worker.model.convert.tables import ACTION, ITEM, Items, Table, Tables, give_table
-from relaygr.worker.model.convert.takings import TRANSPOSED, Takings, Transform
+from relaygr.worker.model.convert.parts import (
+    ACTION,
+    ITEM,
+    Items,
+    Table,
+    Tables,
+    give_table,
+    number_of_layers,
+    order_of,
+    per_head,
+    take_norm,
+    take_projection,
+)
 from relaygr.worker.model.options import ReadoutActivation
 
 _BLOCK = "_hstu_block."

@@ -1,4 +1,4 @@
-"""What a state dict does not say, and a conversion must be told: as options, or in a YAML or JSON file."""
+"""The options of a conversion: what a state dict does not say, given on the command line or in a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS
 from relaygr.worker.model.config import describe_problems
 from relaygr.worker.model.options import ReadoutActivation, Task
+
+
+class SourceKind(enum.StrEnum):
+    """Whose model it is."""
+
+    META = "meta"
+    """DLRM-v3 of meta-recsys/generative-recommenders."""
+    NVIDIA = "nvidia"
+    """The ranking model of NVIDIA/recsys-examples."""
+    RESEARCH = "research"
+    """The research layer of meta-recsys/generative-recommenders."""
 
 
 class ProjectionLayout(enum.StrEnum):

@@ -11,10 +11,9 @@ import itertools
 from typing import Any
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.layers import number_of_layers, per_head
+from relaygr.worker.model.convert.mapping import TRANSPOSED, Takings
 from relaygr.worker.model.convert.options import ConvertOptions
-from relaygr.worker.model.convert.tables import ITEM, Items, Table, Tables
-from relaygr.worker.model.convert.takings import TRANSPOSED, Takings
+from relaygr.worker.model.convert.parts import ITEM, Items, Table, Tables, number_of_layers, per_head
 
 _LAYERS = "_attention_layers."
 _EPS = 1e-6

@@ -7,21 +7,20 @@ through its own modules over pages, in pages and chunks of two sizes.
 
 from relaygr.worker.model.vectors.cases import (
     TOLERANCE,
-    Case,
     CaseResult,
     CaseRunner,
-    Verdict,
+    CaseVerdict,
+    VectorCase,
     check_case,
     read_vectors,
 )
 from relaygr.worker.model.vectors.dlrm import run_dlrm
-from relaygr.worker.model.vectors.masks import run_mask
+from relaygr.worker.model.vectors.masks import run_mask, run_pos
 from relaygr.worker.model.vectors.nvidia import run_nv
-from relaygr.worker.model.vectors.positions import run_pos
 from relaygr.worker.model.vectors.research import run_research
 from relaygr.worker.model.vectors.stu import run_cached, run_stu
 
-__all__ = ["KINDS", "TOLERANCE", "Case", "CaseResult", "CaseRunner", "Verdict", "check_case", "read_vectors"]
+__all__ = ["KINDS", "TOLERANCE", "CaseResult", "CaseRunner", "CaseVerdict", "VectorCase", "check_case", "read_vectors"]
 
 KINDS: dict[str, CaseRunner] = {
     "stu_": run_stu,

@@ -33,7 +33,7 @@ NOTES = frozenset({"history", "targets", "delta", "max_abs_diff"})
 """Keys of a case's meta that say how it was made, and are not options."""
 
 
-class Verdict(enum.StrEnum):
+class CaseVerdict(enum.StrEnum):
     """What became of a case."""
 
     PASSED = "passed"
@@ -46,7 +46,7 @@ class CaseResult:
     """One case: its verdict, the worst error of its arrays and where, and what else there is to say."""
 
     name: str
-    verdict: Verdict
+    verdict: CaseVerdict
     worst_error: float = 0.0
     """Share of the largest expected value; 1.0 for a mask or index that differs."""
     worst_array: str = ""
@@ -70,7 +70,7 @@ class Checked:
     detail: str = ""
 
 
-class Case:
+class VectorCase:
     """Arrays and options of one case, fetched by name."""
 
     def __init__(self, name: str, options: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -173,7 +173,7 @@ def _is_whole(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iub"
 
 
-def alpha_of(case: Case) -> float | None:
+def alpha_of(case: VectorCase) -> float | None:
     """The scale of q.k: `attn_alpha` where it is set, which `alpha` only repeats. None: the layer's default."""
     name = next((name for name in ("attn_alpha", "alpha") if case.is_set(name)), None)
     return None if name is None else case.number(name)
@@ -216,7 +216,7 @@ def compare_exactly(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Ch
     return Checked(name, 1.0, f"{name}: {wrong} of {ours.numel()} differ") if wrong else Checked(name, 0.0)
 
 
-def read_vectors(path: Path) -> list[Case]:
+def read_vectors(path: Path) -> list[VectorCase]:
     """The cases of a file, in its order. Raises RelayError if it is not of the form described above."""
     try:
         if path.exists() and not zipfile.is_zipfile(path):
@@ -238,32 +238,32 @@ def read_vectors(path: Path) -> list[Case]:
         by_case.setdefault(case, {})[array_name] = array
     if not by_case:
         raise RelayError(f"{path} holds no case.")
-    return [Case(name, meta.get(name, {}), found) for name, found in by_case.items()]
+    return [VectorCase(name, meta.get(name, {}), found) for name, found in by_case.items()]
 
 
-CaseRunner = Callable[[Case], list[Checked]]
+CaseRunner = Callable[[VectorCase], list[Checked]]
 
 
-def check_case(case: Case, kinds: Mapping[str, CaseRunner]) -> CaseResult:
+def check_case(case: VectorCase, kinds: Mapping[str, CaseRunner]) -> CaseResult:
     """Runs one case through the runner of its kind."""
     runner = next((run for prefix, run in kinds.items() if case.name.startswith(prefix)), None)
     if runner is None:
         known = ", ".join(f"{prefix}*" for prefix in kinds)
-        return CaseResult(case.name, Verdict.NOT_UNDERSTOOD, detail=f"the kind is not known; known are {known}")
+        return CaseResult(case.name, CaseVerdict.NOT_UNDERSTOOD, detail=f"the kind is not known; known are {known}")
     try:
         with torch.inference_mode():
             checked = runner(case)
     except NotUnderstoodError as error:
-        return CaseResult(case.name, Verdict.NOT_UNDERSTOOD, detail=str(error))
+        return CaseResult(case.name, CaseVerdict.NOT_UNDERSTOOD, detail=str(error))
     except MalformedCaseError as error:
-        return CaseResult(case.name, Verdict.FAILED, float("inf"), detail=str(error))
+        return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail=str(error))
     # Sizes that contradict each other surface as errors of whatever operator meets them first.
     except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AssertionError, MemoryError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        return CaseResult(case.name, Verdict.FAILED, float("inf"), detail=f"it cannot be run: {first_line}")
+        return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail=f"it cannot be run: {first_line}")
     if not checked:
-        return CaseResult(case.name, Verdict.FAILED, float("inf"), detail="there is nothing to compare with")
+        return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail="there is nothing to compare with")
     worst = max(checked, key=lambda one: one.error)
     passed = all(one.error <= TOLERANCE for one in checked)
     details = "; ".join(one.detail for one in checked if one.detail)
-    return CaseResult(case.name, Verdict.PASSED if passed else Verdict.FAILED, worst.error, worst.name, details)
+    return CaseResult(case.name, CaseVerdict.PASSED if passed else CaseVerdict.FAILED, worst.error, worst.name, details)

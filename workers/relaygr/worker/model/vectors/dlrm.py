@@ -14,30 +14,29 @@ from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
-from relaygr.worker.model.attention.dtypes import torch_dtype
-from relaygr.worker.model.attention.spec import spec_of
+from relaygr.worker.model.attention.spec import spec_of, torch_dtype
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.convert import Converted, ConvertOptions, SourceKind, convert_state_dict
-from relaygr.worker.model.convert.options import SourceFeature
+from relaygr.worker.model.convert.conversion import Converted, convert_state_dict
+from relaygr.worker.model.convert.options import ConvertOptions, SourceFeature, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
-from relaygr.worker.model.inputs import Column, FeatureGates, TokenEmbedding, TokenLookup, Vocabulary
-from relaygr.worker.model.inputs.shapes import ITEM_FEATURE_ROWS
-from relaygr.worker.model.inputs.times import age_rows
+from relaygr.worker.model.inputs.embedding import ITEM_FEATURE_ROWS, TokenEmbedding
+from relaygr.worker.model.inputs.encodings import age_rows
+from relaygr.worker.model.inputs.lookup import FeatureGates, TokenLookup, Vocabulary
+from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.layers import build_layers
-from relaygr.worker.model.options import Task, TaskKind
-from relaygr.worker.model.precision import ComputeDtype
+from relaygr.worker.model.options import ComputeDtype, Task, TaskKind
 from relaygr.worker.model.readout import Readout
 from relaygr.worker.model.vectors.cases import (
-    Case,
     Checked,
     MalformedCaseError,
     NotUnderstoodError,
+    VectorCase,
     alpha_of,
     compare,
     require_rows,
     slices,
 )
-from relaygr.worker.model.vectors.paged import PAGINGS, PagedLayers
+from relaygr.worker.model.vectors.runs import PAGINGS, PagedLayers
 
 _KNOWN = frozenset(
     {"contextual", "tasks", "post", "N", "dim", "heads", "layers", "norm_eps", "post_ln_eps", "swish_ln_eps"}
@@ -79,7 +78,7 @@ class _Served:
         self.layers = PagedLayers(layers, spec)
 
 
-def run_dlrm(case: Case) -> list[Checked]:
+def run_dlrm(case: VectorCase) -> list[Checked]:
     """The candidates' rows, their items' rows, and predictions."""
     case.require_known(_KNOWN)
     if case.option("post") not in _POSTS:
@@ -112,7 +111,7 @@ def run_dlrm(case: Case) -> list[Checked]:
 
 
 @dataclass(frozen=True, slots=True)
-class _User:
+class _UserRequest:
     """One user's request: ids are rows of the case's embeddings."""
 
     features: NDArray[np.int64]
@@ -121,7 +120,9 @@ class _User:
     candidate_times: NDArray[np.int64]
 
 
-def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_Context]) -> Iterator[_User]:
+def _users(
+    case: VectorCase, histories: list[int], asked: list[int], contexts: list[_Context]
+) -> Iterator[_UserRequest]:
     times, asked_times = (case.integers(f"payload/{name}").numpy() for name in ("time", "c_time"))
     actions = case.integers("payload/action").numpy() if case.has("payload/action") else np.zeros_like(times)
     if actions.size and (actions.min() < 0 or actions.max() > np.iinfo(np.uint16).max):
@@ -129,7 +130,7 @@ def _users(case: Case, histories: list[int], asked: list[int], contexts: list[_C
     first_candidate = sum(histories)
     parts = zip(slices(histories), slices(asked), strict=True)
     for user, (history, own) in enumerate(parts):
-        yield _User(
+        yield _UserRequest(
             np.array([row for context in contexts for row in _values(context, user)], dtype=np.int64),
             Behaviours(
                 np.arange(history.start, history.stop, dtype=np.int64),
@@ -148,7 +149,7 @@ def _values(context: _Context, user: int) -> list[int]:
 
 
 def _rows_of(
-    model: _Served, config: ModelConfig, user: _User, paging: tuple[int, int]
+    model: _Served, config: ModelConfig, user: _UserRequest, paging: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the candidates after the last layer, and their tokens."""
     stamps = user.candidate_times if user.candidate_times.size else user.behaviours.timestamps_ms // _MS
@@ -166,7 +167,7 @@ def _rows_of(
     return rows[prefix.shape[0] :], torch.from_numpy(scored)
 
 
-def _converted(case: Case, items: list[str], contexts: list[_Context]) -> Converted:
+def _converted(case: VectorCase, items: list[str], contexts: list[_Context]) -> Converted:
     """The case's weights and embeddings as a state dict, converted. Raises MalformedCaseError if something lacks."""
     tensors = {name.removeprefix("w/buffer/").removeprefix("w/"): case.floats(name) for name in case.names("w/")}
     tables = {name: torch.cat((case.floats(f"in/{name}"), case.floats(f"in/c_{name}"))) for name in items}
@@ -205,17 +206,17 @@ def _source_feature(context: _Context) -> SourceFeature:
     return SourceFeature(name=context.name, tokens=context.tokens, min_tokens=least)
 
 
-def _with_eps(case: Case, config: ModelConfig) -> ModelConfig:
+def _with_eps(case: VectorCase, config: ModelConfig) -> ModelConfig:
     """Epsilons that the case names and a state dict does not say."""
     eps = {"readout_norm_eps": _eps(case, "post_ln_eps"), "swish_norm_eps": _eps(case, "swish_ln_eps")}
     return config.model_copy(update=eps)
 
 
-def _eps(case: Case, name: str) -> float:
+def _eps(case: VectorCase, name: str) -> float:
     return _MODULE_DEFAULT_EPS if case.option(name, _MODULE_DEFAULT) == _MODULE_DEFAULT else case.number(name)
 
 
-def _tasks(case: Case) -> tuple[Task, ...]:
+def _tasks(case: VectorCase) -> tuple[Task, ...]:
     tasks = []
     for text in case.option("tasks"):
         name, _, kind = str(text).rpartition(":")
@@ -225,7 +226,7 @@ def _tasks(case: Case) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _contexts(case: Case, users: int) -> list[_Context]:
+def _contexts(case: VectorCase, users: int) -> list[_Context]:
     """Contextual features in order, named in a list, or in a mapping to how many tokens each has."""
     told = case.option("contextual", [])
     sizes = dict(told) if isinstance(told, dict) else {}
@@ -242,7 +243,7 @@ def _contexts(case: Case, users: int) -> list[_Context]:
     return [_Context(name, tokens[name], rows[name]) for name in names]
 
 
-def _ranges(case: Case, name: str, users: int) -> list[range]:
+def _ranges(case: VectorCase, name: str, users: int) -> list[range]:
     """Of each user, the rows of a feature's embeddings: by its lengths or offsets, else the same number for all."""
     count = case.floats(f"in/{name}").shape[0]
     lengths = next((found for found in case.names() if found.endswith(f"/{name}_lengths")), None)

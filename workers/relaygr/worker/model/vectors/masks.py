@@ -1,21 +1,113 @@
-"""`mask_`: who sees whom, from the dense definition and, tile by tile, as attention asks for it."""
+"""`mask_` and `pos_`: attention masks as bool matrices, positions from the end and time buckets.
+
+A sequence is `[contextual | history | targets]`. Row i sees column j where
+
+    row \\ column | contextual | history       | target
+    contextual    | all        | all history   | none      (with a contextual mask; else ordinary causal rows)
+    history i     | all        | j <= i        | none
+    target t      | all        | all           | itself only (NVIDIA: earlier ones of its group, and itself)
+
+`max_attn_len` m narrows this to keys at most m places back, the diagonal always kept. `min_full_attn_seq_len` k
+exempts targets and the history rows within k places of its end. With a contextual mask all contextual tokens have
+place 0, and the history starts at 1. Sources: Meta's generative-recommenders (`attention_mask`) and NVIDIA's
+recsys-examples (`grouped_mask`), which give targets different places.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from relaygr.worker.model.attention.mask import AttentionMask, Visible
 from relaygr.worker.model.attention.segments import Segment
-from relaygr.worker.model.attention.sight import Sight, Visible
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.masks import MaskOptions, attention_mask
-from relaygr.worker.model.vectors.cases import Case, Checked, compare_exactly
+from relaygr.worker.model.inputs.encodings import FromEnd, age_rows
+from relaygr.worker.model.options import TimeEncoding
+from relaygr.worker.model.vectors.cases import (
+    Checked,
+    NotUnderstoodError,
+    VectorCase,
+    compare,
+    compare_exactly,
+    require_rows,
+    slices,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOptions:
+    """The options of a mask. Zero switches an option off."""
+
+    contextual_seq_len: int = 0
+    max_attn_len: int = 0
+    min_full_attn_seq_len: int = 0
+    causal: bool = True
+    """False: history rows see later ones too."""
+
+
+def attention_mask(size: int, length: int, num_targets: int | None, options: MaskOptions) -> torch.Tensor:
+    """bool [size, size] of one sequence of `length` tokens; what is beyond them is masked like more targets.
+
+    num_targets: how many of its last tokens are targets, which all stand at the place after the history; None: the
+    model is not target-aware, and they are ordinary history.
+    """
+    places, end = _places(size, length, options.contextual_seq_len)
+    if num_targets is not None:
+        end -= num_targets
+        places = places.clamp(max=end)
+    return _visible(places, end, options)
+
+
+def grouped_mask(
+    size: int, length: int, num_targets: int | None, group_size: int, options: MaskOptions
+) -> torch.Tensor:
+    """bool [size, size] with targets in groups of `group_size`, each target at a place of its own.
+
+    A target sees all that is not a target, and of its own group what comes before it and itself.
+    """
+    places, end = _places(size, length, options.contextual_seq_len)
+    if num_targets is None:
+        return _visible(places, end, options)
+    end -= num_targets
+    groups = torch.div((places - end).clamp(min=-1), group_size, rounding_mode="floor")
+    rows, columns = groups[:, None], groups[None, :]
+    together = (rows == columns) | (rows < 0) | (columns < 0)
+    return _visible(places, end, options, together)
+
+
+def _places(size: int, length: int, contextual: int) -> tuple[torch.Tensor, int]:
+    places = torch.arange(size)
+    if not contextual:
+        return places, length
+    return (places - (contextual - 1)).clamp(min=0), length - (contextual - 1)
+
+
+def _visible(
+    places: torch.Tensor, end: int, options: MaskOptions, together: torch.Tensor | None = None
+) -> torch.Tensor:
+    rows, columns = places[:, None], places[None, :]
+    back = rows - columns if options.causal else (rows - columns).abs()
+    visible = (back > 0) | torch.eye(rows.shape[0], dtype=torch.bool)
+    if together is not None:
+        visible = visible & together
+    if options.max_attn_len:
+        near = back <= options.max_attn_len
+        if options.min_full_attn_seq_len:
+            near = near | (rows >= end - options.min_full_attn_seq_len)
+        visible = visible & near
+    if options.contextual_seq_len:
+        visible = visible | ((rows == 0) & (columns < end))
+    return visible
+
 
 MASK_OPTIONS = frozenset({"contextual_seq_len", "max_attn_len", "min_full_attn_seq_len", "causal"})
 _TILE = 5
 
 
-def mask_options(case: Case) -> MaskOptions:
+def mask_options(case: VectorCase) -> MaskOptions:
     """The options of a case's mask."""
     return MaskOptions(
         contextual_seq_len=case.whole("contextual_seq_len", 0),
@@ -39,11 +131,11 @@ def served_mask(size: int, history: int, total: int, options: MaskOptions, group
         target_group_size=group_size,
     )
     segment = Segment(np.empty(0, np.int32), 0, history, size - history, False, total)
-    sight = Sight(spec, segment, torch.device("cpu"))
+    tiled_mask = AttentionMask(spec, segment, torch.device("cpu"))
     mask = torch.zeros((size, size), dtype=torch.bool)
     for rows in _tiles(size, history):
         for keys in _tiles(size, history):
-            tile = sight.tile(rows, keys)
+            tile = tiled_mask.tile(rows, keys)
             seen = tile if isinstance(tile, torch.Tensor) else tile is Visible.ALL
             mask[rows.start : rows.stop, keys.start : keys.stop] = seen
     return mask
@@ -72,7 +164,7 @@ def compare_masks(name: str, masks: list[torch.Tensor], expected: torch.Tensor) 
     return compare_exactly(name, ours, expected)
 
 
-def run_mask(case: Case) -> list[Checked]:
+def run_mask(case: VectorCase) -> list[Checked]:
     """The masks of all users. What lies beyond a sequence is masked like more targets."""
     case.require_known(MASK_OPTIONS | {"N", "target_aware"})
     lengths, expected = case.lengths(), case.integers("mask").bool()
@@ -96,3 +188,52 @@ def _tiles(size: int, history: int) -> list[range]:
     """Ranges that are all history or all candidates."""
     starts = [*range(0, history, _TILE), *range(history, size, _TILE)]
     return [range(start, min(start + _TILE, history if start < history else size)) for start in starts]
+
+
+_KNOWN = frozenset({"N", "contextual", "fn", "seconds_per_unit"})
+_FUNCTIONS = {"sqrt": TimeEncoding.SQRT, "log": TimeEncoding.LOG}
+
+
+def run_pos(case: VectorCase) -> list[Checked]:
+    """Rows of the position table, and embeddings with positions and times added."""
+    case.require_known(_KNOWN)
+    lengths = case.lengths()
+    targets = case.targets(len(lengths), lengths)
+    emb, pos, times = case.floats("emb"), case.floats("pos"), case.floats("ts_w")
+    stamps = case.integers("timestamps").numpy()
+    require_rows("emb", emb.shape[0], lengths)
+    require_rows("timestamps", stamps.shape[0], lengths)
+    encoding = _FUNCTIONS.get(str(case.option("fn", "sqrt")))
+    if encoding is None:
+        raise NotUnderstoodError(f"option fn={case.option('fn')!r} is not known")
+    contextual, size = case.whole("contextual", 0), case.whole("N")
+    seconds = case.number("seconds_per_unit", 60.0)
+    places = FromEnd(pos.shape[0], contextual)
+    indices, out = [], []
+    for user, own in enumerate(slices(lengths)):
+        length = own.stop - own.start
+        history = length if targets is None else length - targets[user]
+        index = _padded(places, history, size, contextual)
+        indices.append(index)
+        own_stamps = stamps[own]
+        query = int(own_stamps[-1]) if length else 0
+        ages = age_rows(own_stamps, query, encoding, seconds, times.shape[0])
+        added = pos[torch.from_numpy(index[:length])] + times[torch.from_numpy(ages)]
+        out.append(emb[own] + added)
+    checked = [compare("out", torch.cat(out), case.floats("out"))]
+    if case.has("pos_index"):
+        ours, expected = torch.from_numpy(np.stack(indices)), case.integers("pos_index")
+        if targets is None and ours.shape == expected.shape:
+            # Without targets, padding stands behind the end and has no place.
+            padding = torch.arange(size)[None, :] >= torch.tensor(lengths)[:, None]
+            ours, expected = ours.masked_fill(padding, 0), expected.masked_fill(padding, 0)
+        checked.append(compare_exactly("pos_index", ours, expected))
+    return checked
+
+
+def _padded(places: FromEnd, history: int, size: int, contextual: int) -> NDArray[np.int64]:
+    """int64 [size]: a sequence's places; what lies behind its history stands where targets stand."""
+    index = np.concatenate((places.of_prefix(history), places.of_scored(history, 0, size - history)))
+    # Contextual tokens count from the start even where a sequence is too short to have them all.
+    index[:contextual] = np.arange(min(contextual, size))
+    return index

@@ -10,11 +10,9 @@ from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.masks import MaskOptions, grouped_mask
-from relaygr.worker.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
-from relaygr.worker.model.vectors.dense import dense_attention
-from relaygr.worker.model.vectors.masks import compare_masks, in_tiles
-from relaygr.worker.model.vectors.paged import PAGINGS
+from relaygr.worker.model.vectors.cases import Checked, MalformedCaseError, VectorCase, compare, require_rows, slices
+from relaygr.worker.model.vectors.masks import MaskOptions, compare_masks, grouped_mask, in_tiles
+from relaygr.worker.model.vectors.runs import PAGINGS, dense_attention
 
 _KNOWN = frozenset(
     {"N", "alpha", "scaling_seqlen", "target_group_size", "max_attn_len", "min_full_attn_seq_len", "causal"}
@@ -22,7 +20,7 @@ _KNOWN = frozenset(
 _Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def run_nv(case: Case) -> list[Checked]:
+def run_nv(case: VectorCase) -> list[Checked]:
     """Attention's result, and its mask."""
     case.require_known(_KNOWN)
     lengths = case.lengths()
@@ -71,7 +69,7 @@ def run_nv(case: Case) -> list[Checked]:
     return checked
 
 
-def _contextuals(case: Case, users: int) -> list[int]:
+def _contextuals(case: VectorCase, users: int) -> list[int]:
     """Contextual tokens of each user; one number stands for all, and none for no such token."""
     counts = (case.lengths("num_contextuals") if case.has("num_contextuals") else []) or [0]
     if len(counts) == 1:

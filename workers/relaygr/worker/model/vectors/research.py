@@ -9,8 +9,8 @@ from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights
 from relaygr.worker.model.options import Activated, OutputForm, RelativeBias
-from relaygr.worker.model.vectors.cases import Case, Checked, MalformedCaseError, compare, require_rows, slices
-from relaygr.worker.model.vectors.paged import PAGINGS, PagedLayers, SequenceTimes
+from relaygr.worker.model.vectors.cases import Checked, MalformedCaseError, VectorCase, compare, require_rows, slices
+from relaygr.worker.model.vectors.runs import PAGINGS, PagedLayers, SequenceTimes
 
 _KNOWN = frozenset({"N", "heads", "dqk", "dv", "eps", "buckets", "log_base", "concat_ua"})
 
@@ -19,14 +19,14 @@ _CONCATENATED = (OutputForm.U_NA_UNORM, OutputForm.U_A_UNORM)
 """What `concat_ua` may mean: it does not say whether the middle block is A after its norm, or before."""
 
 
-def run_research(case: Case) -> list[Checked]:
+def run_research(case: VectorCase) -> list[Checked]:
     """SiLU on all, norms without weights, relative bias of position and time. The reading that fits best counts."""
     case.require_known(_KNOWN)
     forms = _CONCATENATED if case.flag("concat_ua", False) else (OutputForm.UNORM,)
     return min((_checked(case, form) for form in forms), key=lambda checked: max(one.error for one in checked))
 
 
-def _checked(case: Case, form: OutputForm) -> list[Checked]:
+def _checked(case: VectorCase, form: OutputForm) -> list[Checked]:
     options = LayerOptions(
         num_heads=case.whole("heads"),
         attention_dim=case.whole("dqk"),
@@ -65,7 +65,7 @@ def _checked(case: Case, form: OutputForm) -> list[Checked]:
     return checked
 
 
-def _layers(case: Case, options: LayerOptions) -> list[HstuLayer]:
+def _layers(case: VectorCase, options: LayerOptions) -> list[HstuLayer]:
     layers: list[HstuLayer] = []
     while case.has(f"w/_attention_layers.{len(layers)}._uvqk"):
         prefix = f"w/_attention_layers.{len(layers)}."
@@ -89,7 +89,7 @@ def _layers(case: Case, options: LayerOptions) -> list[HstuLayer]:
     return layers
 
 
-def _biases(case: Case, layers: int, size: int) -> RelativeBiases:
+def _biases(case: VectorCase, layers: int, size: int) -> RelativeBiases:
     """A table that a layer lacks is one of zeros."""
     buckets = case.whole("buckets", 1)
     names = [f"w/_attention_layers.{layer}._rel_attn_bias." for layer in range(layers)]
@@ -102,7 +102,7 @@ def _biases(case: Case, layers: int, size: int) -> RelativeBiases:
     return RelativeBiases(config, positions, times)
 
 
-def _table(case: Case, name: str, rows: int) -> torch.Tensor:
+def _table(case: VectorCase, name: str, rows: int) -> torch.Tensor:
     table = case.optional_floats(name)
     if table is None:
         return torch.zeros(rows)

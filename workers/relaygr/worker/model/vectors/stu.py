@@ -6,20 +6,18 @@ import torch
 
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights
-from relaygr.worker.model.masks import attention_mask
 from relaygr.worker.model.options import Activated, OutputForm
 from relaygr.worker.model.vectors.cases import (
-    Case,
     Checked,
     MalformedCaseError,
+    VectorCase,
     alpha_of,
     compare,
     require_rows,
     slices,
 )
-from relaygr.worker.model.vectors.dense import DenseRun, DenseStack
-from relaygr.worker.model.vectors.masks import MASK_OPTIONS, mask_options
-from relaygr.worker.model.vectors.paged import PAGINGS, PagedLayers, PagedRun
+from relaygr.worker.model.vectors.masks import MASK_OPTIONS, attention_mask, mask_options
+from relaygr.worker.model.vectors.runs import PAGINGS, DenseRun, DenseStack, PagedLayers, PagedRun
 
 _LAYER_OPTIONS = frozenset({"embedding_dim", "num_heads", "attention_dim", "hidden_dim", "num_layers", "norm_eps"})
 _KNOWN = _LAYER_OPTIONS | MASK_OPTIONS | {"alpha", "attn_alpha", "use_group_norm", "target_aware", "N", "max_seq_len"}
@@ -28,7 +26,7 @@ _KNOWN = _LAYER_OPTIONS | MASK_OPTIONS | {"alpha", "attn_alpha", "use_group_norm
 class _Stu:
     """Meta's stack of one case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: VectorCase) -> None:
         case.require_known(_KNOWN)
         options = LayerOptions(
             num_heads=case.whole("num_heads"),
@@ -93,7 +91,7 @@ class _Stu:
         return attention_mask(length, length, targets if self.target_aware else None, self._mask_options)
 
 
-def _weights(case: Case, prefix: str) -> LayerWeights:
+def _weights(case: VectorCase, prefix: str) -> LayerWeights:
     return LayerWeights(
         input_norm_weight=case.floats(f"{prefix}_input_norm_weight"),
         input_norm_bias=case.floats(f"{prefix}_input_norm_bias"),
@@ -106,7 +104,7 @@ def _weights(case: Case, prefix: str) -> LayerWeights:
     )
 
 
-def run_stu(case: Case) -> list[Checked]:
+def run_stu(case: VectorCase) -> list[Checked]:
     """x through all layers: y, and the rows after each layer."""
     stu = _Stu(case)
     x, lengths = case.floats("x"), case.lengths()
@@ -125,7 +123,7 @@ def run_stu(case: Case) -> list[Checked]:
     return checked
 
 
-def run_cached(case: Case) -> list[Checked]:
+def run_cached(case: VectorCase) -> list[Checked]:
     """The prefix alone, its K,V, and the rest against them; and everything in one piece."""
     stu = _Stu(case)
     x, lengths, prefixes = case.floats("x"), case.lengths(), case.lengths("prefix_lengths")

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.checkpoint import Checkpoint
 from relaygr.worker.model.options import Family
-from relaygr.worker.model.reference.layers import Attention, decoder_layer, hstu_layer
-from relaygr.worker.model.reference.scores import read_out
-from relaygr.worker.model.reference.sequence import embed, sequence_of
-from relaygr.worker.model.reference.sight import bias_of, mask_of
+from tests.workers.reference.layers import ReferenceAttention, decoder_layer, hstu_layer
+from tests.workers.reference.mask import bias_of, mask_of
+from tests.workers.reference.scores import read_out
+from tests.workers.reference.sequence import embed, sequence_of
 
 __all__ = ["ReferenceOutputs", "full_inference"]
 
@@ -60,7 +60,7 @@ def full_inference(
             for name, tensor in tensors.items()
             if name.startswith(f"layers.{index}.")
         }
-        attention = Attention(config, mask, bias_of(config, own, sequence), round_kv)
+        attention = ReferenceAttention(config, mask, bias_of(config, own, sequence), round_kv)
         x = layer(config, own, x, attention)
         keys.append(attention.keys)
         values.append(attention.values)

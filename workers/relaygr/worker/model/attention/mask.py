@@ -1,14 +1,14 @@
-"""Who sees whom in a segment, tile by tile: all options of the mask (docs/model.md), never the whole of it at once.
+"""The attention mask of a segment, tile by tile, with all its options (docs/model.md). No tile covers the whole mask.
 
 Keys of a segment are numbered from the prefix's first token on: context, causal rows, candidates. With a contextual
-mask the contextual tokens all stand at place 0 and the history begins at place 1; candidates stand at the place after
-the history. A row sees a key of the history
+mask all contextual tokens have place 0 and the history begins at place 1; all candidates have the place after the
+history. A row sees a key of the history
 
-    if it is the row itself, or stands before it and no more than `max_attn_len` places back;
+    if the key is the row itself, or comes before it and is no more than `max_attn_len` places back;
     at any distance, if the row is a candidate or a history row within `min_full_attn_len` places of the end;
     always, if the row is a contextual token and the mask is contextual.
 
-Of the candidates it sees those of its own group up to itself. Source: Meta's generative-recommenders; the groups are
+A candidate sees the candidates of its own group up to itself. Source: Meta's generative-recommenders; the groups are
 those of NVIDIA's recsys-examples.
 """
 
@@ -33,7 +33,7 @@ Tile = Visible | torch.Tensor
 """Nothing, everything, or bool [rows, keys]."""
 
 
-class Sight:
+class AttentionMask:
     """The mask of one segment. Rows and keys are ranges of the segment's tokens."""
 
     def __init__(self, spec: AttentionSpec, segment: Segment, device: torch.device) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import Activated, OutputForm
-from relaygr.worker.model.reference.small import layer_norm, silu
+from tests.workers.reference.small import layer_norm, silu
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Attention:
+class ReferenceAttention:
     """Of one layer, head after head; keeps K and V [tokens, H * dim] as they were stored."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Attention:
         return torch.softmax(scores.masked_fill(~self._mask, float("-inf")), dim=-1)
 
 
-def hstu_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: Attention) -> torch.Tensor:
+def hstu_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention) -> torch.Tensor:
     """One HSTU layer."""
     eps = config.norm_eps
     normal = layer_norm(x, tensors.get("input_norm.weight"), tensors.get("input_norm.bias"), eps)
@@ -79,7 +79,9 @@ def hstu_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention
     return y + tensors["output.bias"] if config.output_bias else y
 
 
-def decoder_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: Attention) -> torch.Tensor:
+def decoder_layer(
+    config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention
+) -> torch.Tensor:
     """One soft-max layer."""
     eps, key_width = config.norm_eps, config.num_heads * config.attention_dim
     normal = layer_norm(x, tensors.get("input_norm.weight"), tensors.get("input_norm.bias"), eps)

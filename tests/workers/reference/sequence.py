@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import InputForm, PositionOrigin, TimeEncoding
-from relaygr.worker.model.reference.encodings import TimeBuckets, positions_from_end, time_rows
-from relaygr.worker.model.reference.small import layer_norm
+from tests.workers.reference.encodings import TimeBuckets, positions_from_end, time_rows
+from tests.workers.reference.small import layer_norm
 
 Tensors = dict[str, torch.Tensor]
 

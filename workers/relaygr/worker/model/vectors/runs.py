@@ -1,6 +1,8 @@
-"""Rows of a case through layers over pages, as the engine takes them: in chunks into pages, then the rest against them.
+"""Runs the rows of a case through layers: dense with any mask, and over pages as the engine does.
 
-What a case holds is embedded rows, so these are the engine's layers, attention and pages without its inputs.
+A case holds embedded rows, so these are the engine's own layers (`hstu.py`) without its inputs. The dense run uses the
+plain attention formula and holds [heads, rows, keys] at once. The paged run uses the engine's attention and pages: the
+prefix goes into pages in chunks, and the rest is computed against the pages.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
 from relaygr.worker.kv import KvDtype, KvGeometry
@@ -18,7 +21,66 @@ from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, SegmentTimes
 from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.stack import Layer, Stack
+from relaygr.worker.model.layer_parts import Layer
+from relaygr.worker.model.layers import LayerStack
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    alpha: float,
+    normalizer: float,
+) -> torch.Tensor:
+    """A = mask * SiLU(alpha * q k^T) / N * v, as it stands.
+
+    q, k [heads, rows or keys, attention_dim]; v [heads, keys, hidden_dim]; mask bool [rows, keys].
+    Returns [heads, rows, hidden_dim].
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)) * alpha
+    weights = F.silu(scores) / normalizer * mask.to(scores.dtype)
+    return torch.matmul(weights, v)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRun:
+    """What became of one sequence: rows after each layer, and K, V [heads, keys, dim] of each layer."""
+
+    rows: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStack:
+    """All layers with one alpha and one N."""
+
+    layers: Sequence[Layer]
+    alpha: float
+    normalizer: float
+
+    def run(self, x: torch.Tensor, mask: torch.Tensor, before: DenseRun | None = None) -> DenseRun:
+        """x [rows, D]; mask bool [rows, keys]. `before`: K, V of earlier tokens, which come first among the keys."""
+        rows: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            index = len(keys)
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+            if before is not None:
+                k, v = torch.cat((before.keys[index], k), 1), torch.cat((before.values[index], v), 1)
+            keys.append(k)
+            values.append(v)
+            a = dense_attention(q.transpose(0, 1), k, v, mask, self.alpha, self.normalizer)
+            return a.transpose(0, 1).flatten(1)
+
+        for layer in self.layers:
+            x = layer(x, attend)
+            rows.append(x)
+        return DenseRun(tuple(rows), tuple(keys), tuple(values))
+
 
 PAGINGS = ((4, 3), (64, 512))
 """(page_tokens, chunk tokens) that cases go through: one that cuts everything, one that cuts nothing small."""
@@ -48,7 +110,7 @@ class PagedLayers:
         self._layers = layers
         self._spec = spec
         self._biases = biases
-        self._stack = Stack(layers, KvDtype.FLOAT32)
+        self._stack = LayerStack(layers, KvDtype.FLOAT32)
 
     def run(
         self,

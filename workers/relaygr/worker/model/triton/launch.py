@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import triton
 
-from relaygr.worker.model.attention.triton_kernels import attend_kernel, store_kernel
-from relaygr.worker.model.attention.triton_plan import PackedPlan
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, store_kernel
+from relaygr.worker.model.triton.plan import PackedPlan
 
 BLOCK_ROWS = (16, 32, 64, 128)
 """Rows of a tile that `choose_block_rows` may choose."""

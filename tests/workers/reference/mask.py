@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.masks import MaskOptions, attention_mask
-from relaygr.worker.model.reference.encodings import relative_time_bias
-from relaygr.worker.model.reference.sequence import Sequence
+from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
+from tests.workers.reference.encodings import relative_time_bias
+from tests.workers.reference.sequence import Sequence
 
 
 def mask_of(config: ModelConfig, sequence: Sequence) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
-from relaygr.worker.model.reference.sequence import Sequence, Tensors, item_vector, swish_mlp
-from relaygr.worker.model.reference.small import layer_norm, silu
+from tests.workers.reference.sequence import Sequence, Tensors, item_vector, swish_mlp
+from tests.workers.reference.small import layer_norm, silu
 
 _PI = 3.14
 """As Meta's DLRM-v3 has it."""

@@ -17,11 +17,10 @@ import torch
 
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry
-from relaygr.worker.model.attention.dtypes import rounding
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, place
-from relaygr.worker.model.attention.spec import AttentionSpec
-from relaygr.worker.model.attention.triton_launch import (
+from relaygr.worker.model.attention.spec import AttentionSpec, rounding
+from relaygr.worker.model.triton.launch import (
     BLOCK_ROWS,
     Blocks,
     DevicePlan,
@@ -33,7 +32,7 @@ from relaygr.worker.model.attention.triton_launch import (
     store,
     tuned,
 )
-from relaygr.worker.model.attention.triton_plan import (
+from relaygr.worker.model.triton.plan import (
     MAX_SPLITS,
     Capacity,
     PackedPlan,

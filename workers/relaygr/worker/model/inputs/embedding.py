@@ -1,24 +1,90 @@
-"""Tokens to vectors, on the device: what a token is, before it is told where and when it stands.
+"""Tokens to the rows that enter the first layer, on the device, and the tensors that this needs.
 
-    added         item[id] + action[code]                                     contextual tokens: feature[value]
-    interleaved   item[id], action[code], item[id], ...                       contextual tokens: feature[value]
-    dlrm          MLP(item[id]) + MLP(item features) + MLP(action bits)       contextual tokens: feature[value] W + b
+    row = scale * content + position[place] + time[age]
 
-swish-norm MLPs, one W and b a contextual token. Source of `dlrm`: Meta's generative-recommenders, DLRM-v3.
+    content       an item                                                     a contextual token
+    added         item[id] + action[code]                                     feature[value]
+    interleaved   item[id], action[code], item[id], ...                       feature[value]
+    dlrm          MLP(item[id]) + MLP(item features) + MLP(action bits)       feature[value] W + b
+
+The MLPs are swish-norm MLPs; each contextual token has its own W and b. Source of `dlrm`: Meta's
+generative-recommenders, DLRM-v3. The form of the content is chosen once, at load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from numpy.typing import NDArray
 
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.inputs.tokens import Column
-from relaygr.worker.model.mlp import Rows, swish_norm_mlp
+from relaygr.worker.model.inputs.tokens import (
+    Column,
+    Tokens,
+)
+from relaygr.worker.model.mlp import Rows, swish_norm_mlp, swish_norm_mlp_shapes
 from relaygr.worker.model.options import DlrmInputs, InputForm
+
+ITEM_FEATURE_ROWS = "item_features.{}.rows"
+"""int64: the row of the feature's table that each item has."""
+
+
+def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the inputs of a configuration need, `items.ids` (optional) left out."""
+    d = config.embedding_dim
+    width = config.dlrm_inputs.table_dim if config.dlrm_inputs is not None else d
+    shapes: dict[str, tuple[int, ...]] = {"items.weight": (config.vocabulary_size + 1, width)}
+    for index, feature in enumerate(config.contextual_features):
+        shapes[f"features.{index}.weight"] = (feature.cardinality + 1, width)
+    if config.num_actions:
+        # Added actions have a last row for candidates; interleaved ones are tokens, which candidates have none of.
+        extra = 2 if config.inputs is InputForm.ADDED else 1
+        shapes["actions.weight"] = (config.num_actions + extra, d)
+    if config.dlrm_inputs is not None:
+        shapes |= _dlrm_shapes(config, config.dlrm_inputs)
+    if config.num_positions:
+        shapes["positions.weight"] = (config.num_positions, d)
+    if config.num_times:
+        shapes["times.weight"] = (config.num_times, d)
+    return shapes
+
+
+def input_row_elements(config: ModelConfig) -> int:
+    """float32 elements that one token's embedding needs at most, its own row included."""
+    # The token itself; the row, and what is added to it or written over it.
+    elements = 2 * len(Column) + 3 * config.embedding_dim
+    if config.dlrm_inputs is not None:
+        inputs = config.dlrm_inputs
+        bits = len(inputs.action_weights)
+        # What was looked up, joined; inside an MLP its linear map, norm and gate; actions, and those of candidates.
+        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * inputs.hidden
+        elements += 2 * config.embedding_dim + 2 * bits * (1 + inputs.action_dim)
+    return elements
+
+
+def _dlrm_shapes(config: ModelConfig, inputs: DlrmInputs) -> dict[str, tuple[int, ...]]:
+    d, width, features = config.embedding_dim, inputs.table_dim, len(inputs.item_features)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, feature in enumerate(inputs.item_features):
+        shapes[ITEM_FEATURE_ROWS.format(index)] = (config.vocabulary_size + 1,)
+        shapes[f"item_features.{index}.weight"] = (feature.cardinality + 1, width)
+    if config.contextual_tokens:
+        shapes["contextual.weight"] = (config.contextual_tokens, width, d)
+        shapes["contextual.bias"] = (config.contextual_tokens, d)
+    shapes |= swish_norm_mlp_shapes("content", width, inputs.hidden, d)
+    if features:
+        shapes |= swish_norm_mlp_shapes("additional", width * features, inputs.hidden, d)
+    if inputs.action_weights:
+        bits = len(inputs.action_weights)
+        shapes["action_bits.weight"] = (bits, inputs.action_dim)
+        shapes["action_bits.candidates"] = (bits * inputs.action_dim,)
+        shapes |= swish_norm_mlp_shapes("action_bits", bits * inputs.action_dim, inputs.hidden, d)
+    return shapes
+
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -149,3 +215,41 @@ def _with_others(
     x = of_items(content.clamp(min=0))
     x[others] = F.embedding(~content[others], table)
     return x
+
+
+Int64Array = NDArray[np.int64]
+Send = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TokenEmbedding:
+    """Tokens to rows, on the device."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], send: Send | None = None) -> None:
+        """`send` copies to the tensors' device (`Device.sent`); without it they are on the CPU."""
+        self._content = build_content(config, tensors)
+        self._send = send if send is not None else _stay
+        self._scale = config.embedding_scale
+        self._tables = [
+            (column, tensors[name])
+            for column, name in ((Column.PLACE, "positions.weight"), (Column.AGE, "times.weight"))
+            if name in tensors
+        ]
+
+    def __call__(self, tokens: Tokens, sent: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [n, 5] -> rows [n, D]. `sent`: the same tokens, where the device has them already."""
+        others = np.flatnonzero(tokens[:, Column.CONTENT] < 0)
+        if sent is None:
+            sent = self._moved(tokens)
+        x = self._content(sent, self._moved(others) if others.size else None)
+        if self._scale != 1.0:
+            x = x.mul_(self._scale)
+        for column, table in self._tables:
+            x = x.add_(F.embedding(sent[:, column], table))
+        return x
+
+    def _moved(self, array: Int64Array) -> torch.Tensor:
+        return self._send(torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def _stay(host: torch.Tensor) -> torch.Tensor:
+    return host

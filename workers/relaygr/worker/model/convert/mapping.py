@@ -1,16 +1,76 @@
-"""The books of a conversion: each tensor of the source is taken once at most, and its fate is written down."""
+"""The mapping of a source's tensors to ours: each is used at most once, and the report lists every tensor."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.report import ConversionReport, LeftOver, Mapped, Missing, Unused
 from relaygr.worker.model.convert.state_dict import StateDict
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A tensor of ours, where it came from and what was done to it."""
+
+    source: str
+    target: str
+    source_shape: Shape
+    shape: Shape
+    transform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A tensor of the source that has no part in the scores, and why."""
+
+    source: str
+    shape: Shape
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """A tensor of the source that nothing took."""
+
+    source: str
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A tensor of ours that the source lacks; `looked_for`: names under which it would have been taken."""
+
+    target: str
+    shape: Shape
+    looked_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """Every tensor once: mapped, unused, left over or missing."""
+
+    origin: str
+    mapped: tuple[Mapped, ...]
+    unused: tuple[Unused, ...]
+    left_over: tuple[LeftOver, ...]
+    missing: tuple[Missing, ...]
+    notes: tuple[str, ...]
+    """Where the converted model differs from its source, in sentences."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left over and nothing missing."""
+        return not self.left_over and not self.missing
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""Checkpoints of other people's models to ours (docs/convert.md).
+
+Every tensor of the source is mapped, known to be of no use, or left over; every tensor that our configuration asks
+for is there, or missing. A conversion that leaves something over or misses something is not written unless it is
+asked for; then what is missing is filled so that it changes nothing: ones for a norm's weight, else zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.checkpoint import expected_tensors
+from relaygr.worker.model.config import ModelConfig, describe_problems
+from relaygr.worker.model.convert.mapping import ConversionReport, Takings
+from relaygr.worker.model.convert.meta import convert_meta
+from relaygr.worker.model.convert.nvidia import convert_nvidia
+from relaygr.worker.model.convert.options import ConvertOptions, SourceKind, as_option
+from relaygr.worker.model.convert.research import convert_research
+from relaygr.worker.model.convert.state_dict import StateDict, read_state_dict
+
+_SHORTEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Our configuration and tensors, and what became of the source's."""
+
+    config: ModelConfig
+    tensors: Mapping[str, torch.Tensor]
+    report: ConversionReport
+
+
+_FOR_ALL = frozenset(
+    {"heads", "normalizer", "eps", "alpha", "tasks", "tables", "table_rows", "items"}
+    | {"max_attn_len", "min_full_attn_len", "max_prefix", "max_suffix", "max_candidates"}
+)
+_FOR_ONE: dict[SourceKind, frozenset[str]] = {
+    SourceKind.META: frozenset({"features", "item_features", "item_values", "contextual_mask", "action_weights"}),
+    SourceKind.NVIDIA: frozenset({"features", "contextual_mask", "projection", "target_group_size", "activation"}),
+    SourceKind.RESEARCH: frozenset({"concatenated", "activation", "log_base"}),
+}
+"""What a source has a use for, beside what all have."""
+
+_SOURCES: dict[SourceKind, Callable[[Takings, ConvertOptions], dict[str, Any]]] = {
+    SourceKind.META: convert_meta,
+    SourceKind.NVIDIA: convert_nvidia,
+    SourceKind.RESEARCH: convert_research,
+}
+
+
+def convert(source: Path, kind: SourceKind, options: ConvertOptions, strip: str = "") -> Converted:
+    """A file or folder of the source. Raises RelayError for what cannot be read, or is not told."""
+    return convert_state_dict(read_state_dict(source, strip), kind, options, str(source))
+
+
+def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOptions, origin: str) -> Converted:
+    """Tensors of the source, in memory. Raises RelayError for what is not told, and for what it has no use for."""
+    useless = sorted(options.model_fields_set - _FOR_ALL - _FOR_ONE[kind])
+    if useless:
+        names = ", ".join(as_option(name) for name in useless)
+        raise RelayError(f"A conversion from {kind} has no use for {names}: leave it out.")
+    takings = Takings(origin, source)
+    try:
+        fields = _SOURCES[kind](takings, options) | _common(options)
+    # Shapes and files that contradict what the source should be surface as errors of whatever meets them first.
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise RelayError(f"{origin} is not what {kind} saves, or the options do not fit it: {error}.") from error
+    fields.setdefault("max_prefix_behaviours", options.max_prefix or _longest(fields))
+    try:
+        config = ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        raise RelayError(f"{origin} does not make a model: {describe_problems(error)}.") from error
+    shapes = expected_tensors(config)
+    takings.take_own(shapes)
+    report = takings.report(shapes)
+    return Converted(config, takings.tensors | _filled(report), report)
+
+
+def _common(options: ConvertOptions) -> dict[str, Any]:
+    """Fields that every source is told alike."""
+    fields: dict[str, Any] = {
+        "normalizer": options.normalizer,
+        "max_attn_len": options.max_attn_len,
+        "min_full_attn_len": options.min_full_attn_len,
+        "max_suffix_behaviours": options.max_suffix,
+        "max_candidates": options.max_candidates,
+    }
+    return fields if options.alpha is None else fields | {"attn_alpha": options.alpha}
+
+
+def _longest(fields: Mapping[str, Any]) -> int:
+    """Behaviours of the longest sequence that the source was made for."""
+    tokens = 2 if fields.get("inputs") == "interleaved" else 1
+    return max(_SHORTEST, int(fields["normalizer"]) // tokens)
+
+
+def _filled(report: ConversionReport) -> dict[str, torch.Tensor]:
+    """What is missing, so that it changes nothing."""
+    return {
+        missing.target: torch.ones(missing.shape) if _is_norm_weight(missing.target) else torch.zeros(missing.shape)
+        for missing in report.missing
+    }
+
+
+def _is_norm_weight(name: str) -> bool:
+    return name.endswith("norm.weight")

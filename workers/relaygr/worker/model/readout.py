@@ -1,0 +1,161 @@
+"""From a candidate's last row to one score a task (docs/model.md).
+
+    circle  = angle of floor(time / unit) mod units, as cosine and sine, one for each period
+    row     = norm(row)                                      or  norm(linear([row, circles]))
+    score   = MLP(row)                                       or  MLP(row * MLP(candidate's item and its features))
+
+then sigmoid where a task is binary. Sources: NVIDIA's recsys-examples (L2 norm, MLP), Meta's generative-recommenders
+(DLRM-v3: the rest, with its time-aware post-processor).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs.embedding import ItemEmbeddings
+from relaygr.worker.model.inputs.tokens import Column
+from relaygr.worker.model.mlp import (
+    Rows,
+    chain,
+    l2_norm,
+    layer_norm,
+    linear,
+    swish_norm,
+    swish_norm_mlp,
+    swish_norm_mlp_shapes,
+)
+from relaygr.worker.model.options import ReadoutActivation, ReadoutForm, ReadoutNorm, TaskKind
+
+
+def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the read-out of a configuration needs."""
+    d = config.embedding_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.readout_norm is ReadoutNorm.LAYER:
+        shapes |= {"readout.norm.weight": (d,), "readout.norm.bias": (d,)}
+    if config.readout_periods:
+        width = d + 2 * len(config.readout_periods)
+        shapes |= {"readout.periods.weight": (width, d), "readout.periods.bias": (d,)}
+    if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
+        width = config.dlrm_inputs.table_dim * (1 + len(config.dlrm_inputs.item_features))
+        shapes |= swish_norm_mlp_shapes("readout.item", width, config.readout_item_hidden, d)
+    widths = (d, *config.readout_hidden, len(config.tasks))
+    for index, (rows, columns) in enumerate(itertools.pairwise(widths)):
+        shapes |= {f"readout.mlp.{index}.weight": (rows, columns), f"readout.mlp.{index}.bias": (columns,)}
+        if config.readout_activation is ReadoutActivation.SWISH_NORM and index < len(config.readout_hidden):
+            norm = f"readout.mlp.{index}.norm"
+            shapes |= {f"{norm}.weight": (columns,), f"{norm}.bias": (columns,)}
+    return shapes
+
+
+def readout_row_elements(config: ModelConfig) -> int:
+    """float32 elements that the read-out of one candidate needs at most."""
+    d, periods = config.embedding_dim, len(config.readout_periods)
+    # The token; its row, joined with periods, mapped and normalised.
+    elements = 2 * len(Column) + 4 * d + 6 * periods
+    if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
+        inputs = config.dlrm_inputs
+        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * config.readout_item_hidden + 3 * d
+    # A layer of the MLP: its linear map, norm and gate beside the layer before.
+    return elements + 4 * max((0, *config.readout_hidden)) + sum(config.readout_hidden) + 3 * len(config.tasks)
+
+
+RowReader = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_PI = 3.14
+"""As the original has it."""
+
+
+class PeriodicTimes:
+    """Joins each row with where its time is in each period, and maps the result back to D columns."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._linear = linear(tensors, "readout.periods")
+        device = tensors["readout.periods.weight"].device
+        self._unit_seconds = torch.tensor([period.unit_seconds for period in config.readout_periods], device=device)
+        self._units = torch.tensor([period.units for period in config.readout_periods], device=device)
+
+    def __call__(self, rows: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        # float32 from the start: seconds since the epoch lose their last two minutes, as they do in the original.
+        elapsed = torch.div(times[:, None].float(), self._unit_seconds, rounding_mode="floor")
+        angle = torch.remainder(elapsed, self._units) / self._units * 2 * _PI
+        circles = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)
+        return self._linear(torch.cat((rows, circles), dim=1))
+
+
+def build_row_reader(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> RowReader:
+    """(rows [n, D], times int64 [n] in seconds) -> rows [n, D]."""
+    norm: Rows = l2_norm
+    if config.readout_norm is ReadoutNorm.LAYER:
+        eps = config.norm_eps if config.readout_norm_eps is None else config.readout_norm_eps
+        norm = layer_norm(tensors, "readout.norm", eps)
+    if not config.readout_periods:
+        return lambda rows, times: norm(rows)  # noqa: ARG005 - such a model has no use for times
+    placed = PeriodicTimes(config, tensors)
+    return lambda rows, times: norm(placed(rows, times))
+
+
+_PLAIN: dict[ReadoutActivation, Rows] = {
+    ReadoutActivation.SILU: F.silu,
+    ReadoutActivation.RELU: F.relu,
+    ReadoutActivation.GELU: F.gelu,
+}
+
+
+class TaskHead:
+    """Rows [n, D] -> scores float32 [n, tasks]."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        parts: list[Rows] = []
+        for index in range(len(config.readout_hidden)):
+            parts.append(linear(tensors, f"readout.mlp.{index}"))
+            if config.readout_activation is ReadoutActivation.SWISH_NORM:
+                eps = config.swish_eps(config.readout_mlp_eps)
+                parts.append(swish_norm(tensors, f"readout.mlp.{index}.norm", eps))
+            else:
+                parts.append(_PLAIN[config.readout_activation])
+        last = f"readout.mlp.{len(config.readout_hidden)}"
+        self._mlp = chain([*parts, linear(tensors, last)])
+        self._binary = torch.tensor([task.kind is TaskKind.BINARY for task in config.tasks])
+        self._binary = self._binary.to(tensors[f"{last}.weight"].device)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self._mlp(rows)
+        return torch.where(self._binary, torch.sigmoid(logits), logits)
+
+
+class Readout:
+    """Rows and tokens of candidates to scores."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._read = build_row_reader(config, tensors)
+        self._head = TaskHead(config, tensors)
+        self._score = self._of_rows
+        if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
+            self._items = ItemEmbeddings(len(config.dlrm_inputs.item_features), tensors)
+            eps = config.readout_mlp_eps
+            self._item_mlp = swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
+            self._score = self._of_products
+
+    def __call__(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """rows [candidates, D], their tokens int64 [candidates, 5] -> scores float32 [candidates, tasks]."""
+        return self._score(rows, tokens)
+
+    def user_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[candidates, D]: the rows as the task MLP or the product reads them."""
+        return self._read(rows, tokens[:, Column.TIME])
+
+    def item_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[candidates, D]: the candidates' own side of the product."""
+        return self._item_mlp(self._items(tokens[:, Column.CONTENT]))
+
+    def _of_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self._head(self.user_rows(rows, tokens))
+
+    def _of_products(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self._head(self.user_rows(rows, tokens) * self.item_rows(tokens))

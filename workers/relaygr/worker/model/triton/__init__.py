@@ -1,0 +1,1 @@
+"""The CUDA kernels, written in Triton. `plan` imports neither torch nor Triton; every other module imports Triton."""
