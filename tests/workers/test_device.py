@@ -72,7 +72,7 @@ def test_without_torch_npu_the_cpu_works() -> None:
 @pytest.mark.slow
 def test_loading_an_engine_imports_no_accelerator_s_library() -> None:
     """Triton comes with CUDA builds of torch, and costs a second; a CPU worker, or one on an NPU, never needs it."""
-    done = run_python(f"{LOADS_AN_ENGINE}; import sys; print(sorted({{'triton', 'torch_npu'}} & set(sys.modules)))")
+    done = run_python(f"{LOADS_AN_ENGINE}import sys; print(sorted({{'triton', 'torch_npu'}} & set(sys.modules)))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -85,8 +85,8 @@ def test_without_triton_the_cpu_works() -> None:
 
 @pytest.mark.slow
 def test_without_cuda_the_cpu_is_taken_and_asking_for_cuda_says_what_is_missing() -> None:
-    hidden = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
-    done = run_python(f"{hidden}{LOADS_AN_ENGINE}; open_device('cuda')")
+    hidden = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+    done = run_python(f"{hidden}{LOADS_AN_ENGINE}open_device('cuda')")
     assert done.stdout.splitlines()[0] == "cpu"
     assert "Device 'cuda' was asked for" in done.stderr
     assert "no accelerator at all" in done.stderr

@@ -1,6 +1,6 @@
 """The contract of every engine, for every kind of model and every back end: cached inference is full inference.
 
-Full inference is what the oracle computes, dense and in float64 (`relaygr.worker.model.reference`). What a model's
+Full inference is what the oracle computes, dense and in float64 (`tests.workers.reference`). What a model's
 rules forbid (chunks, a suffix, an append) is refused, and what they allow is exact.
 """
 

@@ -1,6 +1,6 @@
 """Real engines of every kind of prefix, through the executor: what was relayed scores as full inference does.
 
-The oracle is `relaygr.worker.model.reference`: everything in one dense pass, in float64.
+The oracle is `tests.workers.reference`: everything in one dense pass, in float64.
 """
 
 from __future__ import annotations
