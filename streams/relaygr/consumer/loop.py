@@ -14,7 +14,8 @@ Contract:
 * What is finished is also noted in a `FinishedLog`, if one is given, and at the first assignment the predecessor's
   notes count as finished here, where they may be believed (`relaygr.consumer.finished`).
 * `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
-  Partitions that are not owned on all topics alike (an owner split) are counted and logged.
+  `status()` shows an assignment once `on_assigned` has returned: a worker that is not told of its partitions yet is
+  not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
   A partition whose span reaches `max_span` is paused by the loop itself until half of it is finished.
 * `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end. While
@@ -411,13 +412,19 @@ class ConsumerLoop:
                 self._take_up(consumer, self._finished_log.predecessor(), positions)
             self._finished_log.note(self._tracker.progress(positions))
         self._member_id = consumer.memberid()
-        self._epoch += 1
-        self._assigned = True
+        epoch = self._epoch + 1
         self._may_rejoin = False
         self._stalled = False
         self._message_at_us = self._clock.monotonic_us()
         self._paused.difference_update(_from_kafka(partitions))  # What is newly assigned starts unpaused.
+        owned = self._tracker.owned()
+        if self._missing_topic in {tp.topic for tp in owned}:
+            self._missing_topic = None
+        # The handler comes first: a thread that reads the new ownership from `status()` may rely on the handler.
+        self._handler.on_assigned(frozenset(tp.partition for tp in owned), epoch)
+        self._epoch = epoch
         self._note_ownership()
+        self._assigned = True
         if self._owner_split:
             self._log.error(
                 "owner split: these partitions are not owned on all topics alike, so requests and prefixes miss "
@@ -425,10 +432,7 @@ class ConsumerLoop:
                 "range assignor",
                 partitions=sorted(self._owner_split)[:20],
             )
-        if self._missing_topic in {tp.topic for tp in self._tracker.owned()}:
-            self._missing_topic = None
         self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
-        self._handler.on_assigned(self._partitions, self._epoch)
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
