@@ -13,16 +13,19 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 p
 	done)
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs site clean
+.PHONY: help demo test test-fast lint format docs site clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/.installed-demo ## run the relay here, relay on and relay off, and compare
 	$(BIN)/relaygr demo $(DEMO_ARGS)
 
 test: lint ## lint, types and all tests
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.installed-test ## the tests that are not slow
+	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .

@@ -4,28 +4,81 @@
 is started once. `kafka_settings` gives a test topics and groups of its own on it.
 
 The real one is `RELAYGR_TEST_BOOTSTRAP` where that is set, else one started from `KAFKA_HOME`. Where
-there is none, its tests are skipped; with `RELAYGR_TEST_REQUIRE_BROKER=1` they fail.
+there is none, its tests are skipped, or fail if a broker is promised (`tests/promised.py`).
+
+Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slow` here.
+
+Every test begins with the logging of a process that configured none, and without the caller's settings.
 
 Examples of property tests may take as long as they like: no test asserts how long something took.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
+SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 
 settings.register_profile("relaygr", deadline=None)
 settings.load_profile("relaygr")
+
+for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not name.startswith("RELAYGR_TEST_")]:
+    del os.environ[_name]
+
+
+def pytest_configure() -> None:
+    try:
+        promised()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
+            item.add_marker("slow")
+
+
+class _StandardError:
+    """A structlog logger that looks up `sys.stderr` at each line.
+
+    structlog's own keeps the stream that it found first. Where that was a test's captured output, it is closed by
+    the time that a later test logs.
+    """
+
+    def msg(self, message: str) -> None:
+        sys.stderr.write(f"{message}\n")
+
+    debug = info = warning = error = critical = exception = fatal = log = msg
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """What a test configures of `logging` and structlog ends with it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    structlog.reset_defaults()
+    structlog.configure(logger_factory=lambda *_: _StandardError())
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +92,11 @@ def embedded_broker() -> Iterator[LocalBroker]:
 def real_broker() -> Iterator[LocalBroker]:
     """A real Apache Kafka; tests that take it directly carry the `kafka` marker themselves."""
     choice = os.environ.get("RELAYGR_TEST_BOOTSTRAP") or BrokerChoice.KAFKA
-    required = os.environ.get("RELAYGR_TEST_REQUIRE_BROKER") == "1"
     context = local_broker(choice)
     try:
         broker = context.__enter__()
     except RelayError as error:
-        if required:
-            raise
-        pytest.skip(f"no real Kafka here: {error}")
+        unavailable("broker", f"no real Kafka here: {error}")
     try:
         yield broker
     finally:

@@ -11,36 +11,39 @@ from pathlib import Path
 import pytest
 
 from tests.compose.compose_world import ALERTS, COMPOSE, PROMETHEUS
+from tests.promised import unavailable
 
 CASES = Path(__file__).with_name("alerts_cases.yaml")
 ENTRYPOINT = COMPOSE / "entrypoint.sh"
 PROFILES = ("ui", "monitoring", "cuda", "npu")
 
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+@pytest.fixture
+def promtool() -> str:
+    """Its path."""
+    return shutil.which("promtool") or unavailable("promtool", "promtool is not installed")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@needs_promtool
-def test_promtool_accepts_configuration_and_rules() -> None:
-    result = run("promtool", "check", "config", str(PROMETHEUS))
+def test_promtool_accepts_configuration_and_rules(promtool: str) -> None:
+    result = run(promtool, "check", "config", str(PROMETHEUS))
     assert result.returncode == 0, result.stderr
-    assert run("promtool", "check", "rules", str(ALERTS)).returncode == 0
+    assert run(promtool, "check", "rules", str(ALERTS)).returncode == 0
 
 
-@needs_promtool
-def test_alerts_fire_when_they_should_and_are_quiet_otherwise() -> None:
-    result = run("promtool", "test", "rules", str(CASES))
+def test_alerts_fire_when_they_should_and_are_quiet_otherwise(promtool: str) -> None:
+    result = run(promtool, "test", "rules", str(CASES))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.container
 @pytest.mark.parametrize("profile", [None, *PROFILES])
 def test_docker_compose_reads_the_file_without_a_word(profile: str | None) -> None:
     if shutil.which("docker") is None or run("docker", "compose", "version").returncode:
-        pytest.skip("docker compose is not installed")
+        unavailable("docker", "docker compose is not installed")
     chosen = ["--profile", profile] if profile else []
     result = run("docker", "compose", "--project-directory", str(COMPOSE), *chosen, "config", "--quiet")
     assert (result.returncode, result.stderr) == (0, "")

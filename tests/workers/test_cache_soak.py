@@ -167,7 +167,7 @@ class Soak:
 LIMITS = {"pending": HBM_PAGES, "copies": 16, "hbm leases": 500, "hbm lease times": 1_064}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(max(120, OPERATIONS // 2_000))
 def test_a_million_operations_leave_memory_flat() -> None:
     """All policies share them. What is traced and what the process takes may not grow after the first tenth."""

@@ -1,0 +1,33 @@
+"""Parts of a machine that some tests need: a broker, Docker, a browser, promtool.
+
+Without its part a test is skipped. Where the part is promised, the test fails: `RELAYGR_TEST_REQUIRE` names the
+promised parts, separated by commas. `RELAYGR_TEST_REQUIRE_BROKER=1` is another way to name the broker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NoReturn
+
+import pytest
+
+PARTS = frozenset({"broker", "docker", "browser", "promtool"})
+
+
+def promised(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The parts that must be there. Raises ValueError for a name that is no part."""
+    named = {name.strip() for name in environment.get("RELAYGR_TEST_REQUIRE", "").split(",")} - {""}
+    if named - PARTS:
+        raise ValueError(f"RELAYGR_TEST_REQUIRE names {sorted(named - PARTS)}; the parts are {sorted(PARTS)}")
+    if environment.get("RELAYGR_TEST_REQUIRE_BROKER") == "1":
+        named.add("broker")
+    return frozenset(named)
+
+
+def unavailable(part: str, reason: str) -> NoReturn:
+    """Ends the test: as failed if `part` is promised, else as skipped."""
+    assert part in PARTS
+    if part in promised():
+        pytest.fail(f"{part} is promised by RELAYGR_TEST_REQUIRE, but: {reason}")
+    pytest.skip(reason)
