@@ -22,12 +22,13 @@ from relaygr.schemas.messages import (
     LatencyCoefficients,
     RankingRequest,
 )
-from relaygr.worker.admission import JobAdmission
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import BuiltCache, build_cache
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
@@ -36,7 +37,6 @@ from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.engine import Engine, build_engine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.work import RankingWork
 from tests.workers.model_world import VOCABULARY, small_config
 from tests.workers.simulated_device import SimulatedDevice
 

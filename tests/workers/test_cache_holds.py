@@ -9,7 +9,7 @@ from relaygr.schemas.messages import Path
 from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, PendingPrefix, PrefixCache
 from relaygr.worker.cache.metrics import CacheCollector
 from relaygr.worker.cache.pins import LONGEST_HOLD_US
-from relaygr.worker.work import PrefixWork
+from relaygr.worker.executor.work import PrefixWork
 from tests.workers.cache_world import GEOMETRY, LAYOUT, Later, World, make_key
 from tests.workers.overlap_world import OverlapWorld, worst
 

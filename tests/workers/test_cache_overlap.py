@@ -13,7 +13,7 @@ import pytest
 from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource
 from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, SpillOutcome
 from relaygr.worker.cache.build import build_cache
-from relaygr.worker.completions import DeviceCompletion
+from relaygr.worker.executor.context import DeviceCompletion
 from relaygr.worker.kv import DramKvDtype
 from tests.workers.cache_world import GEOMETRY, LAYOUT, make_key
 from tests.workers.overlap_world import LAYER_US, LAYERS, PAGES, OverlapWorld, worst

@@ -25,18 +25,18 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.worker.admission import JobAdmission
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice, Device
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
 from relaygr.worker.model.rules import PrefixRules
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.work import JobOutcome, JobWork, RankingWork
 
 PAGE_TOKENS = 16
 TOKEN_US = 10

@@ -11,7 +11,7 @@ import torch
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
 from relaygr.worker.device import CpuDevice, Event
-from relaygr.worker.work import JobOutcome
+from relaygr.worker.executor.work import JobOutcome
 from tests.workers.test_executor import COEFFICIENTS, HIT_US, TOKEN_US, World
 from tests.workers.test_executor_rules import World as RealWorld
 from tests.workers.test_executor_rules import behaviours_of

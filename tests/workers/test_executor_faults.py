@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from relaygr.schemas.messages import FailureReason, Path
+from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.work import JobOutcome
 from tests.workers.test_executor import LIMITS, World
 
 

@@ -26,11 +26,12 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.worker.admission import JobAdmission
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import build_cache
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.memory import forward_bytes
@@ -39,7 +40,6 @@ from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.work import JobOutcome, JobWork, RankingWork
 from tests.workers.model_world import VOCABULARY, small_config
 from tests.workers.reference import full_inference
 

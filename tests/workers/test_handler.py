@@ -24,11 +24,11 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.answers import Answers
+from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.handler import WorkerHandler
 from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.results import ResultWriter
 from relaygr.worker.status import QueueWaits
-from relaygr.worker.work import JobWork, RankingWork
 from tests.workers.kafka_fakes import FakeDeadLetters, FakeProducer, received
 
 PARTITIONS = 12
@@ -59,7 +59,7 @@ class World:
         self.owned: list[frozenset[int]] = []
         self.registry = CollectorRegistry()
         metrics = WorkerMetrics(self.registry)
-        self.answers = Answers(
+        self.answers = ResultWriter(
             self.producer, "worker-00", SKEW_US // 1000, self.finished.append, metrics, QueueWaits(),
             self.clock,
         )  # fmt: skip

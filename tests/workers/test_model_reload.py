@@ -20,6 +20,7 @@ from relaygr.admission.latency import Corrector, LatencyModel, Stage
 from relaygr.schemas.messages import LatencyCoefficients, Path
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.device import CpuDevice, MemoryInfo
+from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
@@ -27,7 +28,6 @@ from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, rando
 from relaygr.worker.model.engine import build_engine, load_engine
 from relaygr.worker.process.reloading import ModelReloading, ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.work import JobOutcome
 from tests.workers.model_world import small_config
 from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, World, behaviours_of
 

@@ -19,9 +19,9 @@ from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.answers import Answers
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
 FURTHEST_US = MAX_BUDGET_MS * 1000
@@ -45,7 +45,7 @@ class WorkerHandler:
         partition_count: int,
         results_topic: str,
         sink: WorkSink,
-        answers: Answers,
+        answers: ResultWriter,
         dead_letters: DeadLetterWriter,
         metrics: WorkerMetrics,
         clock: Clock,

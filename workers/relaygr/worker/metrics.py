@@ -6,8 +6,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import FailureReason, Path
-from relaygr.worker.scheduler.order import WorkClass
-from relaygr.worker.work import JobOutcome
+from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.work import JobOutcome
 
 
 class WorkerMetrics:

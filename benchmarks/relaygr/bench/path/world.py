@@ -36,13 +36,12 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.admission import JobAdmission
-from relaygr.worker.answers import Answers
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.device_thread import DeviceThread
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import WorkerHandler
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import KvDtype
@@ -51,6 +50,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.null_engine import NullEngine
 from relaygr.worker.model.options import Family
+from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.status import QueueWaits
 
@@ -215,7 +215,7 @@ class World:
         scratch = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
         engine.bind(torch.zeros((PAGES + scratch, engine.geometry.page_bytes), dtype=torch.uint8))
         cache = PrefixCache(engine.geometry, engine.layout, PAGES, PAGES, FakeMover())
-        answers = Answers(
+        answers = ResultWriter(
             cast(Producer, self.producer),
             "worker-00",
             settings.max_clock_skew_ms,

@@ -16,8 +16,3 @@ its K,V is published if there is room.
     pieces     pieces of prefixes on the device
     shared     the device's parts, and the accounts of its time
 """
-
-from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.shared import Outbox
-
-__all__ = ["Executor", "Outbox"]

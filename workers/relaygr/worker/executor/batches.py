@@ -13,17 +13,17 @@ from typing import Protocol
 import structlog
 
 from relaygr.admission.latency import Stage
+from relaygr.worker.executor.context import Shared
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.pieces import Piece, PieceFlow
-from relaygr.worker.executor.shared import Shared
+from relaygr.worker.executor.work import PrefixWork, RankingWork
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.scheduler.order import WorkClass
-from relaygr.worker.work import PrefixWork, RankingWork
 
 log = structlog.get_logger()
 
 
 class Answering(Protocol):
-    """What becomes of a request of a batch (`relaygr.worker.executor.ranking`)."""
+    """What becomes of a request of a batch (`relaygr.worker.executor.requests`)."""
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> None: ...
     def reject(self, work: RankingWork) -> None: ...

@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
-from relaygr.worker.admission import JobAdmission
 from relaygr.worker.cache import PageCopy, PrefixCache
-from relaygr.worker.completions import DeviceCompletions
+from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.batches import BatchFlow
+from relaygr.worker.executor.context import DeviceCompletions, Outbox, Shared
 from relaygr.worker.executor.jobs import JobFlow
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import PrefixFlow
-from relaygr.worker.executor.ranking import RankingFlow
-from relaygr.worker.executor.shared import Outbox, Shared
+from relaygr.worker.executor.requests import RankingFlow
+from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
+from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.scheduler.order import WorkClass
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.spans import Histories, SpanResolver
-from relaygr.worker.work import JobWork, RankingWork
 
 LEASE_CHECK_INTERVAL_US = 100_000
 
@@ -38,7 +37,7 @@ class Executor:
         engine: Engine,
         cache: PrefixCache,
         scratch_pages: NDArray[np.int32],
-        histories: Histories,
+        histories: HistoryReader,
         copy_page: Callable[[PageCopy], None],
         corrector: Corrector,
         settings: WorkerSettings,
@@ -54,7 +53,7 @@ class Executor:
         self._shared = Shared(
             engine=engine,
             cache=cache,
-            spans=SpanResolver(histories, engine, settings.anchor_behaviours),
+            spans=PrefixResolver(histories, engine, settings.anchor_behaviours),
             corrector=corrector,
             settings=settings,
             admission_settings=admission_settings,

@@ -8,12 +8,11 @@ from functools import partial
 import structlog
 
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
+from relaygr.worker.executor.context import RecentIds, Shared
 from relaygr.worker.executor.prefixes import PrefixFlow
-from relaygr.worker.executor.shared import Shared
+from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
-from relaygr.worker.remembered import Remembered
-from relaygr.worker.spans import Scored
-from relaygr.worker.work import JobOutcome, JobWork, PrefixSpan, PrefixWork
 
 log = structlog.get_logger()
 
@@ -24,7 +23,7 @@ LONGEST_LIFE_US = 60_000_000
 class JobFlow:
     """Belongs to the device thread."""
 
-    def __init__(self, shared: Shared, prefixes: PrefixFlow, answered: Remembered) -> None:
+    def __init__(self, shared: Shared, prefixes: PrefixFlow, answered: RecentIds) -> None:
         """`answered`: ids of impressions that have been ranked, whose jobs come too late."""
         self._shared = shared
         self._prefixes = prefixes
@@ -71,11 +70,11 @@ class JobFlow:
         query_time_ms = job.retrieval_at_us // 1000
         return self._pre_infer(work, self._shared.spans.span(job.user_id, resolved, query_time_ms, expected))
 
-    def pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
+    def pre_infer(self, work: JobWork, span: ResolvedPrefix) -> None:
         """Sees to it that the prefix is, or will be, in HBM; or ends the job."""
         self._guarded(work, lambda work: self._pre_infer(work, span))
 
-    def _pre_infer(self, work: JobWork, span: PrefixSpan) -> None:
+    def _pre_infer(self, work: JobWork, span: ResolvedPrefix) -> None:
         if not self._shared.is_current(span):
             return self.submit(work)
         now_us = self._shared.now_us()
@@ -110,7 +109,7 @@ class JobFlow:
             work.begun = True
             self._shared.metrics.job_started(self._shared.clock.wall_us() - work.job.retrieval_at_us)
 
-    def _lease_after_reload(self, work: JobWork, span: PrefixSpan, pending: PendingPrefix) -> None:
+    def _lease_after_reload(self, work: JobWork, span: ResolvedPrefix, pending: PendingPrefix) -> None:
         self.begin(work)
 
         def arrived(work: JobWork) -> None:
@@ -128,7 +127,7 @@ class JobFlow:
 
         pending.add_done_callback(lambda _: self._shared.post(partial(self._guarded, work, arrived)))
 
-    def _queue_job(self, work: JobWork, span: PrefixSpan, now_us: int, base: Handle | None) -> None:
+    def _queue_job(self, work: JobWork, span: ResolvedPrefix, now_us: int, base: Handle | None) -> None:
         """Queues the computation of what is missing, if footprint and load allow."""
         coming = self._prefixes.coming_of(span.key.user_id)
         if coming is not None:
@@ -145,7 +144,7 @@ class JobFlow:
         self._prefixes.enqueue(prefix)
         return self._shed()
 
-    def _refusal(self, work: JobWork, span: PrefixSpan, now_us: int, done_tokens: int) -> JobOutcome | None:
+    def _refusal(self, work: JobWork, span: ResolvedPrefix, now_us: int, done_tokens: int) -> JobOutcome | None:
         if work.job.request_id in self._answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
@@ -155,7 +154,7 @@ class JobFlow:
         prepare_us = shared.chunking.duration_us(done_tokens, span.tokens, shared.latency)
         return shared.admission.refuse(work, span, done_tokens, scored_tokens, prepare_us, shared.latency)
 
-    def lease(self, work: JobWork, span: PrefixSpan) -> None:
+    def lease(self, work: JobWork, span: ResolvedPrefix) -> None:
         """Keeps the prefix until its request has come, or should have."""
         cache, request_id = self._shared.cache, work.job.request_id
         until_us = work.expires_us + self._shared.admission_settings.lease_margin_ms * 1000

@@ -14,10 +14,10 @@ import structlog
 
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.worker.device import Event
-from relaygr.worker.executor.shared import Shared
+from relaygr.worker.executor.context import Shared
+from relaygr.worker.executor.plan import Chunking
+from relaygr.worker.executor.work import PrefixWork
 from relaygr.worker.model.interface import PrefixChunk
-from relaygr.worker.scheduler.chunks import Chunking
-from relaygr.worker.work import PrefixWork
 
 log = structlog.get_logger()
 

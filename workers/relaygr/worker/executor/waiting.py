@@ -12,15 +12,15 @@ from typing import Protocol
 
 from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose
-from relaygr.worker.executor.shared import Shared
-from relaygr.worker.work import PrefixSpan, RankingWork
+from relaygr.worker.executor.context import Shared
+from relaygr.worker.executor.work import RankingWork, ResolvedPrefix
 
 
 class Waiters(Protocol):
-    """What a request does next (`relaygr.worker.executor.ranking`)."""
+    """What a request does next (`relaygr.worker.executor.requests`)."""
 
     def look_up(self, work: RankingWork) -> None: ...
-    def plan(self, work: RankingWork, span: PrefixSpan, handle: Handle | None, now_us: int) -> None: ...
+    def plan(self, work: RankingWork, span: ResolvedPrefix, handle: Handle | None, now_us: int) -> None: ...
     def rank_on_handle(self, work: RankingWork, handle: Handle, path: Path) -> None: ...
     def guarded(self, work: RankingWork, step: Callable[[RankingWork], None]) -> None: ...
 

@@ -12,7 +12,7 @@ from relaygr.schemas.messages import WorkerState
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.cache import PrefixCache
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.executor import Executor
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process.prepare import Prepared

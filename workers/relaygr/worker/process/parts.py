@@ -18,11 +18,10 @@ from relaygr.consumer.interface import holder_of
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.topics import Topic
-from relaygr.worker.admission import JobAdmission
-from relaygr.worker.answers import Answers
 from relaygr.worker.cache.arena import copy_page
-from relaygr.worker.device_thread import DeviceThread
-from relaygr.worker.executor import Executor
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
@@ -31,6 +30,7 @@ from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process.housekeeping import Housekeeping, StatusReport
 from relaygr.worker.process.memory import TakenMemory, trace_header
 from relaygr.worker.process.prepare import Prepared
+from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.status import QueueWaits
@@ -84,7 +84,7 @@ class Parts:
             on_changed=lambda users: self.device.call(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.device.call(lambda: self.executor.user_deleted(user)),
         )
-        self.answers = Answers(
+        self.answers = ResultWriter(
             prepared.producer,
             settings.worker_id,
             settings.max_clock_skew_ms,

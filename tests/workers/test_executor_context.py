@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from relaygr.worker.parking import ParkingLot
-from relaygr.worker.timers import Timers
+from relaygr.worker.executor.context import Timers, WaitQueue
 
 
 def test_parked_work_is_found_by_user_in_order_of_arrival() -> None:
-    lot: ParkingLot[str] = ParkingLot(10)
+    lot: WaitQueue[str] = WaitQueue(10)
     for user, work in (("u", "a"), ("v", "b"), ("u", "c")):
         assert lot.park(user, work)
     assert lot.take_all("u") == ["a", "c"]
@@ -16,7 +15,7 @@ def test_parked_work_is_found_by_user_in_order_of_arrival() -> None:
 
 
 def test_a_full_lot_takes_no_more_until_something_leaves() -> None:
-    lot: ParkingLot[str] = ParkingLot(2)
+    lot: WaitQueue[str] = WaitQueue(2)
     assert lot.park("u", "a") and lot.park("v", "b")
     assert not lot.park("w", "c")
     assert lot.take("u", "a")
@@ -25,11 +24,11 @@ def test_a_full_lot_takes_no_more_until_something_leaves() -> None:
 
 
 def test_a_lot_without_room_parks_nothing() -> None:
-    assert not ParkingLot[str](0).park("u", "a")
+    assert not WaitQueue[str](0).park("u", "a")
 
 
 def test_a_piece_of_work_is_taken_once() -> None:
-    lot: ParkingLot[str] = ParkingLot(5)
+    lot: WaitQueue[str] = WaitQueue(5)
     lot.park("u", "a")
     assert lot.take("u", "a")
     assert not lot.take("u", "a")

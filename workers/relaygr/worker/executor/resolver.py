@@ -17,14 +17,14 @@ import numpy as np
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
 from relaygr.worker.cache import PrefixKey
+from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import ResolvedHistory, StoredHistory, resolve, window
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.work import PrefixSpan
 
 _NO_SUFFIX = Behaviours.empty()
 
 
-class Histories(Protocol):
+class HistoryReader(Protocol):
     """The user-history store, as the worker reads it."""
 
     def get(self, user_id: str) -> StoredHistory | None:
@@ -42,19 +42,19 @@ class Scored:
     candidates: int
 
 
-class SpanResolver:
+class PrefixResolver:
     """Resolves histories and names prefixes, for one engine."""
 
-    def __init__(self, histories: Histories, engine: Engine, anchor_behaviours: int) -> None:
+    def __init__(self, histories: HistoryReader, engine: Engine, anchor_behaviours: int) -> None:
         self._histories = histories
         self._engine = engine
         self._anchor_setting = anchor_behaviours
         # A whole step goes at once: a large one would leave little of a history just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
-    def for_engine(self, engine: Engine) -> SpanResolver:
+    def for_engine(self, engine: Engine) -> PrefixResolver:
         """The same histories, for another model."""
-        return SpanResolver(self._histories, engine, self._anchor_setting)
+        return PrefixResolver(self._histories, engine, self._anchor_setting)
 
     def resolve(
         self, user_id: str, wanted: HistoryVersion | None, inline: History | None, partition: int
@@ -71,7 +71,7 @@ class SpanResolver:
         query_time_ms: int,
         scored: Scored,
         suffix: Behaviours = _NO_SUFFIX,
-    ) -> PrefixSpan:
+    ) -> ResolvedPrefix:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
         `query_time_ms`: the time of the retrieval event. `scored`: how much the request brings, or is expected to,
@@ -97,7 +97,7 @@ class SpanResolver:
         behaviours, chain = cut.history.behaviours, cut.chain
         if rules.uses_query_time:
             chain = _chain_at(query_time_ms, chain, behaviours)
-        return PrefixSpan(
+        return ResolvedPrefix(
             key=PrefixKey(user_id, self._engine.namespace, chain, behaviours, growable=rules.grows),
             features=history.features,
             behaviours=behaviours,
@@ -111,11 +111,11 @@ class SpanResolver:
             for_one_impression=folded or rules.uses_query_time,
         )
 
-    def shortened(self, span: PrefixSpan, prefix_tokens: int) -> PrefixSpan:
+    def shortened(self, span: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
         """The newest behaviours that fit into `prefix_tokens`. Never cached: its key names nothing."""
         layout = self._engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
-        return PrefixSpan(
+        return ResolvedPrefix(
             key=PrefixKey(span.key.user_id, b"", DigestChain(span.key.chain.seed, (), 0)),
             features=span.features,
             behaviours=span.behaviours[len(span.behaviours) - kept :],
@@ -129,7 +129,7 @@ class SpanResolver:
             for_one_impression=True,
         )
 
-    def tail_as_suffix(self, span: PrefixSpan, cached_behaviours: int) -> Behaviours | None:
+    def tail_as_suffix(self, span: ResolvedPrefix, cached_behaviours: int) -> Behaviours | None:
         """What follows the first `cached_behaviours`, up to the candidates; None where it may not be a suffix."""
         tail = len(span.behaviours) - cached_behaviours
         too_long = tail + len(span.suffix) > self._engine.limits.max_suffix_behaviours

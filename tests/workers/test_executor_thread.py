@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.runtime.clock import ManualClock, SystemClock
-from relaygr.worker.device_thread import DeviceThread
+from relaygr.worker.executor.thread import DeviceThread
 
 WATCHDOG_S = 2.0
 LOOK_US = 250_000

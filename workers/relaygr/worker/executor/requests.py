@@ -18,16 +18,15 @@ import structlog
 from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
+from relaygr.worker.executor.context import RecentIds, Shared
+from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking
 from relaygr.worker.executor.prefixes import PrefixFlow
-from relaygr.worker.executor.shared import Shared
+from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.waiting import Waiting
+from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
 from relaygr.worker.memory import is_out_of_memory
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
-from relaygr.worker.remembered import Remembered
-from relaygr.worker.scheduler.plan import Route, RoutePlan, plan_ranking
-from relaygr.worker.spans import Scored
-from relaygr.worker.work import PrefixSpan, PrefixWork, RankingWork
 
 log = structlog.get_logger()
 
@@ -43,7 +42,7 @@ class RankingFlow:
         self._shared = shared
         self._prefixes = prefixes
         self._waiting = Waiting(shared, self)
-        self.answered = Remembered(REMEMBERED_ANSWERS)
+        self.answered = RecentIds(REMEMBERED_ANSWERS)
         self.outstanding = 0
         self.outstanding_bytes = 0
 
@@ -129,7 +128,7 @@ class RankingFlow:
     def _uses_cache(self, work: RankingWork) -> bool:
         return self._shared.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
 
-    def plan(self, work: RankingWork, span: PrefixSpan, handle: Handle | None, now_us: int) -> None:
+    def plan(self, work: RankingWork, span: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
         """Computes what is missing of the prefix if there is time for it, else less, else nothing."""
         plan = plan_ranking(
             span.tokens,
@@ -163,7 +162,7 @@ class RankingFlow:
         self.ready(work)
         return True
 
-    def serve_in_full(self, work: RankingWork, span: PrefixSpan, plan: RoutePlan) -> None:
+    def serve_in_full(self, work: RankingWork, span: ResolvedPrefix, plan: RoutePlan) -> None:
         """Full inference, over the whole prefix or its newest part; or a refusal."""
         if plan.route is Route.REJECT:
             return self.reject(work)
@@ -181,7 +180,7 @@ class RankingFlow:
             return self.ready(work)
         return self._compute(work, span, None, on_scratch)
 
-    def _compute(self, work: RankingWork, span: PrefixSpan, base: Handle | None, on_scratch: bool = False) -> None:
+    def _compute(self, work: RankingWork, span: ResolvedPrefix, base: Handle | None, on_scratch: bool = False) -> None:
         """Waits for what `base` lacks of the prefix, which is queued. The handle is the computation's from here on."""
 
         def enqueue(work: RankingWork) -> None:

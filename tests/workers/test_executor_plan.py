@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.scheduler.chunks import Chunking
-from relaygr.worker.scheduler.plan import Route, plan_ranking, plan_truncation
+from relaygr.worker.executor.plan import Chunking, Route, plan_ranking, plan_truncation
 
 PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)

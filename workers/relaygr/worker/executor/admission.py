@@ -12,8 +12,8 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.admission.policy import Estimate, Refusal
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
+from relaygr.worker.executor.work import JobOutcome, JobWork, ResolvedPrefix
 from relaygr.worker.kv import KvGeometry
-from relaygr.worker.work import JobOutcome, JobWork, PrefixSpan
 
 _OUTCOMES = {
     Refusal.FOOTPRINT: JobOutcome.OVER_FOOTPRINT,
@@ -37,7 +37,7 @@ class JobAdmission:
     def refuse(
         self,
         work: JobWork,
-        span: PrefixSpan,
+        span: ResolvedPrefix,
         cached_tokens: int,
         scored_tokens: int,
         prepare_us: float,

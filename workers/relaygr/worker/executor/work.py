@@ -13,8 +13,8 @@ from relaygr.consumer import Received
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import Behaviours, HistoryVersion, Path, PrefixSource, PreInferJob, RankingRequest
 from relaygr.worker.cache import Fill, Handle, PrefixKey
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
-from relaygr.worker.scheduler.order import WorkClass
 
 HELD_BYTES_PER_BEHAVIOUR = 64
 """A behaviour of a resolved history: its copy (18 bytes), and its rows in the model's tables."""
@@ -53,7 +53,7 @@ class JobWork:
 
 
 @dataclass(slots=True, eq=False)
-class PrefixSpan:
+class ResolvedPrefix:
     """What of a user's history is the prefix: resolved, windowed, and its identity; and what follows it."""
 
     key: PrefixKey
@@ -86,7 +86,7 @@ class RankingWork:
     scored_tokens: int = 0
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
-    span: PrefixSpan | None = None
+    span: ResolvedPrefix | None = None
     ranked_prefix_tokens: int = 0
     """Tokens of the prefix that are in `pages` when it is ranked; the rest of it is then part of `suffix`."""
     suffix: Behaviours = field(default_factory=Behaviours.empty)
@@ -135,7 +135,7 @@ class PrefixWork:
     soon as one request waits. `fill` is None while nothing is reserved, and for work on scratch pages.
     """
 
-    span: PrefixSpan
+    span: ResolvedPrefix
     inputs: PrefixInputs
     done_tokens: int = 0
     jobs: list[JobWork] = field(default_factory=list)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.scheduler.chunks import Chunking
+from relaygr.worker.executor.plan import Chunking
 
 LATENCY = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=0, c1=0, c2=0, d0=0, d1=0))
 chunkings = st.builds(Chunking, st.floats(1, 20_000), st.integers(1, 600), st.sampled_from([1, 16, 64]))

@@ -26,7 +26,7 @@ class WorkClass(enum.StrEnum):
     PREINFER = "preinfer"
 
 
-class Work(Protocol):
+class SchedulableWork(Protocol):
     """Something the device can run, whole or a piece of it."""
 
     @property
@@ -37,11 +37,11 @@ class Work(Protocol):
         """Deadline less predicted remaining device time, on the monotonic clock."""
 
 
-W = TypeVar("W", bound=Work)
+W = TypeVar("W", bound=SchedulableWork)
 
 
 @dataclass(order=True, slots=True)
-class _Entry(Generic[W]):
+class QueueEntry(Generic[W]):
     latest_start_us: int
     sequence: int
     work: W = field(compare=False)
@@ -51,8 +51,8 @@ class LaxityQueue(Generic[W]):
     """Work of one class in order of latest start. Push again when a prediction changed; remove is O(1)."""
 
     def __init__(self) -> None:
-        self._heap: list[_Entry[W]] = []
-        self._current: dict[int, _Entry[W]] = {}
+        self._heap: list[QueueEntry[W]] = []
+        self._current: dict[int, QueueEntry[W]] = {}
         self._sequence = itertools.count()
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class LaxityQueue(Generic[W]):
 
     def push(self, work: W) -> None:
         """Adds the work, or moves it to the place of its present latest start."""
-        entry = _Entry(work.latest_start_us, next(self._sequence), work)
+        entry = QueueEntry(work.latest_start_us, next(self._sequence), work)
         self._current[id(work)] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 2 * len(self._current):

@@ -1,4 +1,4 @@
-"""Answers: each ranking request's one result, produced until it is delivered or its deadline has passed.
+"""ResultWriter: each ranking request's one result, produced until it is delivered or its deadline has passed.
 
 A ranking offset is finished when the delivery report of its result succeeded. A failed report is
 answered by producing again, until deadline + skew; then the offset is finished all the same, and
@@ -23,10 +23,10 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, RankingResult, StageTimings
+from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
 from relaygr.worker.status import QueueWaits
-from relaygr.worker.work import JobOutcome, RankingWork
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class _Outgoing:
     next_try_us: int = 0
 
 
-class Answers:
+class ResultWriter:
     """Builds results, produces them, and finishes offsets. `finish` is thread-safe."""
 
     def __init__(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from relaygr.worker.scheduler.order import LaxityQueue, Scheduler, ShareAccount, WorkClass
+from relaygr.worker.executor.order import LaxityQueue, Scheduler, ShareAccount, WorkClass
 
 CHUNK_US = 5_000
 

@@ -1,4 +1,4 @@
-"""Answers: one result a request, produced until it is delivered or nobody waits any more; then the offset is free."""
+"""The result writer produces one result a request until it is delivered or the deadline has passed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from relaygr.schemas.messages import (
     RankingRequest,
     RankingResult,
 )
-from relaygr.worker.answers import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, Answers
+from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
+from relaygr.worker.results import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, ResultWriter
 from relaygr.worker.status import QueueWaits
-from relaygr.worker.work import JobOutcome, PrefixSpan, RankingWork
 from tests.workers.kafka_fakes import FakeProducer, received, refused
 
 SKEW_US = 5_000
@@ -39,7 +39,7 @@ class World:
         self.finished: list[Token] = []
         self.waits = QueueWaits()
         self.registry = CollectorRegistry()
-        self.answers = Answers(
+        self.answers = ResultWriter(
             self.producer, "worker-00", SKEW_US // 1000, self.finished.append,
             WorkerMetrics(self.registry), self.waits, self.clock,
         )  # fmt: skip
@@ -50,7 +50,7 @@ class World:
         reply = RankingHeaders("r", "g", "relaygr.results", 2, deadline_us)
         message = received("relaygr.ranking", b"", b"u", received_us=self.clock.monotonic_us())
         work = RankingWork(request, reply, message, self.clock.wall_us(), self.clock.monotonic_us() + budget_us)
-        work.span = PrefixSpan(
+        work.span = ResolvedPrefix(
             key=None,  # type: ignore[arg-type]
             features=np.empty(0, "<i8"),
             behaviours=Behaviours.empty(),

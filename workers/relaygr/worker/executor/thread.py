@@ -14,8 +14,8 @@ from collections.abc import Callable
 import structlog
 
 from relaygr.runtime.clock import Clock
-from relaygr.worker.executor import Executor
-from relaygr.worker.work import JobWork, RankingWork
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import JobWork, RankingWork
 
 log = structlog.get_logger()
 
