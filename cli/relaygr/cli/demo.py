@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.demo.plan import PlanOverrides
-from relaygr.demo.run import DemoOptions, run_demo
 
 DEFAULTS = (
     "log.level=warning",
@@ -47,6 +45,9 @@ def demo(
     Ends with 1 if a request is lost, if cached scores differ from full ones, or if the run did not show
     what it should.
     """
+    from relaygr.demo.plan import PlanOverrides
+    from relaygr.demo.run import DemoOptions, run_demo
+
     signal.signal(signal.SIGTERM, _end)
     wanted = list(DEFAULTS)
     if interactions is not None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.client import RelayClient
-from relaygr.runtime.interpreter import tune_interpreter
-from relaygr.runtime.probes import Check, ProbeServer, Readiness
-from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import population_of
-from relaygr.traffic.records import ImpressionRecord, RecordWriter, read_records
-
-log = structlog.get_logger()
 
 REFERENCE_BUDGET_MS = 60_000
 
@@ -39,7 +28,20 @@ def gateway(
     sample: Annotated[int, typer.Option(min=1, help="How many of them at most, spread evenly.")] = 240,
     at_once: Annotated[int, typer.Option(min=1, help="Requests in flight of such a run.")] = 4,
 ) -> None:
-    """Drive open-loop traffic of returning users against the cluster, and record what comes back."""
+    """Drive open-loop traffic of returning users against the cluster, and record the answers."""
+    import signal
+    from functools import partial
+
+    import structlog
+
+    from relaygr.client import RelayClient
+    from relaygr.runtime.interpreter import tune_interpreter
+    from relaygr.runtime.probes import Check, ProbeServer, Readiness
+    from relaygr.traffic.gateway import Gateway
+    from relaygr.traffic.population import population_of
+    from relaygr.traffic.records import RecordWriter, numbers_to_compare
+
+    log = structlog.get_logger()
     settings = command_settings(config, bootstrap, overrides)
     population = population_of(settings.gateway)
     writer = RecordWriter(out) if out is not None else None
@@ -47,7 +49,7 @@ def gateway(
         partial(RelayClient, settings, settings.gateway.gateway_id, settings.client),
         settings.gateway,
         population,
-        writer.write if writer is not None else _ignore,
+        writer.write if writer is not None else lambda _: None,
         settings.client.lost_after_ms / 1000,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,24 +73,9 @@ def gateway(
         if reference_of is None:
             player.play()
         else:
-            player.replay(_sample(reference_of, sample), REFERENCE_BUDGET_MS, at_once)
+            player.replay(numbers_to_compare(reference_of, sample), REFERENCE_BUDGET_MS, at_once)
     finally:
         if writer is not None:
             writer.close()
         probes.stop()
     log.info("gateway stopped", recorded=player.recorded)
-
-
-def _sample(path: Path, size: int) -> frozenset[int]:
-    """Numbers of ranked, untruncated impressions, spread evenly over the run."""
-    numbers = sorted(
-        record.number
-        for record in read_records(path)
-        if record.scores is not None and record.path != "truncated" and not record.history_stale
-    )
-    step = max(1.0, len(numbers) / size)
-    return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))
-
-
-def _ignore(_: ImpressionRecord) -> None:
-    """Without a file the metrics tell."""

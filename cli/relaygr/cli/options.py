@@ -1,14 +1,17 @@
-"""The options that every command shares, and the settings that they load."""
+"""The options that every command shares, and the settings that they load.
+
+The modules of commands import what is slow to import inside the command, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaygr.runtime.logs import configure_logging
-from relaygr.settings import Settings, load_settings
+if TYPE_CHECKING:
+    from relaygr.settings import Settings
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings file (YAML).", show_default=False)
@@ -27,6 +30,9 @@ def command_settings(
     config: Path | None = None, bootstrap: str | None = None, overrides: list[str] | None = None
 ) -> Settings:
     """The settings of this command, with logging configured as they say. Raises RelayError."""
+    from relaygr.runtime.logs import configure_logging
+    from relaygr.settings import load_settings
+
     settings = load_settings(config, bootstrap=bootstrap, overrides=overrides or ())
     configure_logging(settings.log)
     return settings

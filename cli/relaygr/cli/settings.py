@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 import typer
-from pydantic import ByteSize
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption
-from relaygr.settings import load, size_text, values
 
 
 def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
     """Print the effective settings and where each came from. Secrets are masked."""
+    from relaygr.settings import load, values
+
     loaded = load(config, os.environ, overrides or (), bootstrap)
     rows = [(key, _shown(value), loaded.origin(key)) for key, value in values(loaded.settings).items()]
     key_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -23,6 +23,10 @@ def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrid
 
 
 def _shown(value: Any) -> str:
+    from pydantic import ByteSize
+
+    from relaygr.settings import size_text
+
     if value is None:
         return "none"
     if isinstance(value, ByteSize):

@@ -99,3 +99,14 @@ def read_records(path: Path) -> Iterator[ImpressionRecord]:
                 yield parse_record(line)
             except (ValueError, TypeError) as error:
                 raise RelayError(f"{path}, line {number}: not a record of `relaygr gateway`: {error}") from error
+
+
+def numbers_to_compare(path: Path, size: int) -> frozenset[int]:
+    """The numbers of at most `size` impressions that were ranked in full, spread evenly over the run."""
+    numbers = sorted(
+        record.number
+        for record in read_records(path)
+        if record.scores is not None and record.path != "truncated" and not record.history_stale
+    )
+    step = max(1.0, len(numbers) / size)
+    return frozenset(numbers[int(place * step)] for place in range(min(size, len(numbers))))
