@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
 
 from relaygr.client import RelayClient
-from relaygr.demo.processes import ChildProcess, Processes, Reading, read_metrics, write_config
+from relaygr.demo.processes import CommandProcess, Processes, Reading, read_metrics, write_config
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
 from relaygr.kafka.message_headers import headers_of
@@ -153,28 +153,28 @@ class Relay:
         *settings: str,
         store: str | None = None,
         command: Sequence[str] = ("worker",),
-    ) -> ChildProcess:
+    ) -> CommandProcess:
         own = [f"worker.worker_id={worker_id}", f"worker.history_path={self.folder / (store or worker_id)}", *settings]
         return self.processes.start(worker_id, command, "worker", own)
 
-    def start_trigger(self) -> ChildProcess:
+    def start_trigger(self) -> CommandProcess:
         return self.processes.start("trigger", ["trigger"], "trigger")
 
-    def await_ready(self, *children: ChildProcess) -> None:
+    def await_ready(self, *children: CommandProcess) -> None:
         self.processes.await_ready(children, START_TIMEOUT_S)
 
-    def stop(self, child: ChildProcess) -> int:
+    def stop(self, child: CommandProcess) -> int:
         """SIGTERM; the exit code."""
         self.processes.stop([child])
         return child.process.returncode
 
-    def kill(self, child: ChildProcess) -> None:
+    def kill(self, child: CommandProcess) -> None:
         """kill -9."""
         child.process.kill()
         child.process.wait()
         self.forget(child)
 
-    def forget(self, child: ChildProcess) -> None:
+    def forget(self, child: CommandProcess) -> None:
         """It ended in a way that the test expects."""
         self.processes.stop([child])
 
@@ -211,12 +211,12 @@ class Relay:
             wait_until(f"{topic} committed up to {ends}", is_committed)
 
 
-def reading(child: ChildProcess) -> Reading:
+def reading(child: CommandProcess) -> Reading:
     """What the process counts now."""
     return read_metrics(child.port)
 
 
-def jobs_done(*workers: ChildProcess) -> dict[str, float]:
+def jobs_done(*workers: CommandProcess) -> dict[str, float]:
     """Pre-infer jobs by outcome, of all workers."""
     totals: dict[str, float] = {}
     for worker in workers:

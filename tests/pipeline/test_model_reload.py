@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from relaygr.client import RankOutcome, RankStatus, RelayClient
-from relaygr.demo.processes import ChildProcess, Reading, read_metrics
+from relaygr.demo.processes import CommandProcess, Reading, read_metrics
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
@@ -101,7 +101,7 @@ class Traffic:
 @dataclass
 class World:
     relay: Relay
-    worker: ChildProcess
+    worker: CommandProcess
     client: RelayClient
     raw: RawGateway
     model: FilePath
@@ -216,7 +216,7 @@ def test_after_a_reload_a_new_start_serves_the_same_model(world: World):
     assert answer.result.model_revision == present
 
 
-def children(supervisor: ChildProcess) -> dict[str, dict[str, Any]]:
+def children(supervisor: CommandProcess) -> dict[str, dict[str, Any]]:
     """A supervisor's children by phase."""
     with urllib.request.urlopen(f"http://127.0.0.1:{supervisor.port}/children", timeout=5) as answer:
         return {child["phase"]: child for child in json.load(answer)["children"]}

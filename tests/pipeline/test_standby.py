@@ -16,7 +16,7 @@ import pytest
 from relaygr.bench.standby.pair import Pair, await_pair, children
 from relaygr.bench.standby.traffic import Asked, Traffic, hit_ratio
 from relaygr.client import RankStatus
-from relaygr.demo.processes import ChildProcess, Reading
+from relaygr.demo.processes import CommandProcess, Reading
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import Topic
@@ -59,7 +59,7 @@ def wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def worker(relay: Relay) -> ChildProcess:
+def worker(relay: Relay) -> CommandProcess:
     supervisor = relay.start_worker("worker-00", command=["worker", "--standby"])
     relay.await_ready(supervisor)
     return supervisor
@@ -69,11 +69,11 @@ def begun(relay: Relay) -> Traffic:
     return Traffic(relay.client, USERS, lambda user: history_of(user, HISTORY), candidates_of(), INTERVAL_S, BUDGET_MS)
 
 
-def pair_of(supervisor: ChildProcess, but_not: tuple[int, ...] = ()) -> Pair:
+def pair_of(supervisor: CommandProcess, but_not: tuple[int, ...] = ()) -> Pair:
     return await_pair(supervisor.port, STANDBY_TIMEOUT_S, but_not)
 
 
-def await_take_over(supervisor: ChildProcess, pair: Pair) -> None:
+def await_take_over(supervisor: CommandProcess, pair: Pair) -> None:
     wait_until("the standby is active", lambda: children(supervisor.port).get("active") == pair.standby)
 
 
@@ -89,12 +89,12 @@ def require_all_ranked(traffic: Traffic) -> list[Asked]:
     return asked
 
 
-def all_prefixes_are_in_dram(supervisor: ChildProcess) -> bool:
+def all_prefixes_are_in_dram(supervisor: CommandProcess) -> bool:
     ended = reading(supervisor).by_label("relaygr_cache_spills_ended_total", "outcome")
     return ended.get("published", 0) == len(USERS)
 
 
-def nothing_is_being_spilled(worker: ChildProcess) -> bool:
+def nothing_is_being_spilled(worker: CommandProcess) -> bool:
     told = reading(worker)
     started = told.total("relaygr_cache_spills_total", outcome="started")
     return started > 0 and told.total("relaygr_cache_spills_ended_total") == started
@@ -108,7 +108,7 @@ class LookUps:
     absent: float
 
     @classmethod
-    def of(cls, supervisor: ChildProcess) -> LookUps:
+    def of(cls, supervisor: CommandProcess) -> LookUps:
         """Those of the active process so far, as soon as it tells them."""
         told: list[Reading] = []
 
@@ -126,7 +126,7 @@ class LookUps:
         return found / (found + self.absent - earlier.absent)
 
 
-def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, worker: ChildProcess):
+def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, worker: CommandProcess):
     """Nothing is lost, nothing answered twice, every prefix in DRAM is found again, and a new standby comes up."""
     pair = pair_of(worker)
     with begun(relay) as traffic:
@@ -151,7 +151,7 @@ def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, 
     assert relay.stop(worker) == 0
 
 
-def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: ChildProcess):
+def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: CommandProcess):
     pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
@@ -163,7 +163,7 @@ def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: 
         os.kill(pair.active, signal.SIGCONT)
 
 
-def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, worker: ChildProcess, wish: Path):
+def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, worker: CommandProcess, wish: Path):
     pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
@@ -211,7 +211,7 @@ def test_a_second_process_with_the_same_id_on_one_machine_is_refused(relay: Rela
     assert first.process.poll() is None
 
 
-def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: ChildProcess):
+def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: CommandProcess):
     """The id is another machine's then: a standby that joined would fence that one in turn."""
     pair_of(worker)
     elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.client import LostRequest, RankStatus
-from relaygr.demo.processes import ChildProcess
+from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.schemas.topics import Topic
 from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, reading, wait_until
@@ -19,18 +19,18 @@ EXIT_FENCED = 3
 
 
 @pytest.fixture(scope="module")
-def workers(relay: Relay) -> Iterator[list[ChildProcess]]:
+def workers(relay: Relay) -> Iterator[list[CommandProcess]]:
     workers = [relay.start_worker("worker-00"), relay.start_worker("worker-01")]
     relay.await_ready(*workers)
     wait_until("both own partitions", lambda: all(owned(worker) == 6 for worker in workers))
     yield workers
 
 
-def owned(worker: ChildProcess) -> float:
+def owned(worker: CommandProcess) -> float:
     return reading(worker).total("relaygr_consumer_owned_partitions")
 
 
-def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list[ChildProcess]):
+def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list[CommandProcess]):
     """What it had read and not answered is answered by the one that takes its partitions over."""
     lost: list[LostRequest] = []
     client = relay.client(on_lost=lost.append)
@@ -52,7 +52,7 @@ def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list
 
 
 def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_code(
-    relay: Relay, workers: list[ChildProcess], broker: LocalBroker
+    relay: Relay, workers: list[CommandProcess], broker: LocalBroker
 ):
     if broker.kind is BrokerChoice.EMBEDDED:
         pytest.skip("librdkafka's cluster does not fence the old holder of a group.instance.id")

@@ -11,7 +11,7 @@ import pytest
 
 from relaygr.client import RankStatus, RelayClient
 from relaygr.consumer import FinishedOffsets
-from relaygr.demo.processes import ChildProcess
+from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.schemas.messages import Path as ServedBy
@@ -54,7 +54,7 @@ class Life:
         self.client: RelayClient = relay.client()
         self.client.start()
 
-    def start(self, *settings: str) -> ChildProcess:
+    def start(self, *settings: str) -> CommandProcess:
         worker = self.relay.start_worker("worker-00", *settings)
         self.relay.await_ready(worker)
         return worker

@@ -30,5 +30,6 @@ COMMANDS: dict[str, CommandSpec] = {
     "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check our layer against a file of test vectors.", "worker"),
+    "bench": CommandSpec("relaygr.cli.bench:app", "Run a benchmark, or list the benchmarks.", "bench"),
     "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and where each came from."),
 }  # fmt: skip

@@ -36,7 +36,7 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and name in COMMANDS:
             ctx.meta[_CALLED] = name
-            command = _load(name)
+            command = load_command(name)
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -72,10 +72,14 @@ def root(
     """Relay-race inference for generative ranking, on Kafka."""
 
 
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """The command object of a name in the table."""
     module_name, _, attribute = COMMANDS[name].target.partition(":")
-    target = getattr(importlib.import_module(module_name), attribute)
+    return command_of(name, getattr(importlib.import_module(module_name), attribute))
+
+
+def command_of(name: str, target: Any) -> Any:
+    """The command object of a `typer.Typer` or of one function."""
     if not isinstance(target, typer.Typer):
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(name)(target)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr.demo.plan import DemoPlan
-from relaygr.demo.processes import ChildProcess, Reading, read_metrics
+from relaygr.demo.processes import CommandProcess, Reading, read_metrics
 from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, in_time, latency_summary
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag import GroupReport, LagMonitor, LagSettings
@@ -83,8 +83,8 @@ class Board:
         title: str,
         budget_ms: int,
         records: RecordTail,
-        workers: Sequence[ChildProcess],
-        trigger: ChildProcess | None,
+        workers: Sequence[CommandProcess],
+        trigger: CommandProcess | None,
         owners: Owners,
         lag_lines: LagLines,
     ) -> None:

@@ -1,4 +1,4 @@
-"""ChildProcess processes of the demo: started with a log each, stopped together, gone when the parent is."""
+"""CommandProcess processes of the demo: started with a log each, stopped together, gone when the parent is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ChildProcess:
+class CommandProcess:
     """One process of ours."""
 
     name: str
@@ -51,7 +51,7 @@ class Processes:
         """Logs go to `folder`; every command reads `config`, and nothing of `RELAYGR_*` from here."""
         self._folder = folder
         self._config = config
-        self._children: list[ChildProcess] = []
+        self._children: list[CommandProcess] = []
         self._environment = {
             name: value
             for name, value in os.environ.items()
@@ -59,11 +59,11 @@ class Processes:
         }
 
     @property
-    def running(self) -> list[ChildProcess]:
+    def running(self) -> list[CommandProcess]:
         """Those that were started and not stopped."""
         return list(self._children)
 
-    def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> ChildProcess:
+    def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> CommandProcess:
         """Starts `relaygr COMMAND` with its probes on a free port of ours."""
         (port,) = free_ports(1)
         log = self._folder / f"{name}.log"
@@ -81,11 +81,11 @@ class Processes:
                 process_group=0,  # The terminal's Ctrl-C is for us; we stop them in order.
                 preexec_fn=_die_with_the_parent if sys.platform == "linux" else None,
             )
-        child = ChildProcess(name, process, log, port)
+        child = CommandProcess(name, process, log, port)
         self._children.append(child)
         return child
 
-    def await_ready(self, children: Sequence[ChildProcess], timeout_s: float) -> None:
+    def await_ready(self, children: Sequence[CommandProcess], timeout_s: float) -> None:
         """Waits until all say that they are ready. Raises RelayError, with the log, if one ends or time runs out."""
         ends_s = time.monotonic() + timeout_s
         for child in children:
@@ -102,7 +102,7 @@ class Processes:
             if code not in (None, 0):
                 raise RelayError(f"{child.name} ended with exit code {code}:\n{child.log_tail()}")
 
-    def stop(self, children: Sequence[ChildProcess]) -> None:
+    def stop(self, children: Sequence[CommandProcess]) -> None:
         """SIGTERM to all, then SIGKILL to those that did not end in time."""
         for child in children:
             if child.process.poll() is None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from rich.console import Console
 
 from relaygr.demo.board import Board, LagWatch, RecordTail
-from relaygr.demo.processes import ChildProcess, Processes, Reading, read_metrics, write_config
+from relaygr.demo.processes import CommandProcess, Processes, Reading, read_metrics, write_config
 from relaygr.demo.summary import RunSummary, summarise
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
@@ -123,7 +123,7 @@ class DemoStack:
         self._cleanup.callback(reader.stop)
         self._lag = self._cleanup.enter_context(LagWatch(self._settings))
 
-    def _start_worker(self, number: int) -> ChildProcess:
+    def _start_worker(self, number: int) -> CommandProcess:
         name = f"worker-{number:02d}"
         own = [
             f"worker.worker_id={name}",
@@ -134,10 +134,10 @@ class DemoStack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
-    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> ChildProcess:
+    def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> CommandProcess:
         return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
 
-    def _has_ended(self, child: ChildProcess) -> bool:
+    def _has_ended(self, child: CommandProcess) -> bool:
         self._processes.require_running()
         return child.process.poll() is not None
 
@@ -145,7 +145,7 @@ class DemoStack:
         """What each worker counts now."""
         return [read_metrics(worker.port) for worker in self._workers]
 
-    def processes(self) -> list[ChildProcess]:
+    def processes(self) -> list[CommandProcess]:
         """Those that run now."""
         return self._processes.running
 

@@ -12,24 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import torch
 import typer
-from rich.console import Console
-from rich.progress import track
-
-from relaygr.admission.latency import LatencyModel
-from relaygr.bench.cache import bursts, operations, reloads, report
-from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.cache.policies import PolicyName
 
 PARTS = ("operations", "reloads", "bursts")
-SIZES_PAGES = (1, 4, 16, 32)
-AT_ONCE = (1, 2, 4, 8)
-LATENCY = LatencyModel(
-    LatencyCoefficients(a0=0, a1=0, a2=0, b0=1_000, b1=5.0, b2=5e-4, c0=0, c1=0, c2=0, d0=30, d1=5e-5)
-)
-"""Of the simulated device: a prefix of 1,024 tokens takes it 6.6 ms, and its copy 1.6 ms."""
 
 
 def main(
@@ -40,69 +25,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the CSVs and pictures.")] = Path("benchmarks/results/cache"),
 ) -> None:
     """Measure what the cache costs and what its rules save."""
-    torch.set_num_threads(1)
-    console = Console(highlight=False)
-    out.mkdir(parents=True, exist_ok=True)
-    for part in only or PARTS:
-        if part == "operations":
-            _operations(console, out, users, min(calls, users // 10))
-        elif part == "reloads":
-            _reloads(console, out)
-        elif part == "bursts":
-            _bursts(console, out, seconds)
-        else:
+    for part in only or ():
+        if part not in PARTS:
             raise typer.BadParameter(f"--only {part}: one of {', '.join(PARTS)}")
-        console.print()
+    from relaygr.bench.cache.run import measure
 
-
-def _operations(console: Console, out: Path, users: int, calls: int) -> None:
-    figures = []
-    for policy in track(list(PolicyName), "operations", console=Console(stderr=True), transient=True):
-        for operation, us in operations.measure(policy, users, calls):
-            one = operations.OperationFigures(
-                report.now(), report.machine(), policy.value, operation, users, 1e6 / us, us
-            )
-            figures.append(one)
-    console.print(report.operations_table(figures))
-    report.append(out / "operations.csv", figures)
-    report.plot_operations(out / "operations.png", figures)
-
-
-def _reloads(console: Console, out: Path) -> None:
-    figures = []
-    cases = [(pages, at_once) for pages in SIZES_PAGES for at_once in AT_ONCE]
-    for pages, at_once in track(cases, "reloads", console=Console(stderr=True), transient=True):
-        first_ms, last_ms, plain_ms = reloads.measure(pages, at_once)
-        size_mib = pages * reloads.GEOMETRY.page_bytes / reloads.MIB
-        gib = size_mib * at_once / 1024
-        figures.append(
-            reloads.ReloadFigures(
-                report.now(), report.machine(), size_mib, at_once, first_ms, last_ms, gib / last_ms * 1000,
-                gib / plain_ms * 1000,
-            )
-        )  # fmt: skip
-    console.print(report.reloads_table(figures))
-    report.append(out / "reloads.csv", figures)
-    report.plot_reloads(out / "reloads.png", figures)
-
-
-def _bursts(console: Console, out: Path, seconds: float) -> None:
-    requests = bursts.trace(seconds)
-    figures, all_delays = [], []
-    variants = [(True, True), (True, False), (False, True), (False, False)]
-    for single_flight, break_even in track(variants, "bursts", console=Console(stderr=True), transient=True):
-        delays_ms, copied_gib, computed = bursts.measure(requests, LATENCY, single_flight, break_even)
-        p50_ms, p99_ms = np.percentile(delays_ms, (50, 99))
-        all_delays.append(delays_ms)
-        figures.append(
-            bursts.BurstFigures(
-                report.now(), report.machine(), single_flight, break_even, seconds, len(requests),
-                float(np.mean(delays_ms)), float(p50_ms), float(p99_ms), copied_gib, computed,
-            )
-        )  # fmt: skip
-    console.print(report.bursts_table(figures))
-    report.append(out / "bursts.csv", figures)
-    report.plot_bursts(out / "bursts.png", figures, all_delays)
+    measure(only or PARTS, users, calls, seconds, out)
 
 
 if __name__ == "__main__":

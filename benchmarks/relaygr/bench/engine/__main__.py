@@ -14,24 +14,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relaygr.bench.engine.figures import write_csv
-from relaygr.bench.engine.profile import table
-from relaygr.bench.engine.report import plot, print_tables
-from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
-from relaygr.bench.engine.shapes import SHAPES
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.device import open_device, set_threads
-from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.options import ComputeDtype
 
 T = TypeVar("T")
 
 HERE = Path("benchmarks/results/engine")
-_DTYPES = {"float32": (ComputeDtype.FLOAT32, KvDtype.FLOAT32), "bfloat16": (ComputeDtype.BFLOAT16, KvDtype.BFLOAT16)}
+SHAPE_NAMES = ("small", "dlrm-v3", "nvidia")
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SHAPES)}.")] = "small,dlrm-v3",
+    shapes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SHAPE_NAMES)}.")] = "small,dlrm-v3",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
     ] = None,
@@ -48,14 +40,27 @@ def main(
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = HERE / "results.csv",
     plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = HERE,
 ) -> None:
-    """Measure the engine on one device."""
+    """Measure pre-infer, append, ranking on a cached prefix and full inference on one device."""
+    from relaygr.bench.engine.figures import write_csv
+    from relaygr.bench.engine.profile import table
+    from relaygr.bench.engine.report import plot, print_tables
+    from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
+    from relaygr.bench.engine.shapes import SHAPES
+    from relaygr.worker.device import open_device, set_threads
+    from relaygr.worker.kv import KvDtype
+    from relaygr.worker.model.options import ComputeDtype
+
+    element_types = {
+        "float32": (ComputeDtype.FLOAT32, KvDtype.FLOAT32),
+        "bfloat16": (ComputeDtype.BFLOAT16, KvDtype.BFLOAT16),
+    }
     console = Console(highlight=False)
     set_threads(threads)
     opened = open_device(device)
     console.print(f"device: {opened.name} ({opened.description}), {threads} threads", soft_wrap=True)
     sizes = Sizes(_numbers(prefixes), _numbers(candidates), _numbers(appends), _numbers(batches))
     variants = [
-        EngineVariant(*_named(_DTYPES, name), from_graphs)
+        EngineVariant(*_named(element_types, name), from_graphs)
         for name in dtypes.split(",")
         for from_graphs in ((False, True) if graphs else (False,))
     ]

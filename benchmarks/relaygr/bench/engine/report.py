@@ -107,6 +107,7 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
         axes.xaxis.set_minor_formatter("")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.path.trace import Trace
-from relaygr.bench.path.world import World
 from relaygr.schemas.messages import Path
 
 
@@ -51,6 +50,9 @@ def main(
 
 def trace_request(*, is_cached: bool) -> Trace:
     """The calls of one request, whose prefix was computed ahead or is not cached."""
+    # Imports torch, which `--help` does without.
+    from relaygr.bench.path.world import World
+
     world = World()
     # The first request of a worker also fills caches of Python and of the codec.
     world.store_history("first")

@@ -1,0 +1,278 @@
+"""Kills the active worker again and again, and prints what each kill cost. What is measured: `__main__`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.standby.pair import await_pair
+from relaygr.bench.standby.traffic import Traffic, hit_ratio
+from relaygr.client import LostRequest, RankStatus, RelayClient
+from relaygr.demo.processes import CommandProcess, Processes, write_config
+from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.schemas.messages import Behaviours, History
+from relaygr.settings import Settings
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.shared.mapped_file import memory_folder
+
+PARTITIONS = 12
+VOCABULARY = 10_000
+START_TIMEOUT_S = 120.0
+BUDGET_MS = 10_000.0
+STEPS = {
+    "takes over": "lock_ms",
+    "prefixes restored": "restored_ms",
+    "assigned": "assigned_ms",
+}
+"""Events of the worker's log, and the column of the time from the kill to each."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillFigures:
+    """One kill. Times in ms."""
+
+    measured_at: str
+    machine: str
+    broker: str
+    standby_memory: str
+    users: int
+    history: int
+    rate_per_s: float
+    hbm_mib: int
+    dram_mib: int
+    p50_before_ms: float
+    p99_before_ms: float
+    longest_ms: float
+    """Of the requests that were under way at the kill, or sent until the first answer after it."""
+    lock_ms: float
+    restored_ms: float
+    assigned_ms: float
+    first_answer_ms: float
+    """Of a request sent before the take-over was over, from the kill."""
+    hits_before: float
+    hits_after: float
+    requests: int
+    not_ranked: int
+    lost: int
+    standby_again_s: float
+
+
+def measure_kills(
+    kills: int,
+    rate: float,
+    users: int,
+    history: int,
+    hbm_mib: int,
+    dram_mib: int,
+    memory: str,
+    broker: str,
+    out: Path,
+) -> None:
+    """Measures so many kills on one broker, prints the figures and appends them to `out`."""
+    console = Console(highlight=False)
+    figures: list[KillFigures] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="relaygr-standby-", dir=memory_folder()) as name,
+        local_broker(broker) as started,
+    ):
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        settings = _settings(started, Path(name), history, hbm_mib, dram_mib, memory)
+        started.create_topics(settings)
+        run = _StandbyRun(started, settings, Path(name), users, history, rate)
+        with run.processes:
+            run.start()
+            for number in range(kills):
+                figures.append(run.kill())
+                console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
+    _print(console, figures)
+    _append(out, figures)
+    console.print(f"appended to {out}")
+
+
+class _StandbyRun:
+    """The processes, and one kill after the other."""
+
+    def __init__(
+        self, broker: LocalBroker, settings: Settings, folder: Path, users: int, history: int, rate: float
+    ) -> None:
+        self._broker = broker
+        self._settings = settings
+        self._users = [f"user-{number:05d}" for number in range(users)]
+        self._history = history
+        self._rate = rate
+        config = folder / "settings.yaml"
+        write_config(settings, config)
+        self.processes = Processes(folder, config)
+        self._supervisor: CommandProcess | None = None
+
+    def start(self) -> None:
+        """Until there is an active worker and a standby, with every user's prefix in DRAM."""
+        self._supervisor = self.processes.start("worker-00", ["worker", "--standby"], "worker")
+        self.processes.await_ready([self._supervisor], START_TIMEOUT_S)
+        await_pair(self._supervisor.port, START_TIMEOUT_S)
+        with self._traffic() as traffic:
+            time.sleep(len(self._users) / self._rate * 2 + 1)
+            traffic.stop()
+
+    def kill(self) -> KillFigures:
+        """One kill in the middle of traffic, and all that is said of it."""
+        supervisor = self._supervisor
+        assert supervisor is not None
+        pair = await_pair(supervisor.port, START_TIMEOUT_S)
+        with self._traffic() as traffic:
+            time.sleep(max(3.0, len(self._users) / self._rate))
+            killed_s, killed_at_s = time.monotonic(), time.time()
+            os.kill(pair.active, signal.SIGKILL)
+            time.sleep(max(3.0, len(self._users) / self._rate))
+            asked = traffic.stop()
+            lost = len(traffic.lost)
+        await_pair(supervisor.port, START_TIMEOUT_S, but_not=(pair.active,))
+        again_s = time.monotonic() - killed_s
+        worker, steps = self._settings.worker, _steps(supervisor.log, killed_at_s)
+        before = [each for each in asked if each.answered_s <= killed_s]
+        after = [each for each in asked if each.answered_s > killed_s]
+        # What a dying process had sent still arrives; the successor's first answer comes after its assignment.
+        first_s = min(
+            (each.answered_s for each in after if each.answered_s - killed_s > steps["assigned_ms"] / 1e3),
+            default=float("nan"),
+        )
+        touched = [each.took_ms for each in after if each.sent_s <= first_s]
+        took_before = np.array([each.took_ms for each in before])
+        return KillFigures(
+            measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            broker=self._broker.what.split(" at ")[0],
+            standby_memory=worker.standby_memory.value,
+            users=len(self._users),
+            history=self._history,
+            rate_per_s=self._rate,
+            hbm_mib=int(worker.hbm_bytes) >> 20,
+            dram_mib=int(worker.dram_bytes) >> 20,
+            p50_before_ms=float(np.percentile(took_before, 50)),
+            p99_before_ms=float(np.percentile(took_before, 99)),
+            longest_ms=max(touched, default=float("nan")),
+            first_answer_ms=(first_s - killed_s) * 1e3,
+            hits_before=hit_ratio(before),
+            hits_after=hit_ratio([each for each in after if each.sent_s > killed_s]),
+            requests=len(asked),
+            not_ranked=sum(each.outcome.status is not RankStatus.RANKED for each in asked),
+            lost=lost,
+            standby_again_s=again_s,
+            **steps,
+        )
+
+    def _traffic(self) -> Traffic:
+        def make_client(on_lost: Callable[[LostRequest], None]) -> RelayClient:
+            gateway = f"bench-{time.monotonic_ns()}"
+            return RelayClient(self._settings, gateway, registry=CollectorRegistry(), on_lost=on_lost)
+
+        candidates = np.arange(64, dtype=np.int64)
+        return Traffic(make_client, self._users, self._history_of, candidates, 1 / self._rate, BUDGET_MS)
+
+    def _history_of(self, user: str) -> History:
+        random = np.random.default_rng(int(user.rpartition("-")[2]))
+        behaviours = Behaviours(
+            random.integers(0, VOCABULARY, self._history).astype("<i8"),
+            random.integers(0, 4, self._history).astype("<u2"),
+            1_700_000_000_000 + np.arange(self._history, dtype="<i8") * 60_000,
+        )
+        return History(user, self._history, np.empty(0, "<i8"), behaviours)
+
+
+def _steps(log: Path, killed_at_s: float) -> dict[str, float]:
+    """Column -> ms from the kill to the first time that the log tells of the step; NaN if it never does."""
+    found = dict.fromkeys(STEPS.values(), float("nan"))
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            told = json.loads(line)
+            after_ms = (datetime.fromisoformat(told["timestamp"]).timestamp() - killed_at_s) * 1e3
+        except (ValueError, KeyError, TypeError):
+            continue
+        column = STEPS.get(told.get("event"))
+        if column is not None and after_ms > 0 and np.isnan(found[column]):
+            found[column] = after_ms
+    return found
+
+
+def _settings(broker: LocalBroker, folder: Path, history: int, hbm_mib: int, dram_mib: int, memory: str) -> Settings:
+    config = ModelConfig(
+        embedding_dim=64,
+        num_heads=2,
+        attention_dim=32,
+        hidden_dim=32,
+        num_layers=4,
+        normalizer=float(history),
+        vocabulary_size=VOCABULARY,
+        num_positions=history + 128,
+        max_prefix_behaviours=history,
+        max_suffix_behaviours=16,
+        max_candidates=64,
+    )
+    save_checkpoint(folder / "model", config, random_checkpoint(config, seed=0).tensors)
+    base = broker.settings()
+    return Settings.model_validate(
+        {
+            "bootstrap": base.bootstrap,
+            "fetch_wait_max_ms": base.fetch_wait_max_ms,
+            "session_timeout_ms": base.session_timeout_ms,
+            "topic_prefix": "standby",
+            "group_prefix": "standby",
+            "partitions": PARTITIONS,
+            "worker": {
+                "model": folder / "model",
+                "hbm_bytes": hbm_mib << 20,
+                "dram_bytes": dram_mib << 20,
+                "history_path": folder / "history",
+                "history_max_bytes": 64 << 20,
+                "shared_path": folder / "shared",
+                "standby_memory": memory,
+            },
+            # Deaths are what is measured.
+            "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
+        }
+    )
+
+
+def _print(console: Console, figures: Sequence[KillFigures]) -> None:
+    table = Table(title="kill -9 of the active worker; ms from the kill, and the requests' delays")
+    for name in ("P50", "longest", "lock", "assigned", "answer", "hits", "after", "missed", "lost", "again"):
+        table.add_column(name, justify="right")
+    for one in figures:
+        times = (one.p50_before_ms, one.longest_ms, one.lock_ms, one.assigned_ms, one.first_answer_ms)
+        table.add_row(
+            *(f"{time_ms:.0f}" for time_ms in times),
+            f"{one.hits_before:.3f}",
+            f"{one.hits_after:.3f}",
+            str(one.not_ranked),
+            str(one.lost),
+            f"{one.standby_again_s:.0f} s",
+        )
+    console.print(table)
+
+
+def _append(path: Path, figures: Sequence[KillFigures]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(KillFigures)])
+        if new:
+            writer.writeheader()
+        writer.writerows(
+            {name: round(value, 2) if isinstance(value, float) else value for name, value in asdict(one).items()}
+            for one in figures
+        )
