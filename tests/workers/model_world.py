@@ -14,7 +14,8 @@ from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.engine import Engine, PrefixChunk, RankInputs, build_engine
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs
 from relaygr.worker.model.options import (
     Activated,
     ContextualFeature,

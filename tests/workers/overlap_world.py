@@ -34,8 +34,8 @@ from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
-from relaygr.worker.model.engine import Engine, build_engine
-from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.model_world import VOCABULARY, small_config
 from tests.workers.simulated_device import SimulatedDevice

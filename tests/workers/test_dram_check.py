@@ -19,7 +19,8 @@ from relaygr.worker.dram_check import SampleUser, made_sample, measure_dram_erro
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.engine import Engine, load_engine
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature
 from relaygr.worker.process.memory import plan_memory, take_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside

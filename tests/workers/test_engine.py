@@ -18,7 +18,8 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.engine import PrefixChunk, TooLongError, build_engine, load_engine
+from relaygr.worker.model.engine import build_engine, load_engine
+from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.null_engine import null_scores
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import KINDS

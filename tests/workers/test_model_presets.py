@@ -14,7 +14,8 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
-from relaygr.worker.model.engine import PrefixChunk, build_engine
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import Activated, Family, InputForm, Preset, ReadoutForm
 from tests.workers.model_world import random_behaviours
 from tests.workers.reference import full_inference

@@ -14,8 +14,8 @@ from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, save_calibra
 from relaygr.worker.calibration import calibrate as measure
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.model.engine import DEFAULT_PAGE_TOKENS, load_engine
-from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 
 
 def calibrate(

@@ -1,11 +1,13 @@
-"""`relaygr model init` makes a random checkpoint, `convert` one of somebody else's; `show` says what one holds, and
-`check-dram` what a DRAM tier in fewer bits would cost it.
+"""`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `show` describes
+one, and `check-dram` measures the effect of a DRAM tier in fewer bits on its scores.
+
+Commands import torch only when they run, so that `--help` answers without it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -19,10 +21,12 @@ from relaygr.cli.model_convert import convert_command
 from relaygr.cli.texts import parse_task
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
 from relaygr.worker.model.options import Activated, ContextualFeature, Family, OutputForm, Preset, preset_fields
 from relaygr.worker.model.rules import rules_of
+
+if TYPE_CHECKING:
+    from relaygr.worker.model.checkpoint import Checkpoint
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
 app.command("convert")(convert_command)
@@ -129,6 +133,8 @@ def init(
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
     """Check a checkpoint and say what it holds."""
+    from relaygr.worker.model.checkpoint import load_checkpoint
+
     _print_checkpoint(load_checkpoint(path), path)
 
 
@@ -149,6 +155,8 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _save_random(out: Path, config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None) -> None:
+    from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+
     random = random_checkpoint(config, seed, item_ids)
     _print_checkpoint(save_checkpoint(out, config, random.tensors), out)
 

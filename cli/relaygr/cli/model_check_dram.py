@@ -1,9 +1,12 @@
-"""`relaygr model check-dram MODEL`: what a DRAM tier in fewer bits would cost this model's scores."""
+"""`relaygr model check-dram MODEL`: the effect of a DRAM tier in fewer bits on this model's scores.
+
+The command imports torch only when it runs, so that `--help` answers without it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -12,10 +15,13 @@ from rich.table import Table
 
 from relaygr.interactions.reading import read_interactions
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.dram_check import TOP_K, DramError, SampleUser, made_sample, measure_dram_error
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
-from relaygr.worker.model.engine import DEFAULT_PAGE_TOKENS, Engine, load_engine
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 from relaygr.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from relaygr.worker.dram_check import DramError, SampleUser
+    from relaygr.worker.model.interface import Engine
 
 EXIT_ABOVE = 1
 CANDIDATES = 100
@@ -44,6 +50,9 @@ def check_dram_command(
     ),
 ) -> None:
     """Measure what a DRAM tier in fewer bits changes in a model's scores. Ends with 1 beyond the limits."""
+    from relaygr.worker.dram_check import made_sample, measure_dram_error
+    from relaygr.worker.model.engine import load_engine
+
     engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
     made, candidates = made_sample(model, users or 4)
     if interactions is not None:
@@ -57,6 +66,8 @@ def check_dram_command(
 
 def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
     """Users of a log by chance, with their newest behaviours, and candidates from the log's items."""
+    from relaygr.worker.dram_check import SampleUser
+
     read, random = read_interactions(path), np.random.default_rng(0)
     if not read.users:
         raise RelayError(f"{path} holds no user's interactions.")
@@ -71,6 +82,8 @@ def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUse
 def _print(
     engine: Engine, dtype: DramKvDtype, error: DramError, max_score_error: float, min_topk_overlap: float
 ) -> None:
+    from relaygr.worker.dram_check import TOP_K
+
     console = Console(highlight=False)
     geometry = DramGeometry(engine.geometry, dtype)
     times = engine.geometry.page_bytes / geometry.page_bytes

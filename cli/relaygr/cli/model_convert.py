@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,12 +11,13 @@ from rich.table import Table
 
 from relaygr.cli.texts import parse_pairs, parse_task
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.checkpoint import save_checkpoint
 from relaygr.worker.model.config import CONFIG_FILE
-from relaygr.worker.model.convert.conversion import Converted, convert
-from relaygr.worker.model.convert.mapping import ConversionReport
 from relaygr.worker.model.convert.options import ProjectionLayout, SourceKind, read_options
 from relaygr.worker.model.options import ReadoutActivation
+
+if TYPE_CHECKING:
+    from relaygr.worker.model.convert.conversion import Converted
+    from relaygr.worker.model.convert.mapping import ConversionReport
 
 EXIT_INCOMPLETE = 1
 
@@ -122,6 +123,8 @@ def convert_command(
         "max_suffix": max_suffix,
         "max_candidates": max_candidates,
     }
+    from relaygr.worker.model.convert.conversion import convert
+
     options = read_options(config, {name: value for name, value in given.items() if value is not None})
     converted = convert(source, kind, options, strip)
     print_report(converted.report)
@@ -133,6 +136,8 @@ def convert_command(
 
 
 def _save(out: Path, converted: Converted) -> None:
+    from relaygr.worker.model.checkpoint import save_checkpoint
+
     saved = save_checkpoint(out, converted.config, converted.tensors)
     Console(highlight=False).print(f"{out}: {saved.num_parameters:,} parameters, revision {saved.revision}")
 

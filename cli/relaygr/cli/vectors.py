@@ -1,28 +1,33 @@
-"""`relaygr vectors FILE.npz`: our layers against values that other people's code computed."""
+"""`relaygr vectors FILE.npz`: our layers against values that other implementations computed.
+
+The command imports torch only when it runs, so that `--help` answers without it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.worker.model.vectors import KINDS, TOLERANCE, CaseResult, CaseVerdict, check_case, read_vectors
+if TYPE_CHECKING:
+    from relaygr.worker.model.vectors import CaseResult
 
 EXIT_FAILED = 1
 EXIT_NOT_UNDERSTOOD = 2
 
 _LINE_WIDTH = 1000
-_STYLES = {CaseVerdict.PASSED: "green", CaseVerdict.FAILED: "red", CaseVerdict.NOT_UNDERSTOOD: "yellow"}
 
 
 def vectors(
-    file: Annotated[Path, typer.Argument(help="Test vectors (.npz); docs/model.md says their form.")],
+    file: Annotated[Path, typer.Argument(help="File of test vectors (.npz); docs/model.md describes its format.")],
 ) -> None:
-    """Check our layer against a file of test vectors."""
+    """Check our layers against a file of test vectors."""
+    from relaygr.worker.model.vectors import KINDS, check_case, read_vectors
+
     results = [check_case(case, KINDS) for case in read_vectors(file)]
     _print(results)
     raise typer.Exit(exit_code(results))
@@ -30,6 +35,8 @@ def vectors(
 
 def exit_code(results: list[CaseResult]) -> int:
     """0 if every case passed, 1 if one failed, 2 if none failed but one was not understood."""
+    from relaygr.worker.model.vectors import CaseVerdict
+
     verdicts = {result.verdict for result in results}
     if CaseVerdict.FAILED in verdicts:
         return EXIT_FAILED
@@ -37,6 +44,9 @@ def exit_code(results: list[CaseResult]) -> int:
 
 
 def _print(results: list[CaseResult]) -> None:
+    from relaygr.worker.model.vectors import TOLERANCE, CaseVerdict
+
+    styles = {CaseVerdict.PASSED: "green", CaseVerdict.FAILED: "red", CaseVerdict.NOT_UNDERSTOOD: "yellow"}
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
     table.add_column("verdict")
@@ -46,11 +56,11 @@ def _print(results: list[CaseResult]) -> None:
         known = result.verdict is not CaseVerdict.NOT_UNDERSTOOD
         table.add_row(
             Text(result.name),
-            Text(result.verdict, _STYLES[result.verdict]),
+            Text(result.verdict, styles[result.verdict]),
             f"{result.worst_error:.1e}" if known else "",
             Text(result.detail or result.worst_array),
         )
-    # One line a case, however long: the terminal may wrap it, we do not.
+    # Each case is one line, however long it is; only the terminal may wrap it.
     console = Console(highlight=False, width=_LINE_WIDTH)
     console.print(table)
     passed = sum(result.verdict is CaseVerdict.PASSED for result in results)

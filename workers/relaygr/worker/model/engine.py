@@ -7,32 +7,10 @@ from pathlib import Path
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
-from relaygr.worker.model.interface import (
-    Engine,
-    EngineLimits,
-    PrefixChunk,
-    PrefixInputs,
-    RankInputs,
-    RankOutputs,
-    TooLongError,
-)
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.null_engine import NullEngine
-from relaygr.worker.model.options import ComputeDtype, Family
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype, Family
 from relaygr.worker.model.paged_engine import PagedEngine
-
-__all__ = [
-    "Engine",
-    "EngineLimits",
-    "PrefixChunk",
-    "PrefixInputs",
-    "RankInputs",
-    "RankOutputs",
-    "TooLongError",
-    "build_engine",
-    "load_engine",
-]
-
-DEFAULT_PAGE_TOKENS = 64
 
 
 def load_engine(

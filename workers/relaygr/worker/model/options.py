@@ -179,6 +179,10 @@ class Task(Part):
     kind: TaskKind = TaskKind.BINARY
 
 
+DEFAULT_PAGE_TOKENS = 64
+"""Tokens of one page of K,V."""
+
+
 class ComputeDtype(enum.StrEnum):
     """What weights and rows are rounded to before a matrix product; sums and the residual stream stay float32."""
 

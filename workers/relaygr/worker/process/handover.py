@@ -26,7 +26,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
-from relaygr.worker.model.engine import Engine
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.memory import arena_shape
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.arena import SharedArena

@@ -17,7 +17,7 @@ from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.cache.trace import TraceHeader, TraceRecorder
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.memory import MemoryPlan, forward_bytes, process_bytes
-from relaygr.worker.model.engine import Engine
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.arena import ArenaShape
 

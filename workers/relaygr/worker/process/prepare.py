@@ -23,7 +23,8 @@ from relaygr.worker.dram_check import require_precision
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.memory import MemoryPlan, require_host_memory
-from relaygr.worker.model.engine import Engine, load_engine
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.handover import Handover, attach
 from relaygr.worker.process.memory import TakenMemory, arena_shape, plan_memory, take_memory
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
