@@ -1,0 +1,221 @@
+"""Each extra of the package installs what its modules import: nothing less is listed, nothing more is imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+ROOTS = ("schemas", "streams", "workers", "cli", "benchmarks")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SHIPPED_WITH = {"annotated_types": "pydantic", "pydantic_core": "pydantic"}
+"""Imported libraries that belong to another one, which is listed."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is imported and done with some extras and no others."""
+
+    modules: tuple[str, ...]
+    script: str = ""
+
+
+USES: dict[str, Use] = {
+    "": Use(
+        ("relaygr.schemas", "relaygr.schemas.headers", "relaygr.schemas.reference"),
+        """
+        import numpy as np
+        from relaygr.schemas import Behaviours, RetrievalEvent, decode, digest_chain, encode
+        from relaygr.schemas import RankingHeaders, partition_for
+
+        event = RetrievalEvent("r", "user", 1, 2, 50, 10, 0)
+        assert decode(RetrievalEvent, encode(event)) == event
+        assert len(digest_chain(np.arange(3), Behaviours.empty()).digest) == 16
+        assert 0 <= partition_for(b"user", 48) < 48
+        assert RankingHeaders.decode(RankingHeaders("r", "gw", "relaygr.results", 0, 1).encode()).request_id == "r"
+        """,
+    ),
+    "client": Use(
+        ("relaygr.client", "relaygr.settings", "relaygr.settings_reference", "relaygr.kafka.admin"),
+        """
+        from relaygr.client import AsyncRelayClient, EventPublisher, RelayClient, __version__
+        from relaygr.settings import load_settings
+
+        settings = load_settings(bootstrap="kafka-1:9092", environment={"RELAYGR_PARTITIONS": "12"})
+        assert (settings.bootstrap, settings.partitions) == ("kafka-1:9092", 12)
+        RelayClient(settings, "gw-0", settings.client)
+        AsyncRelayClient(settings, "gw-1")
+        EventPublisher(settings, "publisher")
+        """,
+    ),
+    "cli": Use(("relaygr.cli.app", "relaygr.cli.topics", "relaygr.cli.publish", "relaygr.cli.settings")),
+    "cli,http": Use(("relaygr.cli.gateway",)),
+    "lag": Use(("relaygr.cli.lag",)),
+    "trigger": Use(("relaygr.cli.trigger", "relaygr.trigger.app")),
+    "worker": Use(
+        (
+            "relaygr.cli.worker",
+            "relaygr.cli.model",
+            "relaygr.cli.cache",
+            "relaygr.cli.calibrate",
+            "relaygr.cli.vectors",
+            "relaygr.worker.model.engine",
+            "relaygr.worker.process",
+        )
+    ),
+    "bench": Use(("relaygr.cli.demo", "relaygr.bench.pipeline.__main__", "relaygr.bench.cache.__main__")),
+}
+
+
+def requirements(extras: str) -> list[Requirement]:
+    """The requirements of the package with these extras, extras of its own resolved."""
+    found = [Requirement(text) for text in PROJECT["dependencies"]]
+    pending = [extra for extra in extras.split(",") if extra]
+    for extra in pending:
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+            if requirement.name == "relaygr":
+                pending.extend(requirement.extras - set(pending))
+            else:
+                found.append(requirement)
+    return found
+
+
+def with_dependencies(wanted: list[Requirement]) -> set[str]:
+    """The names of the distributions that an installer would bring for these requirements."""
+    names: set[str] = set()
+    pending = list(wanted)
+    for requirement in pending:
+        name = canonicalize_name(requirement.name)
+        if name in names:
+            continue
+        names.add(name)
+        try:
+            texts = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        environments = [{"extra": extra} for extra in ("", *requirement.extras)]
+        pending += [
+            needed
+            for needed in map(Requirement, texts)
+            if needed.marker is None or any(needed.marker.evaluate(environment) for environment in environments)
+        ]
+    return names
+
+
+@functools.cache
+def distributions() -> dict[str, set[str]]:
+    """The distributions behind each name that can be imported here."""
+    return {name: set(map(canonicalize_name, found)) for name, found in metadata.packages_distributions().items()}
+
+
+def blocked_names(extras: str) -> set[str]:
+    """Names of installed libraries that these extras would not bring."""
+    brought = with_dependencies(requirements(extras))
+    return {name for name, behind in distributions().items() if not behind & brought} - {"relaygr"}
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module of ours."""
+    for root in ROOTS:
+        place = ROOT.joinpath(root, *module.split("."))
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def imported_at_the_top(path: Path) -> Iterator[str]:
+    """The modules that a file imports when it is imported itself."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def libraries_of(modules: tuple[str, ...]) -> dict[str, str]:
+    """The libraries that these modules import, directly or by way of other modules of ours, and a file that does."""
+    found: dict[str, str] = {}
+    pending = list(modules)
+    for module in pending:
+        parts = module.split(".")
+        for length in range(2, len(parts) + 1):
+            path = source_of(".".join(parts[:length]))
+            for name in imported_at_the_top(path) if path is not None else ():
+                library = name.partition(".")[0]
+                if library == "relaygr":
+                    if name not in pending:
+                        pending.append(name)
+                elif library not in sys.stdlib_module_names:
+                    found.setdefault(library, str(path))
+    return found
+
+
+@pytest.mark.parametrize("extras", USES)
+def test_with_an_extra_its_modules_need_no_other_library(extras: str) -> None:
+    use = USES[extras]
+    script = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked_names(extras)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import {", ".join(use.modules)}
+{textwrap.dedent(use.script)}"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("extras", USES)
+def test_an_extra_lists_every_library_that_its_modules_import(extras: str) -> None:
+    listed = {canonicalize_name(requirement.name) for requirement in requirements(extras)}
+    absent = {
+        library: path
+        for library, path in libraries_of(USES[extras].modules).items()
+        if not distributions().get(SHIPPED_WITH.get(library, library), set()) & listed
+    }
+    assert absent == {}
+
+
+def test_the_search_for_libraries_follows_imports_of_our_own_modules() -> None:
+    assert libraries_of(("relaygr.schemas",)).keys() == {"msgpack", "numpy"}
+    assert {"confluent_kafka", "pydantic", "starlette", "typer"} <= libraries_of(("relaygr.cli.lag",)).keys()
+
+
+@pytest.mark.parametrize("library", ["faust", "aiokafka", "aiohttp", "starlette", "uvicorn", "typer", "torch", "lmdb"])
+def test_a_gateway_installs_no_library_of_the_processes(library: str) -> None:
+    assert library in blocked_names("client")
+
+
+@pytest.mark.parametrize("library", ["confluent_kafka", "structlog", "typer", "pydantic", "yaml", "prometheus_client"])
+def test_the_package_without_extras_installs_no_library_of_a_gateway(library: str) -> None:
+    assert library in blocked_names("")
+
+
+def test_every_command_names_extras_that_exist() -> None:
+    from relaygr.cli import COMMANDS
+
+    known = set(PROJECT["optional-dependencies"])
+    assert {name for name, command in COMMANDS.items() if not set(command.extras.split(",")) <= known} == set()
+
+
+def test_all_is_every_extra_but_the_npu_and_the_developers_tools() -> None:
+    extras = PROJECT["optional-dependencies"]
+    everything = {str(requirement) for extra in extras.keys() - {"npu", "dev"} for requirement in requirements(extra)}
+    assert {str(requirement) for requirement in requirements("all")} == everything
