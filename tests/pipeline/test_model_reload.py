@@ -203,7 +203,7 @@ def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: Wo
     wait_until("unchanged", lambda: world.reloads("unchanged") == 1)
     assert world.worker.process.poll() is None
     log = world.worker.log.read_text()
-    assert "is not a model configuration" in log and "start the worker anew" in log
+    assert "is not a model configuration" in log and "restart the worker to use it" in log
 
 
 def test_after_a_reload_a_new_start_serves_the_same_model(world: World):

@@ -22,7 +22,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature
-from relaygr.worker.process.memory import plan_memory, take_memory
+from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
 from tests.workers.model_world import small_config
@@ -142,7 +142,7 @@ class TestCapacity:
     def test_smaller_pages_are_more_prefixes_in_the_same_bytes(self, model: Path) -> None:
         engine, capacities = engine_of(model), {}
         for dtype in DramKvDtype:
-            taken = take_memory(engine, self.settings(dtype), None)
+            taken = allocate_memory(engine, self.settings(dtype), None)
             capacities[dtype] = taken.built.cache.stats().dram.capacity
             dram = taken.built.dram_arena
             assert dram is not None

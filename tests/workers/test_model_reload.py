@@ -100,7 +100,7 @@ def test_a_checkpoint_whose_prefixes_do_not_fit_the_pages_is_refused(tmp_path, c
     present = serving(save(tmp_path / "old"))
     refused = refusal(present, settings_of(save(tmp_path / "new", **changes)))
     assert refused.outcome is ReloadOutcome.UNFIT
-    assert "start the worker anew" in str(refused)
+    assert "restart the worker to use it" in str(refused)
 
 
 def test_a_checkpoint_that_does_not_compute_is_refused(tmp_path):
@@ -304,9 +304,9 @@ class Reloading:
         )
 
     def reload(self, parts=None, is_active=False) -> None:
-        self.reloading.want()
+        self.reloading.request()
         self.reloading.tick(parts, is_active=is_active)
-        self.reloading._thread.join(30)
+        await_loading()
         self.reloading.tick(parts, is_active=is_active)
 
     def outcomes(self) -> dict[str, float]:
@@ -315,6 +315,16 @@ class Reloading:
             for outcome in ReloadOutcome
         }
         return {outcome: count for outcome, count in counts.items() if count}
+
+
+def loading() -> list[threading.Thread]:
+    """The threads that load a model."""
+    return [thread for thread in threading.enumerate() if thread.name == "reload"]
+
+
+def await_loading() -> None:
+    for thread in loading():
+        thread.join(30)
 
 
 def test_a_standby_swaps_at_once(tmp_path):
@@ -338,30 +348,30 @@ def test_whatever_is_wrong_the_worker_keeps_its_model_and_counts_why(tmp_path):
     assert world.outcomes() == {"unchanged": 1, "unfit": 1, "broken": 1}
 
 
-def test_a_second_wish_while_one_loads_is_not_lost(tmp_path, monkeypatch):
+def test_a_second_reload_that_is_requested_while_one_loads_is_not_lost(tmp_path, monkeypatch):
     world = Reloading(save(tmp_path))
     may_end = threading.Event()
     monkeypatch.setattr("relaygr.worker.process.reloading.load_beside", lambda *_: may_end.wait(30) and None)
     for _ in range(3):
-        world.reloading.want()
+        world.reloading.request()
         world.reloading.tick(None, is_active=False)
     may_end.set()
     for _ in range(2):
-        world.reloading._thread.join(30)
+        await_loading()
         world.reloading.tick(None, is_active=False)
-    assert world.outcomes() == {"unchanged": 2}, "two of them were one"
+    assert world.outcomes() == {"unchanged": 2}, "two of the three requests share one reload"
 
 
-def test_a_wish_to_go_back_while_the_device_thread_has_yet_to_swap_is_not_taken_for_the_model_that_serves(tmp_path):
-    """It was compared with the model that was about to go: `unchanged`, and then the other one served."""
+def test_a_reload_of_the_old_model_that_is_requested_before_the_swap_waits_for_it(tmp_path):
+    """Compared with the model that was about to be replaced it was `unchanged`, and then the other one served."""
     world = Reloading(save(tmp_path, seed=0))
     first = world.prepared.engine.revision
     save(tmp_path, seed=1)
     world.reload(world.parts, is_active=True)
     save(tmp_path, seed=0)
-    world.reloading.want()
+    world.reloading.request()
     world.reloading.tick(world.parts, is_active=True)
-    assert world.reloading._thread is None, "waits for the swap"
+    assert not loading(), "waits for the swap"
     world.calls.pop()()
     assert world.prepared.engine.revision != first
     world.reload(world.parts, is_active=True)
@@ -385,7 +395,7 @@ def test_with_the_new_model_its_calibration_and_its_size_are_taken_over(tmp_path
     assert gauge == world.prepared.engine.weights_bytes > 0
 
 
-def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):
+def test_weights_that_were_overwritten_in_place_are_logged(tmp_path):
     """They are mapped from their file: the model that served was no longer the one that its revision names."""
     world = Reloading(save(tmp_path, seed=0))
     file = tmp_path / WEIGHTS_FILE
@@ -400,4 +410,4 @@ def test_weights_that_were_overwritten_in_place_are_said_to_be(tmp_path):
     file.write_bytes(file.read_bytes() + b" ")
     with structlog.testing.capture_logs() as logs:
         world.reload()
-    assert "overwritten in place" in logs[0]["event"], "now it is this one that serves"
+    assert "overwritten in place" in logs[0]["event"], "the replaced file serves now"

@@ -1,132 +1,269 @@
-"""What a worker process tells its supervisor while it is busy with its own start or end."""
+"""The life of a worker process: its heartbeats during a start and a stop, how long it drains, and its exit code.
+
+The process, its lock, its link to the supervisor and its signals are real. Model, broker and memory are small fakes.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer import ConsumerSettings
+from relaygr.consumer import ConsumerSettings, LoopState
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.probes import Readiness
+from relaygr.schemas.messages import WorkerState
 from relaygr.worker.exits import Exit
-from relaygr.worker.process import WorkerConfig, life
+from relaygr.worker.memory import MemoryPlan
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.process import life
 from relaygr.worker.process.handover import shared_folder
-from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.process.parts import OnEnd
+from relaygr.worker.process.reloading import ModelReloading
+from relaygr.worker.settings import WorkerConfig, WorkerSettings
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader, SupervisorLink
 
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+DRAIN_S = 30.0
 
 
-class TookOverError(Exception):
-    """Ends a life that has come so far."""
+def stop() -> None:
+    """As an operator does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def nothing() -> None:
+    pass
+
+
+class FakeHandover:
+    """No predecessor left anything."""
+
+    dram = None
+
+    def __init__(self) -> None:
+        self.on_begin: Callable[[], None] = nothing
+
+    def read_ahead(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.on_begin()
+
+    def restore(self, *_: object) -> None:
+        pass
+
+
+class FakeLoop:
+    """A consumer loop without a broker; a test says what happens in it."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.on_start: Callable[[], None] = stop
+        self.on_join: Callable[[], bool] = lambda: True
+        self.on_stop: Callable[[float], object] = lambda drain_s: None
+
+    def connect(self, timeout_s: float) -> None:
+        pass
+
+    def start(self) -> None:
+        self.on_start()
+
+    def stop(self, drain_s: float) -> None:
+        self.on_stop(drain_s)
+
+    def join(self, timeout_s: float) -> bool:
+        return self.on_join()
+
+
+class FakeParts:
+    """The parts of a healthy worker."""
+
+    cache = None
+
+    def __init__(self, loop: FakeLoop, on_end: OnEnd) -> None:
+        self.loop = loop
+        self.on_end = on_end
+        self.device = SimpleNamespace(call=lambda work: None, is_stuck=lambda: False)
+        self.status = SimpleNamespace(state=WorkerState.STARTING)
+        self.metrics = WorkerMetrics(CollectorRegistry())
+        self.sent_the_rest = False
+
+    def start_device_and_follower(self) -> None:
+        pass
+
+    def send_the_rest(self) -> None:
+        self.sent_the_rest = True
+
+    def close(self) -> None:
+        pass
+
+    def readiness(self) -> Readiness:
+        return Readiness()
+
+    health = readiness
+
+
+class FakeProbes:
+    """Serves nothing."""
+
+    host, port = "127.0.0.1", 1
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    stop = start
+
+
+class LeftError(Exception):
+    """Raised in the place of os._exit."""
 
 
 class World:
-    """A standby whose model, broker and memory are nobody's, on a leash that the test holds."""
+    """A standby whose lock is free, and the supervisor's end of its link."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ours, theirs = socket.socketpair()
-        self.ours.setblocking(False)
-        worker = WorkerSettings(shared_path=folder, http_host="127.0.0.1", http_port=0, drain_s=30)
-        config = WorkerConfig(KafkaSettings(), worker, AdmissionSettings(), ConsumerSettings())
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handover = FakeHandover()
+        self.loop = FakeLoop()
+        self._parts: FakeParts | None = None
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        for name, replacement in (
+            ("prepare", self._prepare),
+            ("Parts", self._assemble),
+            ("ProbeServer", FakeProbes),
+            ("ModelReloading", partial(ModelReloading, registry=CollectorRegistry())),
+            ("tune_interpreter", nothing),
+        ):
+            monkeypatch.setattr(life, name, replacement)
+        settings = WorkerSettings(shared_path=folder, drain_s=DRAIN_S)
+        config = WorkerConfig(KafkaSettings(), settings, AdmissionSettings(), ConsumerSettings())
         self.process = life.WorkerProcess(config, is_standby=True, link=SupervisorLink(theirs.detach()))
 
+    @property
+    def parts(self) -> FakeParts:
+        assert self._parts is not None
+        return self._parts
+
     def heard(self) -> Heartbeat | None:
-        """The newest sign of life."""
+        """The newest heartbeat since the last call."""
         try:
-            return HeartbeatReader().feed(self.ours.recv(65536))
+            return HeartbeatReader().feed(self._socket.recv(65536))
         except BlockingIOError:
             return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _prepare(self, *_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            memory=SimpleNamespace(),
+            handover=self.handover,
+            producer=SimpleNamespace(poll=lambda timeout_s: 0),
+            engine=SimpleNamespace(device=SimpleNamespace(name="cpu"), revision="model-1", namespace=b"model-1"),
+            plan=MemoryPlan(0, 0, 0, 0, 0, 0, 0),
+            store=SimpleNamespace(close=nothing),
+        )
+
+    def _assemble(self, *arguments: object) -> FakeParts:
+        on_end = arguments[-1]
+        assert isinstance(on_end, OnEnd)
+        self._parts = FakeParts(self.loop, on_end)
+        return self._parts
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    monkeypatch.setattr(life, "prepare", lambda *_, **__: MagicMock(memory=None))
-    monkeypatch.setattr(life, "ModelReloading", MagicMock())
-    monkeypatch.setattr(life, "tune_interpreter", lambda: None)
-    world = World(tmp_path)
-    yield world
-    world.ours.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_a_standby_that_takes_over_says_so_before_it_does_what_may_take_long(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its supervisor would kill a standby that is silent, and so the last one that is left."""
-    heard: list[Heartbeat | None] = []
-
-    def activate() -> None:
-        heard.append(world.heard())
-        raise TookOverError
-
-    monkeypatch.setattr(world.process, "_activate", activate)
-    with pytest.raises(TookOverError):
-        world.process.run()
-    [beat] = heard
-    assert beat is not None and beat.phase is ChildPhase.PREPARING
-
-
-def test_a_worker_that_drains_shows_that_it_lives(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody sent the active process SIGTERM: its supervisor has not asked for it, and waits for signs of life."""
-    heard: list[Heartbeat | None] = []
-
-    def join(timeout_s: float) -> bool:
-        heard.append(world.heard())
-        return len(heard) == 3
-
-    world.process._stop(MagicMock(loop=SimpleNamespace(stop=lambda _: None, join=join)))
-    assert [beat and beat.phase for beat in heard] == [None, ChildPhase.ACTIVE, ChildPhase.ACTIVE]
-
-
-class LeftError(Exception):
-    """In the place of os._exit."""
-
-
-def test_a_worker_that_is_fenced_while_it_drains_says_nothing_more(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stopped process that wakes up finds its supervisor gone and its id taken, in either order."""
-
-    def join(timeout_s: float) -> bool:
-        world.process._end_with(Exit.FENCED)
-        return True
 
     def leave(code: int) -> None:
         raise LeftError(code)
 
     monkeypatch.setattr("os._exit", leave)
-    parts = MagicMock(loop=SimpleNamespace(stop=lambda _: None, join=join))
+    world = World(tmp_path, monkeypatch)
+    yield world
+    world.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slow(world: World) -> None:
+    """Its supervisor would kill a silent standby, which is the last process that is left."""
+    heard: list[Heartbeat | None] = []
+    world.handover.on_begin = lambda: heard.append(world.heard())
+    assert world.process.run() is Exit.DONE
+    [heartbeat] = heard
+    assert heartbeat is not None and heartbeat.phase is ChildPhase.PREPARING
+
+
+def test_a_worker_that_drains_sends_heartbeats(world: World) -> None:
+    """The active process got SIGTERM from somebody else: its supervisor did not ask for it and expects heartbeats."""
+    heard: list[Heartbeat | None] = []
+
+    def join() -> bool:
+        heard.append(world.heard())
+        return len(heard) == 3
+
+    world.loop.on_stop = lambda drain_s: world.heard()
+    world.loop.on_join = join
+    assert world.process.run() is Exit.DONE
+    assert [heartbeat and heartbeat.phase for heartbeat in heard] == [None, ChildPhase.ACTIVE, ChildPhase.ACTIVE]
+
+
+def test_a_worker_that_is_fenced_while_it_drains_sends_nothing_more(world: World) -> None:
+    """A stopped process that wakes up finds its supervisor gone and its id taken, in either order."""
+
+    def join() -> bool:
+        world.parts.on_end.loop(LoopState.FENCED)
+        return True
+
+    world.loop.on_join = join
     with pytest.raises(LeftError, match=str(int(Exit.FENCED))):
-        world.process._stop(parts)
-    parts.report.publish.assert_not_called()
+        world.process.run()
+    assert not world.parts.sent_the_rest
 
 
-@pytest.mark.parametrize(("ends_as", "drain_s"), [(Exit.DONE, 30), (Exit.FAILED, 0)])
-def test_a_worker_that_cannot_finish_anything_does_not_drain(world: World, ends_as: Exit, drain_s: float) -> None:
-    """Its device thread is dead: what it has is answered by a successor, who waits for the lock."""
-    world.process._end_with(ends_as)
+def test_a_worker_that_is_stopped_drains(world: World) -> None:
     drains: list[float] = []
-    world.process._stop(MagicMock(loop=SimpleNamespace(stop=drains.append, join=lambda _: True)))
-    assert drains == [drain_s]
+    world.loop.on_stop = drains.append
+    assert world.process.run() is Exit.DONE
+    assert drains == [DRAIN_S]
+    assert world.parts.sent_the_rest
+
+
+def test_a_worker_whose_device_thread_died_does_not_drain(world: World) -> None:
+    """It can finish no work: a successor, which waits for the lock, gets its messages again."""
+    drains: list[float] = []
+    world.loop.on_start = lambda: world.parts.on_end.device_thread()
+    world.loop.on_stop = drains.append
+    assert world.process.run() is Exit.FAILED
+    assert drains == [0.0]
 
 
 def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: World) -> None:
-    world.process._end_with(Exit.FENCED)
-    world.process._end_with(Exit.FAILED)
-    assert world.process._exit is Exit.FENCED
+    def fail_twice() -> None:
+        world.parts.on_end.loop(LoopState.FENCED)
+        world.parts.on_end.device_thread()
+
+    world.loop.on_start = fail_twice
+    with pytest.raises(LeftError, match=str(int(Exit.FENCED))):
+        world.process.run()
 
 
 def test_a_user_without_a_name_has_a_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's process may run under a number that stands in no list of users."""
+    """The process of a container may run under a number that is in no list of users."""
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")

@@ -1,49 +1,92 @@
-"""What a worker tells the fleet."""
+"""The status that a worker publishes."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaError
 
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import ConsumerSettings
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
-from relaygr.worker.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
+from relaygr.worker.process.housekeeping import StatusReport, StatusSources
+from relaygr.worker.settings import WorkerConfig, WorkerSettings
+from relaygr.worker.status import QueueWaits
 from tests.workers.kafka_fakes import FakeProducer, refused
 
-FACTS = WorkerFacts("worker-00", KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32), PrefixLayout(1, 2), 4096, 0)
-READING = WorkerReading(
-    model_revision="model-1",
-    max_prefix_behaviours=512,
-    partitions=frozenset({3, 1}),
-    assignment_epoch=7,
-    hbm_free_bytes=1024,
-    dram_free_bytes=0,
-    ranking_queue_p99_us=800,
-    preinfer_queue_us=90,
-    latency=LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-)
+GEOMETRY = KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32)
+LATENCY = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 
 
-def test_a_status_says_who_it_is_what_it_owns_and_what_it_can_take() -> None:
+def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
+    """A worker that has some free pages, and requests that have waited 800 µs."""
+    waits = QueueWaits()
+    waits.observe(800)
+    engine = SimpleNamespace(
+        revision="model-1",
+        geometry=GEOMETRY,
+        layout=PrefixLayout(1, 2),
+        limits=SimpleNamespace(max_prefix_behaviours=512),
+    )
+    stats = SimpleNamespace(
+        hbm=SimpleNamespace(free=3, evictable=1),
+        hbm_page_bytes=256,
+        dram=SimpleNamespace(free=0, evictable=2),
+        dram_page_bytes=128,
+    )
+    sources = StatusSources(
+        producer=producer,  # type: ignore[arg-type]
+        loop=SimpleNamespace(status=lambda: SimpleNamespace(partitions=frozenset({3, 1}), assignment_epoch=7)),  # type: ignore[arg-type]
+        executor=SimpleNamespace(
+            engine=engine, preinfer_backlog_us=90, latency_of_prefixes=SimpleNamespace(coefficients=LATENCY)
+        ),  # type: ignore[arg-type]
+        cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
+        waits=waits,
+    )
+    settings = WorkerSettings(worker_id="worker-00", hbm_bytes=1 << 20, dram_bytes=512)  # type: ignore[arg-type]
+    config = WorkerConfig(KafkaSettings(), settings, AdmissionSettings(), ConsumerSettings())
+    return StatusReport(config, sources, clock)
+
+
+def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
     producer, clock = FakeProducer(), ManualClock()
-    StatusPublisher(producer, "relaygr.workers", FACTS, clock).publish(WorkerState.READY, READING)  # type: ignore[arg-type]
+    published = report(producer, clock)
+    published.state = WorkerState.READY
+    published.publish()
     (produced,) = producer.sent
     assert (produced.topic, produced.key) == ("relaygr.workers", b"worker-00")
-    status = codec.decode(WorkerStatus, produced.value)
-    assert (status.state, status.partitions, status.assignment_epoch) == (WorkerState.READY, (1, 3), 7)
-    assert status.written_at_us == clock.wall_us()
-    assert status.kv_bytes_per_token == FACTS.geometry.bytes_per_token
-    assert (status.contextual_tokens, status.tokens_per_behaviour) == (1, 2)
+    assert codec.decode(WorkerStatus, produced.value) == WorkerStatus(
+        worker_id="worker-00",
+        state=WorkerState.READY,
+        written_at_us=clock.wall_us(),
+        assignment_epoch=7,
+        partitions=(1, 3),
+        model_revision="model-1",
+        kv_bytes_per_token=GEOMETRY.bytes_per_token,
+        contextual_tokens=1,
+        tokens_per_behaviour=2,
+        max_prefix_behaviours=512,
+        hbm_capacity_bytes=1 << 20,
+        hbm_free_bytes=1024,
+        dram_capacity_bytes=512,
+        dram_free_bytes=256,
+        ranking_queue_p99_us=800,
+        preinfer_queue_us=90,
+        latency=LATENCY,
+    )
 
 
 @pytest.mark.parametrize("error", [BufferError("full"), refused(KafkaError._UNKNOWN_TOPIC)])
-def test_a_status_that_cannot_be_sent_is_let_go(error: Exception) -> None:
+def test_a_status_that_cannot_be_sent_is_dropped(error: Exception) -> None:
     producer = FakeProducer(raises=error)
-    publisher = StatusPublisher(producer, "relaygr.workers", FACTS, ManualClock())  # type: ignore[arg-type]
-    publisher.publish(WorkerState.READY, READING)
-    publisher.publish(WorkerState.READY, READING)
+    status = report(producer, ManualClock())
+    status.publish()
+    status.publish()
     assert len(producer.sent) == 1
 
 

@@ -52,7 +52,8 @@ def worker(
     settings = command_settings(config, bootstrap, overrides)
     if standby:
         raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, overrides or ())))
-    from relaygr.worker.process import WorkerConfig, run_worker
+    from relaygr.worker.process import run_worker
+    from relaygr.worker.settings import WorkerConfig
     from relaygr.worker.supervisor.heartbeat import SupervisorLink
 
     link = SupervisorLink(supervisor_line) if supervisor_line is not None else None

@@ -123,7 +123,7 @@ class WorkerSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The sections that a worker reads, together."""
+    """The sections of the settings that one worker process reads."""
 
     kafka: KafkaSettings
     worker: WorkerSettings
@@ -132,5 +132,5 @@ class WorkerConfig:
 
     @property
     def client_id(self) -> str:
-        """What the broker's logs call this worker's clients."""
+        """The name of this worker's clients in the broker's logs."""
         return f"relaygr-{self.worker.worker_id}"

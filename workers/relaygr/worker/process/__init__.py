@@ -1,29 +1,27 @@
-"""The worker process: builds every part, says what it owns and holds, runs, and ends cleanly.
+"""The worker process: it builds every part, tells the fleet its status, serves, and ends in order.
 
-Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's mover,
-and the probe server's. The main thread waits for a signal or for one of them to end.
+Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's copy threads, and the
+probe server's thread. The main thread waits for a signal or for the end of another thread.
 
-It ends
-* on SIGTERM or SIGINT: reads no more, finishes what it has within `drain_s`, commits, closes;
+The process ends
+
+* on SIGTERM or SIGINT: it reads no more messages, finishes its work within `drain_s`, commits, and closes;
 * with Exit.FENCED if another process took over its id (no supervisor may restart it);
-* with Exit.STUCK, at once, if the device makes no progress: what is in flight is delivered again;
+* with Exit.STUCK, at once, if the device makes no progress: the unfinished messages are delivered again;
 * with Exit.FAILED if a thread failed.
 
-It starts in two phases: *prepare* (slow: model, memory, calibration, store, connections) and *activate* (quick: from
-there on it owns partitions). Between them lies the lock of its worker id. A primary worker takes it first of all; a
-standby prepares, and then waits for it: the kernel frees it when the active worker is dead, never before.
+A start has two phases. *Prepare* is slow: model, memory, calibration, history store, connections. *Activate* is quick:
+from then on the process owns partitions. A process activates only with the lock of its worker id. A primary worker
+acquires the lock before it prepares. A standby prepares first and then waits for the lock, which the kernel frees only
+when the active worker is dead.
 
-    config         the settings of one worker
-    shared_folder  what outlives the process, and the right to write it
-    memory         what it takes: planned, checked, taken
-    outliving      prefixes and finished offsets, from predecessor to successor
-    warm           the latency model, and a device that has done its first work
+    memory         the memory of a worker: planned, checked, allocated
+    handover       prefixes and finished offsets, from a predecessor to its successor
     prepare        the first phase
-    parts          the parts, wired to each other
-    duties         what the poll thread does beside messages
-    report         the status message
-    readiness      what the probes say
-    life           prepare, wait, activate, run, stop
+    parts          all parts, connected to each other
+    housekeeping   the poll thread's work between messages, and the status message
+    reloading      SIGHUP: loads another checkpoint and swaps the models
+    life           prepare, wait, activate, serve, stop
 """
 
 from __future__ import annotations
@@ -36,11 +34,14 @@ from relaygr.worker.process.memory import queues_bytes
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.supervisor.heartbeat import SupervisorLink
 
-__all__ = ["Exit", "WorkerConfig", "WorkerProcess", "queues_bytes", "run_worker"]
+__all__ = ["WorkerProcess", "queues_bytes", "run_worker"]
 
 
 def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: SupervisorLink | None = None) -> Exit:
-    """Runs until told to stop. Raises RelayError for what the user can mend. `link`: the line to a supervisor."""
+    """Runs until the process is stopped. `link`: the connection to a supervisor, if there is one.
+
+    Raises RelayError for a mistake that the user can correct.
+    """
     require_broker(config.kafka)
     require_topics(config.kafka)
     return WorkerProcess(config, is_standby=is_standby, link=link).run()

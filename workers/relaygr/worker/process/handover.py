@@ -1,12 +1,13 @@
-"""What a worker leaves to its successor, and takes over from its predecessor: prefixes in DRAM, and finished offsets.
+"""The handover from a worker to its successor: prefixes in DRAM and finished offsets, in the worker's shared folder.
 
-    attach      when a worker is prepared, with the lock or without: memory is mapped and pinned, nothing is changed
-    read_ahead  while it stands by: so that little is left to be read later
-    begin       holding the lock, before it joins the group: the predecessor's finished offsets
-    restore     likewise, or while it joins: the predecessor's prefixes; until then nothing is spilled
+    claim       a primary worker acquires the lock of the folder before it prepares
+    attach      while a worker prepares, with or without the lock: maps and pins memory, changes no data
+    read_ahead  while a standby waits: decodes the index, so that little is left to decode at the take-over
+    begin       with the lock, before the worker joins the group: reads the predecessor's finished offsets
+    restore     with the lock: puts the predecessor's prefixes into the cache, which spills no prefix before
 
-Offsets are always kept, since they are small. Prefixes are kept where `worker.shared_path` says so, or where a
-supervisor keeps a standby for the worker; else the DRAM tier is plain memory.
+Finished offsets are always kept, since they are small. Prefixes are kept if `worker.shared_path` is set or a supervisor
+runs a standby; otherwise the DRAM tier is private memory.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from relaygr.worker.shared.mapped_file import memory_folder
 log = structlog.get_logger()
 
 _PATIENCE_S = 5.0
-"""Beside `drain_s`: how long a predecessor that was told to stop may take."""
+"""Time in addition to `drain_s` within which a stopping predecessor must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """`arena` None: the DRAM tier ends with the process."""
+    """`arena` None: the DRAM tier is private memory."""
 
     finished: FinishedOffsets
     arena: SharedArena | None
 
     @property
     def dram(self) -> DramMemory | None:
-        """For the cache."""
+        """Memory and journal of the DRAM tier, for the cache; None for private memory."""
         arena = self.arena
         return DramMemory(arena.tensor, arena.journal, arena.journal) if arena is not None else None
 
     def read_ahead(self) -> None:
-        """Decodes what the active worker has recorded by now."""
+        """Decodes the prefixes that the active worker has recorded so far."""
         if self.arena is not None:
             self.arena.read_ahead()
 
@@ -62,7 +63,7 @@ class Handover:
         self.finished.begin()
 
     def restore(self, cache: PrefixCache, namespace: bytes, now_us: int) -> None:
-        """Puts the predecessor's prefixes of this model into `cache`. Raises ValueError unless the lock is held."""
+        """Puts the predecessor's prefixes of this model into `cache`. Raises ValueError without the lock."""
         if self.arena is not None:
             started_s = time.monotonic()
             stored = self.arena.adopt(namespace)
@@ -71,13 +72,13 @@ class Handover:
 
 
 def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, *, keeps_prefixes: bool) -> Handover:
-    """Maps what is there, and makes what is not. Raises RelayError if there is no room, or no broker."""
+    """Opens or creates the files. Raises RelayError without memory for them, or without a broker."""
     kafka, settings = config.kafka, config.worker
     topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
     try:
         identity = identify_topics(kafka, topics, config.client_id, kafka.connect_timeout_s)
     except KafkaException as error:
-        raise RelayError(f"Kafka at {kafka.bootstrap} does not tell its topics' ids: {error.args[0]}.") from error
+        raise RelayError(f"Kafka at {kafka.bootstrap} does not return its topic ids: {error.args[0]}.") from error
     finished = FinishedOffsets(folder / "finished", identity, kafka.partitions, lock)
     arena = None
     if keeps_prefixes and (shape := arena_shape(engine, settings)) is not None:
@@ -87,26 +88,26 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
 
 
 def shared_folder(config: WorkerConfig) -> Path:
-    """The folder of this worker id."""
+    """The shared folder of this worker id."""
     root = config.worker.shared_path or memory_folder() / f"relaygr-{_user()}"
     return root / config.kafka.workers_group / config.worker.worker_id
 
 
 def claim(lock: ArenaLock, config: WorkerConfig) -> None:
-    """Takes the lock; waits a while for a predecessor that is stopping. Raises RelayError if it stays."""
+    """Acquires the lock; waits for a predecessor that is stopping. Raises RelayError if the predecessor stays."""
     if lock.try_acquire() is not None:
         return
-    log.info("waits for its predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
+    log.info("waits for the predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
     if lock.acquire(timeout_s=config.worker.drain_s + _PATIENCE_S) is None:
         raise RelayError(
-            f"{config.worker.worker_id} runs already on this machine, as process {lock.holder() or 'unknown'}: stop it "
-            "first, or give this one a `worker.worker_id` of its own. For workers of two clusters set "
-            "`worker.shared_path` apart."
+            f"{config.worker.worker_id} runs already on this machine, as process {lock.holder() or 'unknown'}: stop "
+            "that process, or set another `worker.worker_id`. Workers of two clusters need different values of "
+            "`worker.shared_path`."
         )
 
 
 def _user() -> str:
-    """A container may run as a number that has no name."""
+    """The user's name, or its number: the user of a container may have no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,125 +1,123 @@
-"""What the poll thread does beside messages: takes over partitions, tells the fleet, bounds what is outstanding."""
+"""The poll thread's work between messages: it follows the assignment, publishes the status, bounds the backlog."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import structlog
+from confluent_kafka import KafkaException, Producer
 
 from relaygr.consumer import ConsumerLoop
 from relaygr.runtime.clock import Clock
-from relaygr.schemas.messages import WorkerState
+from relaygr.schemas.codec import encode
+from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.process.prepare import Prepared
 from relaygr.worker.settings import WorkerConfig
-from relaygr.worker.status import QueueWaits, StatusPublisher, WorkerFacts, WorkerReading
+from relaygr.worker.status import QueueWaits
 
 log = structlog.get_logger()
 
 
-class StatusReport:
-    """Publishes the status as it is when asked. Belongs to the poll thread; `state` is the main thread's."""
+@dataclass(frozen=True, slots=True)
+class StatusSources:
+    """The parts that a status is read from, and the producer that sends it."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        prepared: Prepared,
-        cache: PrefixCache,
-        executor: Executor,
-        loop: ConsumerLoop,
-        waits: QueueWaits,
-        clock: Clock,
-    ) -> None:
-        engine, settings = prepared.engine, config.worker
+    producer: Producer
+    loop: ConsumerLoop
+    executor: Executor
+    cache: PrefixCache
+    waits: QueueWaits
+
+
+class StatusReport:
+    """Reads and publishes the worker's status. Belongs to the poll thread; the main thread sets `state`."""
+
+    def __init__(self, config: WorkerConfig, sources: StatusSources, clock: Clock) -> None:
         self.state = WorkerState.STARTING
-        self._cache = cache
-        self._executor = executor
-        self._loop = loop
-        self._waits = waits
-        self._publisher = StatusPublisher(
-            prepared.producer,
-            config.kafka.topic(Topic.WORKERS),
-            WorkerFacts(
-                worker_id=settings.worker_id,
-                geometry=engine.geometry,
-                layout=engine.layout,
-                hbm_capacity_bytes=int(settings.hbm_bytes),
-                dram_capacity_bytes=int(settings.dram_bytes),
-            ),
-            clock,
-        )
+        self._settings = config.worker
+        self._topic = config.kafka.topic(Topic.WORKERS)
+        self._sources = sources
+        self._clock = clock
 
     def publish(self) -> None:
-        """Never raises and never blocks."""
-        loop, stats, engine = self._loop.status(), self._cache.stats(), self._executor.engine
-        self._publisher.publish(
-            self.state,
-            WorkerReading(
-                model_revision=engine.revision,
-                max_prefix_behaviours=engine.limits.max_prefix_behaviours,
-                partitions=loop.partitions,
-                assignment_epoch=loop.assignment_epoch,
-                hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
-                dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
-                ranking_queue_p99_us=self._waits.p99_us(),
-                preinfer_queue_us=self._executor.preinfer_backlog_us,
-                latency=self._executor.latency_of_prefixes.coefficients,
-            ),
+        """Never blocks. A status that can not be sent is dropped, since the next one follows soon."""
+        status = self._read()
+        try:
+            self._sources.producer.produce(self._topic, encode(status), status.worker_id.encode())
+        except (BufferError, KafkaException) as error:
+            log.debug("status not sent", error=str(error))
+
+    def _read(self) -> WorkerStatus:
+        executor = self._sources.executor
+        loop, stats, engine = self._sources.loop.status(), self._sources.cache.stats(), executor.engine
+        return WorkerStatus(
+            worker_id=self._settings.worker_id,
+            state=self.state,
+            written_at_us=self._clock.wall_us(),
+            assignment_epoch=loop.assignment_epoch,
+            partitions=tuple(sorted(loop.partitions)),
+            model_revision=engine.revision,
+            kv_bytes_per_token=engine.geometry.bytes_per_token,
+            contextual_tokens=engine.layout.contextual_tokens,
+            tokens_per_behaviour=engine.layout.tokens_per_behaviour,
+            max_prefix_behaviours=engine.limits.max_prefix_behaviours,
+            hbm_capacity_bytes=int(self._settings.hbm_bytes),
+            hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
+            dram_capacity_bytes=int(self._settings.dram_bytes),
+            dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
+            ranking_queue_p99_us=self._sources.waits.p99_us(),
+            preinfer_queue_us=executor.preinfer_backlog_us,
+            latency=executor.latency_of_prefixes.coefficients,
         )
 
 
 class Housekeeping:
-    """Called on the poll thread; never blocks."""
+    """The poll thread calls it; no call blocks."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        loop: ConsumerLoop,
-        executor: Executor,
-        cache: PrefixCache,
-        follower: HistoryFollower,
-        report: StatusReport,
+        self, config: WorkerConfig, sources: StatusSources, status: StatusReport, follower: HistoryFollower,
         metrics: WorkerMetrics,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._settings = config.worker
         self._partitions = config.kafka.partitions
         self._ranking_topic = config.kafka.topic(Topic.RANKING)
-        self._loop = loop
-        self._executor = executor
-        self._cache = cache
+        self._loop = sources.loop
+        self._executor = sources.executor
+        self._cache = sources.cache
+        self._status = status
         self._follower = follower
-        self._report = report
         self._metrics = metrics
         self._status_at_us = 0
         self._ranking_paused = False
 
     def take_over(self, partitions: frozenset[int]) -> None:
-        """These are owned now, and no others."""
+        """The worker owns these partitions from now on, and no others."""
         self._follower.follow(partitions)
         threading.Thread(target=self._demote_others, args=(partitions,), name="demote", daemon=True).start()
         self._status_at_us = 0
         log.info("owns partitions", worker_id=self._settings.worker_id, partitions=sorted(partitions))
 
     def tick(self, now_us: int) -> None:
-        """Every few milliseconds. Monotonic µs."""
+        """Called every few milliseconds. Monotonic µs."""
         if now_us >= self._status_at_us:
             self._status_at_us = now_us + self._settings.status_interval_ms * 1000
-            self._report.publish()
+            self._status.publish()
             self._metrics.outstanding.set(self._executor.ranking_outstanding)
             self._metrics.preinfer_queue_seconds.set(self._executor.preinfer_backlog_us / 1e6)
-        self._bound_ranking()
+        self._bound_backlog()
 
     def _demote_others(self, partitions: frozenset[int]) -> None:
-        """Off the poll thread: it looks at every user in the cache."""
+        """Runs on a thread of its own, since it visits every user in the cache."""
         self._cache.demote(lambda user_id: partition_for(user_id.encode(), self._partitions) not in partitions)
 
-    def _bound_ranking(self) -> None:
-        """At either bound the ranking partitions pause, until half of it is answered."""
+    def _bound_backlog(self) -> None:
+        """Pauses the ranking partitions at either bound, until half of the backlog is answered."""
         outstanding = self._executor.ranking_outstanding
         filled = max(
             outstanding / self._settings.ranking_queue_max,

@@ -1,4 +1,4 @@
-"""What a worker takes at its start: planned to the byte, checked against the host, then taken whole."""
+"""The memory of a worker: planned to the byte, checked against the host, then allocated at once."""
 
 from __future__ import annotations
 
@@ -22,43 +22,46 @@ from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.arena import ArenaShape
 
 CLIENTS = 5
-"""Two consumers and three producers, each with a queue of at most LARGEST_QUEUE_BYTES."""
+"""Two consumers and three producers. The queue of each holds at most LARGEST_QUEUE_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakenMemory:
+class AllocatedMemory:
     """The cache over both tiers, and the scratch pages that follow the HBM tier in the same arena."""
 
     built: BuiltCache
     scratch_pages: NDArray[np.int32]
     recorder: TraceRecorder | None
-    """Of the cache's operations; not started yet."""
+    """Records the cache's operations once it is started; None without `worker.cache_trace`."""
 
 
 def queues_bytes(settings: WorkerSettings) -> int:
-    """What a worker's queues hold at most: its Kafka clients', and the ranking requests that are not answered."""
+    """Most bytes in a worker's queues: those of its Kafka clients, and the ranking requests without a result."""
     return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes)
 
 
 def policies_of(settings: WorkerSettings) -> TierPolicies:
-    """The order of eviction in each tier."""
+    """The cache policy of each tier."""
     return TierPolicies(settings.hbm_policy, settings.dram_policy, round(settings.prefix_ttl_s * 1e6))
 
 
 def dram_geometry(engine: Engine, settings: WorkerSettings) -> DramGeometry:
-    """A page of the DRAM tier."""
+    """The shape of a page in the DRAM tier."""
     return DramGeometry(engine.geometry, settings.dram_kv_dtype)
 
 
 def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
-    """The DRAM tier as another process would have to take it; None: there is none."""
+    """The shape that two processes must share to use one DRAM tier; None without a DRAM tier."""
     geometry = dram_geometry(engine, settings)
     pages = int(settings.dram_bytes) // geometry.page_bytes
     return ArenaShape(settings.worker_id, pages, geometry, engine.layout) if pages else None
 
 
 def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: bool) -> MemoryPlan:
-    """Bytes at most, by kind, before anything but the weights is taken. A DRAM tier that is kept has an index."""
+    """Most bytes by kind, computed when only the weights are loaded.
+
+    `keeps_prefixes`: the DRAM tier lies in shared memory and has an index.
+    """
     geometry = engine.geometry
     dram = dram_geometry(engine, settings)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
@@ -77,10 +80,10 @@ def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: boo
     )
 
 
-def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | None) -> TakenMemory:
-    """Takes both tiers, and binds the engine to the first; `dram` is memory that is there already.
+def allocate_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | None) -> AllocatedMemory:
+    """Allocates both tiers and binds the engine to the HBM tier. `dram`: shared memory for the DRAM tier.
 
-    Raises RelayError if a tier is too small or does not fit.
+    Raises RelayError if a tier is too small, or larger than the free memory.
     """
     geometry = engine.geometry
     hbm_pages = int(settings.hbm_bytes) // geometry.page_bytes
@@ -88,8 +91,8 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
     longest = geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
     if hbm_pages < longest:
         raise RelayError(
-            f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but one prefix of the "
-            f"model's longest history takes {longest}: give at least {longest * geometry.page_bytes} bytes."
+            f"worker.hbm_bytes holds {hbm_pages} pages of {geometry.page_bytes} bytes, but the prefix of the model's "
+            f"longest history needs {longest} pages: set worker.hbm_bytes to at least {longest * geometry.page_bytes}."
         )
     recorder = _recorder(settings)
     built = build_cache(
@@ -105,11 +108,11 @@ def take_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory | Non
         listener=recorder,
     )
     engine.bind(built.hbm_arena)
-    return TakenMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)
+    return AllocatedMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)
 
 
 def _recorder(settings: WorkerSettings) -> TraceRecorder | None:
-    """None where nothing is recorded. Raises RelayError if the file can not be written."""
+    """Raises RelayError if the trace file can not be written."""
     if settings.cache_trace is None:
         return None
     return TraceRecorder(settings.cache_trace, int(settings.cache_trace_bytes))
@@ -118,7 +121,7 @@ def _recorder(settings: WorkerSettings) -> TraceRecorder | None:
 def trace_header(
     engine: Engine, geometry: DramGeometry, settings: WorkerSettings, latency: LatencyModel
 ) -> TraceHeader:
-    """What a replay has to know of this worker."""
+    """The facts about this worker that a replay of the trace needs."""
     return TraceHeader(
         geometry=geometry,
         layout=engine.layout,

@@ -1,10 +1,10 @@
-"""Puts a prepared worker's parts together: who calls whom, and on which thread.
+"""The parts of a worker, connected to each other, and the probes that read them.
 
-    poll thread      loop -> handler -> answers, device (hands over), duties (between polls)
-    device thread    device -> executor -> answers -> loop.finish (any thread may)
-    follower         history topic -> store -> executor, through the device thread's mail
+    poll thread      loop -> handler -> results and device (a queue), and housekeeping between polls
+    device thread    device -> executor -> results -> loop.finish (any thread may call it)
+    follower         history topic -> store -> executor, through the device thread's queue
 
-Nothing runs until `life` starts it.
+The parts do nothing until `life` starts them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from relaygr.consumer import ConsumerLoop, LoopState, Membership
 from relaygr.consumer.interface import holder_of
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.runtime.clock import Clock
+from relaygr.runtime.probes import Check, Readiness
+from relaygr.schemas.messages import WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache.metrics import CacheCollector
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread
@@ -27,16 +30,26 @@ from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.process.housekeeping import Housekeeping, StatusReport
-from relaygr.worker.process.memory import TakenMemory, trace_header
+from relaygr.worker.process.housekeeping import Housekeeping, StatusReport, StatusSources
+from relaygr.worker.process.memory import AllocatedMemory, trace_header
 from relaygr.worker.process.prepare import Prepared
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.status import QueueWaits
 
-# It is asked by a process that just woke up beside busy others, and no answer lets it take the id back.
+# The process that asks may have just woken up on a busy machine; without an answer it takes the id back.
 _HOLDER_TIMEOUT_S = 3.0
+_LONGEST_SILENCE_US = 30_000_000
+"""A poll thread that has not polled for this long counts as hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnEnd:
+    """Callbacks: the device thread died; the consumer loop ended in a state."""
+
+    device_thread: Callable[[], None]
+    loop: Callable[[LoopState], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +67,29 @@ class _FollowedHistories:
 
 
 class Parts:
-    """The parts, wired. See the module for their threads."""
+    """All parts of one worker. The module lists their threads."""
 
     def __init__(
         self,
         config: WorkerConfig,
         prepared: Prepared,
-        memory: TakenMemory,
+        memory: AllocatedMemory,
         lock: ArenaLock,
         clock: Clock,
-        on_device_death: Callable[[], None],
-        on_loop_end: Callable[[LoopState], None],
+        on_end: OnEnd,
     ) -> None:
         kafka, settings = config.kafka, config.worker
         engine, built = prepared.engine, memory.built
         waits = QueueWaits()
+        self._clock = clock
+        self._prepared = prepared
         self.metrics = WorkerMetrics()
         self.cache = built.cache
         self.arena = built.hbm_arena
         self.cache.weigh_by(prepared.corrector.model.pre_us)
-        self.recorder = memory.recorder
-        if self.recorder is not None:
-            self.recorder.start(trace_header(engine, self.cache.geometry, settings, prepared.corrector.model))
+        self._recorder = memory.recorder
+        if self._recorder is not None:
+            self._recorder.start(trace_header(engine, self.cache.geometry, settings, prepared.corrector.model))
         self.follower = HistoryFollower(
             kafka,
             prepared.store,
@@ -84,7 +98,7 @@ class Parts:
             on_changed=lambda users: self.device.call(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.device.call(lambda: self.executor.user_deleted(user)),
         )
-        self.answers = ResultWriter(
+        self.results = ResultWriter(
             prepared.producer,
             settings.worker_id,
             settings.max_clock_skew_ms,
@@ -102,13 +116,13 @@ class Parts:
             prepared.corrector,
             settings,
             config.admission,
-            self.answers,
+            self.results,
             self.metrics,
             clock,
             JobAdmission(config.admission, int(settings.hbm_bytes), engine.geometry, clock),
         )
         self.device = DeviceThread(
-            self.executor, engine.device.bind_thread, clock, settings.watchdog_s, on_death=on_device_death
+            self.executor, engine.device.bind_thread, clock, settings.watchdog_s, on_death=on_end.device_thread
         )
         handler = WorkerHandler(
             kafka.topic(Topic.PREINFER),
@@ -116,7 +130,7 @@ class Parts:
             kafka.partitions,
             kafka.topic(Topic.RESULTS),
             self.device,
-            self.answers,
+            self.results,
             prepared.dead_letters,
             self.metrics,
             clock,
@@ -133,14 +147,61 @@ class Parts:
             handler,
             clock,
             config.consumer,
-            on_end=on_loop_end,
+            on_end=on_end.loop,
             finished_log=prepared.handover.finished,
             membership=Membership(
                 may_own=lock.is_held,
                 holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
             ),
         )
-        self.report = StatusReport(config, prepared, self.cache, self.executor, self.loop, waits, clock)
-        self.housekeeping = Housekeeping(
-            config, self.loop, self.executor, self.cache, self.follower, self.report, self.metrics
+        sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, waits)
+        self.status = StatusReport(config, sources, clock)
+        self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics)
+        CacheCollector(self.cache.stats)
+
+    def start_device_and_follower(self) -> None:
+        """Both threads wait until the worker owns partitions."""
+        self.device.start()
+        self.follower.start()
+
+    def send_the_rest(self) -> None:
+        """After the loop has drained: ends the device thread, and sends the last status, results and dead letters."""
+        self.device.stop(2)
+        self.status.publish()
+        self.results.close(1)
+        self._prepared.dead_letters.flush(1)
+        self.follower.stop()
+        self._prepared.follower_letters.flush(1)
+
+    def close(self) -> None:
+        """Ends every thread but the loop's, and the cache with its trace. Safe after `send_the_rest`."""
+        self.device.stop(2)
+        self.follower.stop()
+        self.cache.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def readiness(self) -> Readiness:
+        """For `/readyz`: partitions assigned, histories caught up, broker reachable, loop running, worker ready."""
+        loop = self.loop.status()
+        loading = self.follower.loading
+        state = self.status.state
+        return Readiness(
+            (
+                Check("assigned", loop.assigned, f"{len(loop.partitions)} partitions"),
+                Check("history", not loading, f"{len(loading)} partitions still loading" if loading else ""),
+                Check("broker", loop.broker_reachable),
+                Check("consumer", not loop.stalled and loop.state is LoopState.RUNNING, loop.state.value),
+                Check("running", state is WorkerState.READY, state.value),
+            )
+        )
+
+    def health(self) -> Readiness:
+        """For `/healthz`: the device thread and the poll thread make progress."""
+        silent_us = self._clock.monotonic_us() - self.loop.status().last_poll_us
+        return Readiness(
+            (
+                Check("device", not self.device.is_stuck()),
+                Check("poll thread", silent_us < _LONGEST_SILENCE_US, f"last poll {silent_us // 1000} ms ago"),
+            )
         )

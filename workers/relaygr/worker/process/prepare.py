@@ -1,7 +1,10 @@
-"""All that a worker can have ready before it owns anything: the slow part of a start.
+"""The slow part of a start: everything that a worker can do before it owns partitions.
 
-A prepared worker has its model loaded and its device warm, its history store open and its producers connected. It
-reads no topic, and writes nothing that an active worker of its id relies on.
+A prepared worker has loaded its model, warmed up its device, opened its history store and connected its producers. It
+has read no topic, and has changed no file that an active worker with the same id uses.
+
+A primary worker calibrates while it has the device to itself. A standby shares the device with an active worker, which
+would make its measurements wrong: it uses the calibration that the active worker left in the shared folder.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from relaygr.worker.memory import MemoryPlan, require_host_memory
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.handover import Handover, attach
-from relaygr.worker.process.memory import TakenMemory, arena_shape, plan_memory, take_memory
+from relaygr.worker.process.memory import AllocatedMemory, allocate_memory, arena_shape, plan_memory
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
 from relaygr.worker.shared.arena import make_room
 from relaygr.worker.shared.lock import ArenaLock
 
 log = structlog.get_logger()
 
-_CALIBRATION_NAME: Final = "calibration.json"
+_CALIBRATION_FILE: Final = "calibration.json"
 _TOKENS: Final = (64, 256, 1024)
 _CANDIDATES: Final = (16, 128)
 _ROUNDS: Final = 2
@@ -41,15 +44,16 @@ _ROUNDS: Final = 2
 
 @dataclass(slots=True)
 class Prepared:
-    """What was made ready. `corrector` belongs to the device thread once that runs. `memory` None: taken later.
+    """The parts that exist before activation. `memory` None: allocated at the take-over.
 
-    `engine` is the model that serves: another one after a reload (`reloading`), so that the old one's memory is free.
+    `corrector` belongs to the device thread once that thread runs. A reload replaces `engine` (see `reloading`), so
+    that the old model's memory is freed.
     """
 
     engine: Engine
     plan: MemoryPlan
     handover: Handover
-    memory: TakenMemory | None
+    memory: AllocatedMemory | None
     corrector: Corrector
     producer: Producer
     dead_letters: DeadLetterWriter
@@ -58,9 +62,9 @@ class Prepared:
 
 
 def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: bool, keeps_prefixes: bool) -> Prepared:
-    """Makes everything ready; `folder` is the shared one. A standby disturbs nothing that the active one has.
+    """Prepares a worker. `folder` is its shared folder. A standby changes nothing that the active worker uses.
 
-    With `keeps_prefixes` the DRAM tier outlives the process. Raises RelayError for what the user can mend.
+    `keeps_prefixes`: the DRAM tier outlives the process. Raises RelayError for a mistake that the user can correct.
     """
     kafka, settings = config.kafka, config.worker
     engine = load_engine(
@@ -81,7 +85,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     if is_standby and settings.standby_memory is StandbyMemory.AT_TAKEOVER:
         bind_own_arena(engine)
     else:
-        memory = take_memory(engine, settings, handover.dram)
+        memory = allocate_memory(engine, settings, handover.dram)
     latency = _measured_latency(engine, settings, folder, undisturbed=not is_standby)
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
@@ -113,35 +117,35 @@ def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
 
 
 def _connect(producer: Producer, config: WorkerConfig) -> None:
-    """Its first message need not wait for metadata. Raises RelayError if the broker went away."""
+    """Fetches metadata, so that the first message does not wait for it. Raises RelayError if the broker is gone."""
     try:
         for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
             producer.list_topics(config.kafka.topic(topic), timeout=config.kafka.connect_timeout_s)
     except KafkaException as error:
-        raise RelayError(f"Kafka at {config.kafka.bootstrap} does not answer any more: {error.args[0]}.") from error
+        raise RelayError(f"Kafka at {config.kafka.bootstrap} no longer answers: {error.args[0]}.") from error
 
 
 def _measured_latency(engine: Engine, settings: WorkerSettings, folder: Path, *, undisturbed: bool) -> LatencyModel:
-    """The engine must be bound to an arena that holds nothing yet.
+    """Calibrates or reads a calibration, then warms up. The engine's arena must be empty.
 
-    `undisturbed`: the device is this process's alone. Raises RelayError for a calibration file that was given
-    and is none, or not this worker's.
+    `undisturbed`: no other process uses the device. Raises RelayError if the file in `worker.calibration` is not a
+    calibration of this worker.
     """
     if settings.calibration is not None:
         latency = latency_for(engine, settings.calibration)
     elif undisturbed:
         calibration = calibrate(engine)
         log.info("device calibrated", device=engine.device.name, **asdict(calibration.coefficients))
-        save_calibration(calibration, folder / _CALIBRATION_NAME)
+        save_calibration(calibration, folder / _CALIBRATION_FILE)
         return calibration.model
     else:
-        latency = _left_by_the_active(engine, folder / _CALIBRATION_NAME)
+        latency = _calibration_of_active(engine, folder / _CALIBRATION_FILE)
     _warm_up(engine)
     return latency
 
 
 def _warm_up(engine: Engine) -> None:
-    """A few small passes of each kind. Overwrites the arena's first pages."""
+    """Runs a few small forwards of each kind. Overwrites the arena's first pages."""
     meter = EngineMeter(engine)
     for _ in range(_ROUNDS):
         for tokens in _TOKENS:
@@ -151,9 +155,9 @@ def _warm_up(engine: Engine) -> None:
                 meter.rank(length, min(candidates, engine.limits.max_candidates))
 
 
-def _left_by_the_active(engine: Engine, path: Path) -> LatencyModel:
+def _calibration_of_active(engine: Engine, path: Path) -> LatencyModel:
     try:
         return latency_for(engine, path)
     except RelayError as error:
-        log.warning("calibrated beside a busy worker: times may be too long", cause=str(error))
+        log.warning("calibrated while another worker uses the device: times may be too long", cause=str(error))
         return calibrate(engine).model

@@ -1,11 +1,17 @@
-"""SIGHUP: the checkpoint in `worker.model` is loaded again, and takes over between two pieces of work.
+"""Model reload: SIGHUP makes a worker load the checkpoint in `worker.model` again and swap the models.
 
-    main thread      asks, and hands over what was loaded (`tick`)
-    reload thread    loads and tries it, beside the model that serves (`relaygr.worker.process.reloading`)
-    device thread    swaps: the new engine on the same arena, everything in flight begins again with it
+    main thread      starts the reload, and passes the loaded model on (`ModelReloading.tick`)
+    reload thread    loads and tests the new model while the old one serves (`load_beside`)
+    device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
 
-Whatever is wrong with a checkpoint, the worker goes on with the model that it has, says why, and counts it. A standby
-swaps at once, so that it takes over with the model that the active worker was told to load.
+If the checkpoint can not serve, the worker keeps its model, logs the reason and counts the outcome. A standby swaps at
+once, so that it takes over with the model that the active worker was told to load.
+
+`load_beside` refuses a checkpoint that is broken, whose K,V do not fit the existing pages, that needs more memory than
+is free beside the present model, or whose scores are not finite numbers. Nothing changes before the swap.
+
+The latency model: with `worker.calibration` the worker uses that file. It must be a calibration of the new checkpoint,
+since a restart would refuse another one. Without the setting the present latency model stays and is corrected on-line.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ _TRIAL_CANDIDATES = 4
 
 
 class ReloadOutcome(enum.StrEnum):
-    """How a wish for another model ended: a metric label."""
+    """The outcome of a reload: a metric label."""
 
     SWAPPED = "swapped"
     UNCHANGED = "unchanged"
@@ -53,7 +59,7 @@ class ReloadOutcome(enum.StrEnum):
 
 
 class ReloadRefusedError(RelayError):
-    """The new checkpoint cannot serve; the old one goes on."""
+    """The new checkpoint can not serve; the present model stays."""
 
     def __init__(self, outcome: ReloadOutcome, message: str) -> None:
         super().__init__(message)
@@ -62,46 +68,46 @@ class ReloadRefusedError(RelayError):
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
-    """What may take over. `latency` None: the one in use stays."""
+    """A model that may take over. `latency` None: the present latency model stays."""
 
     engine: Engine
     latency: LatencyModel | None
 
 
 class ModelReloading:
-    """Belongs to the main thread."""
+    """Counts and carries out reloads. Belongs to the main thread."""
 
     def __init__(self, settings: WorkerSettings, prepared: Prepared, registry: CollectorRegistry = REGISTRY) -> None:
         self._settings = settings
         self._prepared = prepared
         self._reloads = Counter(
-            "relaygr_model_reloads_total", "Wishes for another model by how they ended", ["outcome"], registry=registry
+            "relaygr_model_reloads_total", "Model reloads by outcome", ["outcome"], registry=registry
         )
         for outcome in ReloadOutcome:
             self._reloads.labels(outcome.value)
-        self._wanted = False
+        self._requested = False
         self._swapping = False
         self._thread: threading.Thread | None = None
         self._loaded: NewModel | None = None
         self._file = self._loading_file = _identity(settings.model)
 
-    def want(self) -> None:
-        """The checkpoint may have changed. Takes no lock: a signal handler may call it."""
-        self._wanted = True
+    def request(self) -> None:
+        """The checkpoint may have changed. Takes no lock, so a signal handler may call it."""
+        self._requested = True
 
     def tick(self, parts: Parts | None, *, is_active: bool) -> None:
-        """Begins to load if that is wanted, and lets what was loaded take over. Returns at once.
+        """Starts a requested reload, and starts the swap of a loaded model. Does not wait for either.
 
-        `parts`: those of the worker, None while a standby has no memory; `is_active`: their device thread has work.
+        `parts` is None while a standby has no memory. `is_active`: the device thread may have work.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             loaded, self._loaded = self._loaded, None
             if loaded is not None:
                 self._hand_over(loaded, parts, is_active)
-        # A checkpoint is compared with the model that serves, which is not certain while the device thread may swap.
-        if self._wanted and self._thread is None and not self._swapping:
-            self._wanted = False
+        # `load_beside` compares the checkpoint with the serving model, which a swap in progress may replace.
+        if self._requested and self._thread is None and not self._swapping:
+            self._requested = False
             self._loading_file = _identity(self._settings.model)
             self._warn_if_overwritten()
             self._thread = threading.Thread(target=self._load, name="reload", daemon=True)
@@ -113,10 +119,10 @@ class ModelReloading:
         try:
             loaded = load_beside(self._prepared.engine, self._settings)
         except ReloadRefusedError as refused:
-            log.error("the model stays as it is", outcome=refused.outcome.value, cause=str(refused))
+            log.error("the model is not replaced", outcome=refused.outcome.value, cause=str(refused))
             return self._count(refused.outcome)
         if loaded is None:
-            log.info("the checkpoint is the model that serves", model_revision=self._prepared.engine.revision)
+            log.info("the checkpoint is the serving model", model_revision=self._prepared.engine.revision)
             return self._count(ReloadOutcome.UNCHANGED)
         self._loaded = loaded
         return None
@@ -137,14 +143,14 @@ class ModelReloading:
             swap()
 
     def _swap(self, model: NewModel, parts: Parts | None) -> None:
-        """On the device thread where that has work: it may not end by this. Before it has any, nothing disturbs it."""
+        """Runs on the device thread once that thread has work, before that on the main thread. Must not raise."""
         old = self._prepared.engine.revision
         try:
             if parts is not None:
                 model.engine.bind(parts.arena)
                 parts.executor.serve_with(model.engine)
         except Exception as error:
-            log.exception("the new model could not take over", cause=repr(error))
+            log.exception("the new model can not take over", cause=repr(error))
             return self._count(ReloadOutcome.BROKEN)
         self._prepared.engine = model.engine
         if model.latency is not None:
@@ -162,7 +168,7 @@ class ModelReloading:
 
     @staticmethod
     def _free_old(parts: Parts, namespace: bytes) -> None:
-        """Off the device thread: there may be very many."""
+        """Runs on a thread of its own, since there may be very many prefixes."""
         freed = parts.cache.keep_only(namespace)
         log.info("prefixes of other models freed", prefixes=freed)
 
@@ -170,18 +176,18 @@ class ModelReloading:
         self._reloads.labels(outcome.value).inc()
 
     def _warn_if_overwritten(self) -> None:
-        """The weights that serve are mapped from their file: one that is overwritten in place changes them."""
+        """The serving weights are mapped from their file, so overwriting the file in place changes them."""
         now = self._loading_file
         if self._file is not None and now is not None and now[0] == self._file[0] and now[1:] != self._file[1:]:
             log.critical(
-                "the weights were overwritten in place while they served: scores since then are of no model. Replace "
-                "checkpoint files by renaming others over them",
+                "the weights file was overwritten in place while the model served: scores since then are wrong. To "
+                "replace a checkpoint, rename the new files over the old ones",
                 file=str(self._settings.model / WEIGHTS_FILE),
             )
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Inode, size and time of change of the weights; None if there are none."""
+    """Inode, size and modification time of the weights file; None without a file."""
     try:
         found = (folder / WEIGHTS_FILE).stat()
     except OSError:
@@ -190,9 +196,9 @@ def _identity(folder: Path) -> tuple[int, int, int] | None:
 
 
 def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
-    """The checkpoint in `worker.model`, on the device of `present`, not yet bound; None if it is the same model.
+    """Loads the checkpoint in `worker.model` onto the device of `present`; None if it is the same model.
 
-    Raises ReloadRefusedError.
+    The new engine is not bound to an arena yet. Raises ReloadRefusedError.
     """
     folder = settings.model
     try:
@@ -224,28 +230,28 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
 
 
 def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> None:
-    """Pages, tiers and scratch pages stay: K,V must have their form, and no prefix may be longer."""
+    """The pages of both tiers stay, so K,V must have the same shape and no prefix may be longer than before."""
     config = read_config(folder)
     geometry, layout = config.geometry(settings.page_tokens, settings.kv_dtype), config.layout()
     if (geometry, layout) != (present.geometry, present.layout):
         raise ReloadRefusedError(
             ReloadOutcome.UNFIT,
-            f"{folder} has K,V of another form ({geometry}, {layout}) than the pages that are there "
-            f"({present.geometry}, {present.layout}): start the worker anew for it.",
+            f"{folder} has K,V of another shape ({geometry}, {layout}) than the allocated pages "
+            f"({present.geometry}, {present.layout}): restart the worker to use it.",
         )
     longest, present_longest = config.max_prefix_behaviours, present.limits.max_prefix_behaviours
     if longest > present_longest:
         raise ReloadRefusedError(
             ReloadOutcome.UNFIT,
-            f"{folder} takes prefixes of {longest} behaviours, the memory was planned for {present_longest}: "
-            "start the worker anew for it.",
+            f"{folder} has prefixes of up to {longest} behaviours, but memory was planned for {present_longest}: "
+            "restart the worker to use it.",
         )
 
 
 def _require_memory_for_weights(folder: Path, present: Engine) -> None:
-    """Both models are in memory for a while."""
+    """Both models are in memory until the swap."""
     weights = folder / WEIGHTS_FILE
-    # Stored in 16 bits they take twice as much as their file: the present model's size is the better guess then.
+    # Weights stored in 16 bits take twice the size of their file: the present model's size is a better estimate.
     wanted = max(weights.stat().st_size, present.weights_bytes) if weights.exists() else 0
     available = int(psutil.virtual_memory().available * HEADROOM)
     if not present.device.is_cpu:
@@ -254,7 +260,7 @@ def _require_memory_for_weights(folder: Path, present: Engine) -> None:
 
 
 def _require_memory_for_forwards(folder: Path, engine: Engine, present: Engine, settings: WorkerSettings) -> None:
-    """What a forward takes was planned for the present model; another one of the same K,V may take more."""
+    """Forward memory was planned for the present model; another model with the same K,V may need more."""
     wanted = forward_bytes(engine, settings) - forward_bytes(present, settings)
     _require_memory(folder, wanted, int(engine.device.memory().free_bytes * HEADROOM))
 
@@ -263,13 +269,13 @@ def _require_memory(folder: Path, wanted: int, available: int) -> None:
     if wanted > available:
         raise ReloadRefusedError(
             ReloadOutcome.NO_MEMORY,
-            f"{folder} needs about {wanted} bytes beside the model that serves, and {available} are free: free "
-            "memory, or restart the worker.",
+            f"{folder} needs about {wanted} bytes beside the serving model, but {available} are free: free memory, or "
+            "restart the worker.",
         )
 
 
 def _try(engine: Engine) -> None:
-    """One small prefix and one request, on pages of its own. Raises ValueError for scores that are no numbers."""
+    """Computes a small prefix and ranks on it, in an arena of its own. Raises ValueError if a score is not finite."""
     count = min(_TRIAL_BEHAVIOURS, engine.limits.max_prefix_behaviours)
     numbers = np.arange(count)
     behaviours = Behaviours(numbers.astype("<i8"), np.zeros(count, "<u2"), (numbers * 60_000).astype("<i8"))
@@ -287,7 +293,7 @@ def _try(engine: Engine) -> None:
 
 
 def _require_precision(engine: Engine, settings: WorkerSettings) -> None:
-    """The DRAM tier's element type must do for this model, too."""
+    """Raises ReloadRefusedError if the DRAM tier's element type is too inexact for this model."""
     if not settings.dram_bytes:
         return
     try:
