@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def layers_by_package() -> dict[str, int]:
     return found
 
 
+@functools.cache
 def imported(path: Path) -> list[str]:
     """The dotted names that a file imports, anywhere in it; a relative import keeps its dots."""
     names = []
@@ -109,6 +111,7 @@ def test_streams_has_no_torch() -> None:
     assert offenders == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def told() -> list[tuple[int, str]]:
     return [(int(row[1]), test) for row in rows if row for test in re.findall(r"`([^`]+)`", row[2])]
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     """Every test of a file, those of a class as `Class::name`."""
     names = set()

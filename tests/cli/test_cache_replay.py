@@ -158,6 +158,7 @@ def grown(steps: Steps) -> list[Demand]:
 
 
 class TestBound:
+    @pytest.mark.slow
     @pytest.mark.parametrize("policy", PolicyName)
     @settings(max_examples=40, deadline=None)
     @given(steps=demand_lists([0.1, 0.3, 0.8, 1.0, 2.0]), hbm_pages=st.integers(1, 30), dram_pages=st.integers(0, 30))
@@ -197,6 +198,7 @@ class TestBound:
         bound = HitBound(visits_of("".join(users)), LAYOUT, PAGE_TOKENS)
         assert belady_hits(users, room) <= bound.hits(room)
 
+    @pytest.mark.slow
     @settings(deadline=None)
     @given(steps=demand_lists([1.0, 2.0, 3.0]))
     def test_with_all_room_every_policy_reaches_it(self, steps: Steps) -> None:
@@ -334,6 +336,7 @@ class TestCommand:
         assert "look-ups written" in wrote
         return path
 
+    @pytest.mark.slow
     def test_a_made_trace_is_replayed_into_a_table_and_a_plot(self, trace: Path, tmp_path: Path) -> None:
         plot = tmp_path / "plot.png"
         shown = self.run(
@@ -344,6 +347,7 @@ class TestCommand:
         assert shown.count("\nlru ") == shown.count("\ns3fifo/cost ") == shown.count("\nbound ") == 2
         assert plot.read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("sizes", "panels"),
         [
@@ -361,6 +365,7 @@ class TestCommand:
         width = int.from_bytes(plot.read_bytes()[16:20], "big")
         assert width == 150 * (5 + 4 * panels)
 
+    @pytest.mark.slow
     def test_in_parallel_the_results_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         header, candidates = TraceReader(trace).header, [on(40, 100, policy) for policy in PolicyName]
         environment = ReplayEnvironment(header.geometry, header.layout, ENVIRONMENT.latency, ENVIRONMENT.link)
@@ -385,6 +390,7 @@ class TestCommand:
         with pytest.raises(RelayError, match="became another one"):
             cache.replay_command(trace, policy=["lru"])
 
+    @pytest.mark.slow
     def test_without_options_all_policies_are_tried_on_the_recorded_sizes(self, trace: Path, tmp_path: Path) -> None:
         shown = self.run("replay", str(trace), "--limit", "100", "--plot", str(tmp_path / "bars.png"))
         assert "16MiB of HBM, 1GiB of DRAM" in shown
@@ -396,6 +402,7 @@ class TestCommand:
         assert (header.hbm_policy, header.geometry.kv.bytes_per_token) == (PolicyName.SLRU, 1024)
         assert all(demand.kind is not DemandKind.FORGET for demand in demands_of(TraceReader(trace).records()))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [

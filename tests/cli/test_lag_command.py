@@ -82,6 +82,7 @@ def test_nothing_to_measure_exits_with_3_and_a_sentence(kafka: KafkaSettings) ->
     assert "nothing has consumed yet" in said
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_away_exits_with_3_and_its_address() -> None:
     result = CliRunner().invoke(app, ["lag", "--bootstrap", "127.0.0.1:1", "--set=connect_timeout_s=0.5"])
     assert result.exit_code == 3
@@ -94,6 +95,7 @@ def test_a_setting_that_is_none_exits_with_3_too(kafka: KafkaSettings) -> None:
     assert "lag.interval" in result.output
 
 
+@pytest.mark.slow
 def test_serve_exports_lag_is_ready_while_it_measures_and_ends_on_sigterm(kafka: KafkaSettings) -> None:
     commit(kafka, 1)
     command = [sys.executable, "-m", "relaygr", "lag", "serve", "--port", "0", *options(kafka)]

@@ -47,6 +47,7 @@ class TestArrivals:
         gaps_us = np.diff([each.retrieval_us for each in first_impressions(1)])
         assert abs(np.corrcoef(gaps_us[:-1], gaps_us[1:])[0, 1]) < 4 / np.sqrt(COUNT)
 
+    @pytest.mark.slow
     def test_the_total_duration_varies_with_the_seed_as_a_sum_of_such_gaps_does(self) -> None:
         totals_us = [first_impressions(seed)[-1].retrieval_us for seed in range(1, 21)]
         spread_us = np.sqrt(COUNT) / RATE_PER_S * 1e6
@@ -95,6 +96,7 @@ class StallingClient:
         return True
 
 
+@pytest.mark.slow
 def test_a_stalled_server_yields_growing_latency() -> None:
     """16. Coordinated omission: a generator that waited for a stalled server sent nothing meanwhile, and its P99
     was that of the requests that it did send. Here every request is timed from when it was due.

@@ -54,6 +54,7 @@ def invoke_probe(module: ModuleType, failure: BaseException) -> object:
     return CliRunner().invoke(fresh, ["probe"])
 
 
+@pytest.mark.slow
 def test_help_lists_every_command_and_imports_none() -> None:
     script = (
         "import sys\n"
@@ -72,6 +73,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert [name for name in COMMANDS if name not in done.stdout] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_where_the_table_says(name: str) -> None:
     done = run(name, "--help")
@@ -105,6 +107,7 @@ for path in paths(load_command(name), [name]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=NOT_YET) if name in HEAVY_TODAY else name for name in COMMANDS]
 )
@@ -118,16 +121,19 @@ def test_help_of_a_command_and_its_subcommands_imports_nothing_heavy(name: str) 
         assert answered[1:] == [f"answered: bench {benchmark}" for benchmark in sorted(BENCHMARKS)]
 
 
+@pytest.mark.slow
 def test_the_version_is_printed() -> None:
     assert run("--version").stdout == f"relaygr {relaygr.client.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_misspelt_command_is_refused_with_a_suggestion() -> None:
     done = run("settigns")
     assert done.returncode == 2
     assert "Did you mean 'settings'?" in done.stderr
 
 
+@pytest.mark.slow
 def test_settings_are_printed_with_their_origin_and_no_secret() -> None:
     sasl = ("protocol=SASL_SSL", "sasl_mechanism=PLAIN", "sasl_username=me", "sasl_password=hunter2")
     done = run("settings", *(part for option in sasl for part in ("--set", f"security.{option}")))

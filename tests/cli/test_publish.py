@@ -142,6 +142,7 @@ def test_an_id_used_twice_in_a_file_is_a_bad_line(kafka_settings: KafkaSettings)
     assert len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_requests_without_an_answer_are_outcomes_and_counted(kafka_settings: KafkaSettings) -> None:
     done = publish(
         kafka_settings,
@@ -255,6 +256,7 @@ def test_a_line_that_is_no_object_says_why_and_the_next_one_is_read(line: bytes,
     assert (good.number, good.parse()) == (2, {"a": 1})
 
 
+@pytest.mark.slow
 @given(messages()[RankingRequest] | messages()[RetrievalEvent] | messages()[RankingResult])
 def test_every_message_survives_json(message: Any) -> None:
     assert from_json(type(message), json.loads(json.dumps(to_json(message)))) == message

@@ -64,6 +64,7 @@ def published(kafka: KafkaSettings, count: int) -> dict[str, History]:
     return found
 
 
+@pytest.mark.slow
 def test_every_user_gets_a_history_numbered_by_its_newest_behaviour(kafka_settings: KafkaSettings, log: Path) -> None:
     result = publish(log, kafka=kafka_settings)
     assert result.exit_code == 0, result.output
@@ -89,6 +90,7 @@ def test_every_user_gets_a_history_numbered_by_its_newest_behaviour(kafka_settin
         assert text in result.output
 
 
+@pytest.mark.slow
 def test_users_behaviours_and_number_can_be_chosen(kafka_settings: KafkaSettings, log: Path) -> None:
     result = publish(log, "--users", "2", "--max-behaviours", "3", "--number", "77", kafka=kafka_settings)
     assert result.exit_code == 0, result.output
@@ -111,6 +113,7 @@ def test_a_dry_run_needs_no_broker_and_writes_the_item_map(tmp_path: Path) -> No
     assert rows == [["source_id", "item_id"], ["Alien, the", str(read.of(0).items[0])], ["12", "12"]]
 
 
+@pytest.mark.slow
 def test_without_a_broker_it_says_so_before_it_reads(tmp_path: Path) -> None:
     result = publish(tmp_path / "not read", "--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=0.5")
     assert result.exit_code == 1

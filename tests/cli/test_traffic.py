@@ -135,6 +135,7 @@ class FakeClient:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "status"), [("expired", "expired"), ("lost", LOST), ("full", NOT_SENT)])
 def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, status: str) -> None:
     records: list[ImpressionRecord] = []

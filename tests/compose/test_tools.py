@@ -72,6 +72,7 @@ def test_only_a_fenced_worker_looks_as_if_it_had_ended_well(tmp_path: Path, ends
     assert process.returncode == engine_sees
 
 
+@pytest.mark.slow
 def test_a_worker_is_told_to_stop_and_awaited(tmp_path: Path) -> None:
     """The exit code is the worker's own, after its drain, and not that of the signal."""
     process = entrypoint(tmp_path, "trap 'echo draining; exit 7' TERM; echo ready; while :; do sleep 0.05; done")

@@ -102,6 +102,7 @@ def a_message_or_a_decode_error(message_class: type[Any], data: bytes) -> None:
     assert decode(message_class, encode(message)) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
 @QUICK
 @given(data=st.data())
@@ -122,6 +123,7 @@ values = st.none() | st.binary(max_size=20) | st.integers().map(lambda n: str(n)
 any_headers = st.none() | st.lists(st.tuples(names, values), max_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headers_class", [RankingHeaders, ResultHeaders])
 @QUICK
 @given(raw=any_headers)

@@ -30,6 +30,7 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_topics_that_were_created_pass_the_check(kafka_settings: KafkaSettings) -> None:
     found = require_topics(kafka_settings)
     assert found.ok

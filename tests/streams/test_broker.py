@@ -94,6 +94,7 @@ def test_an_address_is_checked_and_left_alone(embedded_broker: LocalBroker) -> N
     assert not refuses(embedded_broker.bootstrap)
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_answers_is_refused() -> None:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
@@ -183,11 +184,13 @@ def test_an_old_java_is_named_as_the_cause(tmp_path: Path) -> None:
     assert "needs 17 or later" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
 
 
+@pytest.mark.slow
 def test_ports_that_are_taken_each_time_are_reported(tmp_path: Path) -> None:
     line = "org.apache.kafka.common.KafkaException: Socket server failed to bind: Address already in use"
     assert "ports taken 3 times" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
 
 
+@pytest.mark.slow
 def test_a_broker_that_does_not_come_up_is_given_up_and_killed(tmp_path: Path) -> None:
     text = start_failure(fake_home(tmp_path, f"echo $$ > {tmp_path}/pid; echo thinking; exec sleep 60"), timeout_s=1.0)
     assert "was not ready within 1 s" in text

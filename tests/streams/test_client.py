@@ -130,6 +130,7 @@ def test_many_threads_share_one_client(kafka_settings: KafkaSettings) -> None:
         assert gateway.in_flight == 0
 
 
+@pytest.mark.slow
 def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(kafka_settings: KafkaSettings) -> None:
     lost: list[LostRequest] = []
     gateway = RelayClient(
@@ -205,6 +206,7 @@ def test_a_new_incarnation_does_not_read_the_old_ones_answers(kafka_settings: Ka
             assert after.statistics().foreign == 0
 
 
+@pytest.mark.slow
 def test_an_undecodable_answer_fails_its_request_and_goes_to_dead_letters(kafka_settings: KafkaSettings) -> None:
     garbage = b"\x01\xc1"
     with echo_worker(kafka_settings, lambda request: [garbage]), client(kafka_settings) as gateway:
@@ -215,6 +217,7 @@ def test_an_undecodable_answer_fails_its_request_and_goes_to_dead_letters(kafka_
         assert dict(letter.headers() or [])[DEAD_LETTER_REASON] == b"malformed"
 
 
+@pytest.mark.slow
 def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: KafkaSettings) -> None:
     results = kafka_settings.topic(Topic.RESULTS)
     with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
@@ -373,6 +376,7 @@ def test_a_missing_topic_says_which_command_mends_it(broker: LocalBroker) -> Non
         client(kafka).start()
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_not_there_is_said_with_its_address_and_the_client_can_be_closed() -> None:
     address = f"127.0.0.1:{closed_port()}"
     gateway = client(KafkaSettings(bootstrap=address, connect_timeout_s=0.5))
@@ -399,6 +403,7 @@ async def test_from_asyncio_many_requests_are_awaited_at_once(kafka_settings: Ka
             assert gateway.statistics().ranked == 50
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_in_asyncio_callbacks_run_in_the_loop(kafka_settings: KafkaSettings) -> None:
     loop_thread, threads = threading.get_ident(), []
@@ -462,6 +467,7 @@ def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: 
     reader.close()
 
 
+@pytest.mark.slow
 def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     registry = CollectorRegistry()
     with local_broker(BrokerChoice.EMBEDDED) as broker:

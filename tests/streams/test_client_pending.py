@@ -175,6 +175,7 @@ def test_ended_ids_are_forgotten_oldest_first() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_timers_of_answered_requests_do_not_pile_up() -> None:
     pending = table(remembered=10)
     for number in range(20_000):

@@ -82,6 +82,7 @@ def refusal(kafka: KafkaSettings) -> tuple[str, float]:
     return str(error.value), time.monotonic() - started_s
 
 
+@pytest.mark.slow
 def test_a_closed_port_is_reported_within_five_seconds_with_address_and_cause() -> None:
     with closed_port() as port:
         text, elapsed_s = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}"))
@@ -90,6 +91,7 @@ def test_a_closed_port_is_reported_within_five_seconds_with_address_and_cause() 
     assert elapsed_s < 5
 
 
+@pytest.mark.slow
 def test_a_port_that_says_nothing_is_given_up_at_the_connect_timeout() -> None:
     with server(answer=None) as port:
         text, elapsed_s = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
@@ -97,6 +99,7 @@ def test_a_port_that_says_nothing_is_given_up_at_the_connect_timeout() -> None:
     assert elapsed_s < 3
 
 
+@pytest.mark.slow
 def test_a_port_that_is_not_kafkas_says_so() -> None:
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         text, _ = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=1.0))
@@ -104,6 +107,7 @@ def test_a_port_that_is_not_kafkas_says_so() -> None:
     assert "`security`: its protocol is PLAINTEXT" in text
 
 
+@pytest.mark.slow
 def test_plaintext_to_a_tls_port_says_that_security_is_wrong() -> None:
     alert = b"\x15\x03\x01\x00\x02\x02\x46"
     with server(alert) as port:
@@ -111,6 +115,7 @@ def test_plaintext_to_a_tls_port_says_that_security_is_wrong() -> None:
     assert "`security`: its protocol is PLAINTEXT" in text
 
 
+@pytest.mark.slow
 def test_tls_to_a_plaintext_broker_is_told_with_its_cause(broker_port: int) -> None:
     kafka = KafkaSettings(
         bootstrap=f"127.0.0.1:{broker_port}",
@@ -131,6 +136,7 @@ def test_a_connection_that_is_cut_under_tls_says_that_security_may_be_wrong() ->
     assert "`security`: its protocol is SSL" in refusal(kafka)[0]
 
 
+@pytest.mark.slow
 def test_sasl_to_a_broker_without_it_says_that_security_is_wrong(broker_port: int) -> None:
     kafka = KafkaSettings(
         bootstrap=f"127.0.0.1:{broker_port}",
@@ -158,6 +164,7 @@ def test_a_broker_that_is_there_answers_with_its_metadata(kafka_settings: KafkaS
     assert kafka_settings.topic(Topic.HISTORY) in require_broker(kafka_settings).topics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ProducerKind)
 def test_each_producer_delivers_the_largest_message_with_headers(
     kafka_settings: KafkaSettings, kind: ProducerKind

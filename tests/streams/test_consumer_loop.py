@@ -20,6 +20,8 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from tests.bad_header import write_bad_header
 
+pytestmark = pytest.mark.slow
+
 # Joins on the embedded cluster take 3 s each.
 PATIENCE_S = 30.0
 Work = tuple[str, int, int]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
@@ -52,12 +54,14 @@ def until(condition: Callable[[], bool]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_an_empty_topic_is_read_to_its_end_at_once(kafka_settings: KafkaSettings) -> None:
     with reading(kafka_settings) as (reader, _):
         assert until(lambda: reader.caught_up)
         assert reader.heard_us == 0
 
 
+@pytest.mark.slow
 def test_a_fleet_that_never_stops_talking_is_caught_up_with(kafka_settings: KafkaSettings) -> None:
     """With ten workers a status comes every 50 ms. The end was looked up only after 200 ms of silence: never."""
     stop, talks = threading.Event(), threading.Event()
@@ -81,6 +85,7 @@ def test_a_fleet_that_never_stops_talking_is_caught_up_with(kafka_settings: Kafk
         talker.join()
 
 
+@pytest.mark.slow
 def test_garbage_is_counted_and_what_follows_is_read(kafka_settings: KafkaSettings) -> None:
     bad: list[None] = []
     write(

@@ -25,6 +25,8 @@ from relaygr.trigger.app import TriggerApp
 from relaygr.trigger.settings import TriggerSettings
 from tests.bad_header import send_bad_header
 
+pytestmark = pytest.mark.slow
+
 WITHIN_S = 15.0
 
 

@@ -69,6 +69,7 @@ def test_admitted_bytes_times_time_and_device_time_stay_within_the_budget_over_e
             assert device_us <= (LIMITS.load_limit * share * window_us + largest_device_us) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(offers)
 def test_two_halves_of_a_budget_admit_no_more_than_the_whole_and_its_burst(
     arrivals: list[tuple[int, Estimate]],

@@ -282,4 +282,5 @@ class OneLogTwoOwners(RuleBasedStateMachine):
 
 
 TestOneLogTwoOwners = OneLogTwoOwners.TestCase
+TestOneLogTwoOwners.pytestmark = [pytest.mark.slow]
 TestOneLogTwoOwners.settings = settings(max_examples=150, stateful_step_count=40)

@@ -112,6 +112,7 @@ def test_an_operator_library_that_cannot_be_loaded_is_said(monkeypatch: pytest.M
     assert [entry["event"] for entry in logs] == ["no kernels for this device, plain torch instead"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_the_warm_up_runs_all_kernels(compute: torch.dtype) -> None:
     spec = replace(SPEC, compute_dtype=compute)

@@ -513,6 +513,7 @@ class TestLooking:
         world.hit(make_key())
         assert world.cache.stats().hit_ratio == pytest.approx(2 / 3)
 
+    @pytest.mark.slow
     def test_defaults_have_finite_bounds(self) -> None:
         """10. Queues and lease tables were unbounded unless somebody set them."""
         limits = CopyLimits()
@@ -1014,6 +1015,7 @@ def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
     assert steps[0] == steps[1] > 0
 
 
+@pytest.mark.slow
 def test_books_need_no_torch_and_no_arena() -> None:
     """18. Metadata could not be tested where the accelerator's library was broken."""
     code = (
@@ -1023,6 +1025,7 @@ def test_books_need_no_torch_and_no_arena() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_know_the_books() -> None:
     code = (
         "import sys, types; sys.modules['relaygr.worker.cache'] = types.ModuleType('relaygr.worker.cache'); "

@@ -66,6 +66,7 @@ def rows(kv: KvGeometry, pages: torch.Tensor) -> list[torch.Tensor]:
     return [values[..., :split].reshape(shape), values[..., split:].reshape(shape)]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.sampled_from([KvDtype.FLOAT32, KvDtype.BFLOAT16]))
 def test_int8_is_off_by_half_a_scale_at_most(seed: int, dtype: KvDtype) -> None:
     kv = geometry(dtype)
@@ -87,6 +88,7 @@ def test_bfloat16_is_off_by_its_rounding_at_most(seed: int) -> None:
         assert bool(((decoded - exact).abs() <= exact.abs() * 2.0**-8).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "dram"), LOSSY)
 @given(seed=st.integers(0, 2**31))
 def test_spilling_again_what_was_reloaded_does_not_drift(dtype: KvDtype, dram: DramKvDtype, seed: int) -> None:

@@ -134,6 +134,7 @@ class TestReloadByLayers:
             assert worst(world.scores(each), world.exact("ann")) <= TOLERANCE
         assert sum(world.cache.stats().reloads.values()) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("layer", range(1, LAYERS))
     def test_a_layer_that_fails_discards_what_was_computed_and_the_reload_is_tried_once_more(
         self, world: OverlapWorld, stored: HistoryVersion, layer: int
@@ -149,6 +150,7 @@ class TestReloadByLayers:
         assert (stats.reloads, stats.reload_retries) == ({PendingOutcome.PUBLISHED: 1}, 1)
         world.cache.check_invariants()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("layer", range(LAYERS))
     def test_a_reload_that_fails_twice_is_full_inference(
         self, world: OverlapWorld, stored: HistoryVersion, layer: int

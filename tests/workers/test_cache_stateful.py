@@ -33,6 +33,8 @@ from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
 
+pytestmark = pytest.mark.slow
+
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
 # Mostly one user's one history at several lengths: there the operations meet.
 _KEYS = [make_key("ann", length) for length in _LENGTHS for _ in range(4)]

@@ -27,6 +27,8 @@ from relaygr.worker.model.null_engine import NullEngine
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.model_world import make_world, small_config
 
+pytestmark = pytest.mark.slow
+
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
 
 

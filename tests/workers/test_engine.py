@@ -47,6 +47,7 @@ def worst(ours: NDArray[np.float32], expected: torch.Tensor) -> float:
     return float(np.abs(ours - expected.numpy()).max() / np.abs(expected.numpy()).max())
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9)), min_size=2, max_size=5),
@@ -230,6 +231,7 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
     assert (loaded.num_tasks, loaded.limits.max_candidates) == (2, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "compute_dtype"),
     [

@@ -36,6 +36,7 @@ from tests.workers.reference.encodings import positions_from_end
 
 TOLERANCE = 2e-5
 UNWRITTEN = 0xFF
+AS_CHOSEN = "as chosen on the CPU"
 CASES = [
     (kind, backend)
     for backend, made in BACKENDS.items()
@@ -45,7 +46,10 @@ CASES = [
 OF_EACH_MASK = {
     (spec_of(KINDS[kind], ComputeDtype.FLOAT32), backend): (kind, backend) for kind, backend in reversed(CASES)
 }
-each_case = pytest.mark.parametrize(("kind", "backend"), CASES, ids=["; ".join(case) for case in CASES])
+each_case = pytest.mark.parametrize(
+    ("kind", "backend"),
+    [pytest.param(*case, marks=() if case[1] == AS_CHOSEN else pytest.mark.slow, id="; ".join(case)) for case in CASES],
+)
 each_mask = pytest.mark.parametrize(
     ("kind", "backend"),
     [
@@ -217,6 +221,7 @@ def test_cached_inference_is_full_inference(
     cuts=st.lists(st.integers(1, 72), max_size=4),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.slow
 def test_so_it_is_for_any_combination_of_options(
     config: ModelConfig, page_tokens: int, behaviours: int, suffix: int, cuts: list[int], seed: int
 ) -> None:
@@ -383,6 +388,7 @@ def test_each_layer_says_that_it_comes_before_it_reads_the_pages(kind: str, back
     free=st.integers(0, 8),
     step=st.integers(1, 9),
 )
+@pytest.mark.slow
 def test_tiles_of_the_mask_are_the_mask(
     contextual: int, window: int, exempt: int, group: int, context: int, causal: int, free: int, step: int
 ) -> None:

@@ -10,6 +10,8 @@ from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.model.interface import RankOutputs
 from tests.workers.test_executor import LIMITS, World
 
+pytestmark = pytest.mark.slow
+
 
 class BrokenError(RuntimeError):
     pass

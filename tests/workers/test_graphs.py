@@ -28,6 +28,8 @@ from tests.workers.attention_world import RaggedForward, Run
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
 
+pytestmark = pytest.mark.slow
+
 CONFIG = small_config()
 NO_FEATURES = np.empty(0, np.int64)
 

@@ -26,6 +26,8 @@ from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.follower import MAX_STORE_AGE_MS, DeadLetters, HistoryFollower
 from relaygr.worker.history.store import HistoryBatch, HistoryStore
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 PATIENCE_S = 20.0
 

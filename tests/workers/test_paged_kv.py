@@ -40,6 +40,7 @@ def as_context(written: Segment) -> Segment:
     return Segment(written.pages, length, causal_rows=0, free_rows=1, stores=False, total_tokens=length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_tokens", [1, 7, 64, 512, 600, 1000, 1024])
 @given(lengths=st.lists(st.integers(1, 1_300), min_size=1, max_size=3), k_dim=dims, v_dim=dims)
 def test_what_was_written_token_by_token_is_read_in_blocks(

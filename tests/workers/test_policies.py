@@ -252,6 +252,7 @@ class TestEveryPolicy:
         policy.remove(99)
         assert (list(policy.victims(4)), len(policy), 1 in policy, 3 in policy) == ([3], 1, False, True)
 
+    @pytest.mark.slow
     @given(
         steps=st.lists(
             st.tuples(st.sampled_from("attted"), st.integers(0, 12), st.integers(1, 4), st.sampled_from([1, VISIT_US])),
@@ -293,6 +294,7 @@ _MODELS: dict[str, tuple[Callable[[], EvictionOrder], Callable[[], SlowOrder]]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
 @settings(max_examples=200)
 @given(
@@ -402,6 +404,7 @@ def costs_among(name: PolicyName, users: int) -> dict[str, int]:
     return {what: cost_of(partial(step, policy)) for what, step in steps.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PolicyName)
 def test_a_step_costs_no_more_among_1e5_users_than_among_a_hundred(name: PolicyName) -> None:
     """12. LRU touches walked a list."""
@@ -428,6 +431,7 @@ class CountedRank(float):
         return CountedRank(other + float(self))
 
 
+@pytest.mark.slow
 def test_the_heap_of_the_cost_aware_policy_is_compared_log_n_times() -> None:
     """heapq is C: its work is seen in comparisons, not in lines."""
     users = 100_000

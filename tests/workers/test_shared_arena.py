@@ -364,6 +364,7 @@ def damaged(index: bytes, over: list[tuple[int, bytes]], slots: list[tuple[int, 
     return bytes(found)
 
 
+@pytest.mark.slow
 @given(over=st.lists(written_over, max_size=6), slots=st.lists(misplaced, max_size=4))
 def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
     much_used: UsedArena, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]
@@ -379,6 +380,7 @@ def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
             assert holds(entry, key, world.arenas[Tier.DRAM])
 
 
+@pytest.mark.slow
 @given(st.lists(records(), max_size=4))
 def test_foreign_records_with_right_checksums_are_not_shown(much_used: UsedArena, foreign: list[IndexRecord]) -> None:
     file = np.frombuffer(bytearray(much_used.index), np.uint8)

@@ -163,6 +163,7 @@ def live_through(folder: Path, steps: list[Step]) -> tuple[list[Killed], Keys, i
     return killer.states, keys, dram.stat().st_ino
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(operations)
 def test_whenever_it_is_killed_every_prefix_shown_is_whole(steps: list[Step]) -> None:

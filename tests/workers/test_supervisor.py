@@ -19,6 +19,8 @@ import pytest
 from relaygr.devbroker.local import free_ports
 from relaygr.worker.exits import Exit
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 30.0
 
 

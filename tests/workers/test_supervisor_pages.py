@@ -46,11 +46,13 @@ def names(port: int) -> list[str]:
 OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
 
 
+@pytest.mark.slow
 def test_metrics_are_the_supervisors_and_the_active_childs() -> None:
     with child_that_answers(METRICS, len(METRICS)) as port:
         assert names(port) == [*OWN, "relaygr_worker_things"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [METRICS, b"relaygr_worker_things_total {"], ids=["cut", "torn"])
 def test_a_child_that_dies_while_it_answers_costs_its_own_metrics_alone(body: bytes) -> None:
     with child_that_answers(body, len(METRICS) if body != METRICS else len(METRICS) + 1) as port:

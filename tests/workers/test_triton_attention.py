@@ -34,6 +34,8 @@ from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pac
 from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
 from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 
+pytestmark = pytest.mark.slow
+
 
 class Forward(RaggedForward):
     """On the device that the kernels run on."""
