@@ -28,8 +28,7 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.cache import Tier
-from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline
 from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies

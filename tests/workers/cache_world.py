@@ -15,13 +15,12 @@ import numpy as np
 
 from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import Behaviours
-from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest, SpillGate
-from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache import CacheConfig, Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
+from relaygr.worker.cache.cache import LONGEST_HOLD_US
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest, SpillGate
 from relaygr.worker.cache.events import CacheListener
-from relaygr.worker.cache.pins import LONGEST_HOLD_US
 from relaygr.worker.cache.policies import TierPolicies
-from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16
 LAYOUT = PrefixLayout(contextual_tokens=2, tokens_per_behaviour=1)
@@ -150,18 +149,16 @@ class World:
             Tier.DRAM: np.full((dram_pages, PAGE_TOKENS), GARBAGE, np.int64),
         }
         self.mover = SteppedMover(self.arenas, limits or CopyLimits())
-        self.cache = PrefixCache(
-            replace(GEOMETRY, num_layers=num_layers),
+        config = CacheConfig(
+            DramGeometry(replace(GEOMETRY, num_layers=num_layers)),
             LAYOUT,
             hbm_pages,
             dram_pages,
-            self.mover,
-            policies=policies,
-            spill_gate=spill_gate,
-            listener=listener,
+            policies or TierPolicies(),
             layer_wise=layer_wise,
             longest_hold_us=longest_hold_us,
         )
+        self.cache = PrefixCache(config, self.mover, spill_gate=spill_gate, listener=listener)
 
     def write(self, fill: Fill, key: PrefixKey, tokens: int) -> None:
         """Computes rows up to `tokens`."""
@@ -214,7 +211,7 @@ class World:
     def spilled(self, key: PrefixKey) -> None:
         """Computes, copies to DRAM, and leaves the prefix in DRAM only."""
         self.store(key)
-        self.cache.spill(key)
+        self.cache.transfers.spill(key)
         self.mover.run()
         self.evict_hbm()
 

@@ -22,7 +22,7 @@ from relaygr.schemas.messages import (
     LatencyCoefficients,
     RankingRequest,
 )
-from relaygr.worker.cache import PrefixCache
+from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import BuiltCache, build_cache
 from relaygr.worker.device import CpuDevice
@@ -30,7 +30,7 @@ from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.kv import DramKvDtype, KvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
@@ -109,9 +109,11 @@ class OverlapWorld:
         bind_own_arena(self.oracle)
         longest = geometry.pages_for(config.layout().tokens(config.max_prefix_behaviours))
         self.built: BuiltCache = build_cache(
-            self.device, geometry, config.layout(), hbm_pages, 4 * PAGES, extra_hbm_pages=longest, clock=self.device,
-            dram_kv_dtype=dram,
-        )  # fmt: skip
+            self.device,
+            CacheConfig(DramGeometry(geometry, dram), config.layout(), hbm_pages, 4 * PAGES),
+            extra_hbm_pages=longest,
+            clock=self.device,
+        )
         self.cache: PrefixCache = self.built.cache
         self.engine.bind(self.built.hbm_arena)
         self.outbox = Outbox()

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.worker.cache import PrefixCache, PrefixKey, Tier
-from relaygr.worker.cache.copies import CopyRequest
-from relaygr.worker.cache.copy_queue import CopyLimits
-from relaygr.worker.cache.journal import PageGuard, StoredEntry
+from relaygr.worker.cache import CacheConfig, PrefixCache, PrefixKey, Tier
+from relaygr.worker.cache.copies import CopyLimits, CopyRequest, PageGuard
+from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.shared.arena import ArenaShape, NotTheWriterError, SharedArena, TornPageError
@@ -69,7 +68,11 @@ class SharedWorld(World):
         }
         self.mover = mover = GuardedMover(self.arenas, CopyLimits())
         mover.guard = self.shared.journal
-        self.cache = PrefixCache(GEOMETRY, LAYOUT, hbm_pages, shape.num_pages, mover, dram_journal=self.shared.journal)
+        self.cache = PrefixCache(
+            CacheConfig(DramGeometry(GEOMETRY), LAYOUT, hbm_pages, shape.num_pages),
+            mover,
+            dram_journal=self.shared.journal,
+        )
         self.restored = self.shared.adopt(model)
         if restores:
             self.cache.restore(self.restored, 0)

@@ -13,6 +13,7 @@ import pytest
 
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache import (
+    CacheConfig,
     Declined,
     DeclineReason,
     Fill,
@@ -30,13 +31,14 @@ from relaygr.worker.cache import (
     Tier,
     WasteReason,
 )
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, SpillGate, reload_pays
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, SpillGate, reload_pays
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
+from relaygr.worker.kv import DramGeometry
 from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
 
 
@@ -59,7 +61,7 @@ class TestFullUnderPinning:
         world.store(make_key("cid"))
         world.check_reads(handles[1], keys[1])
         assert world.cache.acquire(keys[0], 2) == Miss(MissReason.ABSENT)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_what_can_not_fit_evicts_nobody(self) -> None:
         world = World(hbm_pages=14)
@@ -75,12 +77,12 @@ class TestFullUnderPinning:
         world = World(hbm_pages=28)
         world.spilled(make_key("dram"))
         filling = world.reserve(make_key("filling"))
-        loading = world.cache.start_reload(make_key("dram"), 100, 0)
+        loading = world.cache.transfers.start_reload(make_key("dram"), 100, 0)
         assert isinstance(loading, PendingPrefix) and not loading.done
         world.store(make_key("leased"))
         assert world.cache.lease(make_key("leased"), "r1", 1000)
         world.store(make_key("spilling"))
-        assert world.cache.spill(make_key("spilling")) is SpillOutcome.STARTED
+        assert world.cache.transfers.spill(make_key("spilling")) is SpillOutcome.STARTED
         assert world.cache.reserve(make_key("dan"), 1) == NoRoom(NoRoomReason.FULL)
         pages = world.cache.stats().hbm
         assert (pages.free, pages.evictable, pages.leased, pages.pinned, pages.in_flight) == (0, 0, 7, 7, 14)
@@ -88,7 +90,7 @@ class TestFullUnderPinning:
         filling.abort()
         assert world.hit(make_key("dram")).source is PrefixSource.DRAM
         assert world.hit(make_key("leased")).complete
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     @pytest.mark.parametrize("held", ["pinned", "leased"])
     def test_eviction_passes_over_a_prefix_that_is_held_though_it_is_the_oldest(self, held: str) -> None:
@@ -118,7 +120,7 @@ def test_clear_empties_every_index(world: World) -> None:
     world.cache.lease(make_key("bob"), "r1", 1000)
     fill = world.reserve(make_key("cid"))
     world.cache.clear()
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     stats = world.cache.stats()
     assert (stats.hbm.entries, stats.dram.entries, stats.leases) == (0, 0, 0)
     for user in ("ann", "bob", "cid"):
@@ -135,13 +137,13 @@ class TestFailures:
     def test_a_failed_reload_evicts_the_doubtful_bytes_and_tells_the_waiters(self, world: World) -> None:
         world.spilled(make_key())
         outcomes: list[PendingOutcome | None] = []
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
         pending.add_done_callback(lambda ended: outcomes.append(ended.outcome))
         assert world.mover.run(copied=False) == 2
         assert outcomes == [PendingOutcome.FAILED]
         assert world.cache.acquire(make_key(), 1) == Miss(MissReason.ABSENT)
-        assert world.cache.start_reload(make_key(), 100, 0) == Declined(DeclineReason.NOT_IN_DRAM)
+        assert world.cache.transfers.start_reload(make_key(), 100, 0) == Declined(DeclineReason.NOT_IN_DRAM)
         stats = world.cache.stats()
         assert (stats.hbm.free, stats.dram.free) == (32, 64)
         assert stats.reloads == {PendingOutcome.FAILED: 1}
@@ -149,7 +151,7 @@ class TestFailures:
 
     def test_a_reload_that_fails_once_is_tried_again_for_the_same_waiters(self, world: World) -> None:
         world.spilled(make_key())
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.mover.finish(copied=False)
@@ -161,18 +163,18 @@ class TestFailures:
 
     def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: World) -> None:
         world.spilled(make_key())
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.cache.invalidate_user("ann")
         world.mover.finish(copied=False)
         assert (len(world.mover), pending.outcome) == (0, PendingOutcome.INVALIDATED)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_reload_that_waits_when_the_worker_ends_leaves_dram_as_it_was(self, world: World) -> None:
         """It was never tried, yet counted as failed twice: each end of a worker cost the warm start prefixes."""
         world.spilled(make_key())
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
         world.mover.close()
         assert pending.outcome is PendingOutcome.FAILED
@@ -180,20 +182,20 @@ class TestFailures:
 
     def test_a_reload_that_could_not_be_tried_again_leaves_dram_as_it_was(self, world: World) -> None:
         world.spilled(make_key())
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
         world.mover.start()
         world.mover.refuses = True
         world.mover.finish(copied=False)
         assert pending.outcome is PendingOutcome.FAILED
         world.mover.refuses = False
-        assert isinstance(world.cache.start_reload(make_key(), 100, 1), PendingPrefix)
+        assert isinstance(world.cache.transfers.start_reload(make_key(), 100, 1), PendingPrefix)
         world.mover.run()
         world.hit(make_key())
 
     def test_a_failed_spill_leaves_hbm_as_it_was(self, world: World) -> None:
         world.store(make_key())
-        world.cache.spill(make_key())
+        world.cache.transfers.spill(make_key())
         world.mover.run(copied=False)
         assert world.hit(make_key()).complete
         assert world.cache.peek(make_key()).dram_behaviours == 0
@@ -242,7 +244,7 @@ class TestFailures:
         world.cache.release(handle)
         with pytest.raises(ValueError, match="twice"):
             world.cache.release(handle)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
 
 class TestIdentity:
@@ -268,9 +270,9 @@ class TestIdentity:
     @pytest.mark.parametrize("asked", [make_key(user=""), make_key(model=b"")], ids=["no user", "no model"])
     def test_an_unknown_identity_gets_no_pages(self, world: World, asked: PrefixKey) -> None:
         assert world.cache.reserve(asked, 0) == NoRoom(NoRoomReason.UNKNOWN_IDENTITY)
-        assert world.cache.start_reload(asked, 0, 0) == Declined(DeclineReason.NOT_IN_DRAM)
+        assert world.cache.transfers.start_reload(asked, 0, 0) == Declined(DeclineReason.NOT_IN_DRAM)
         assert not world.cache.lease(asked, "r1", 10)
-        assert world.cache.spill(asked) is SpillOutcome.NOT_READY
+        assert world.cache.transfers.spill(asked) is SpillOutcome.NOT_READY
 
     def test_same_length_but_a_late_change_hits_up_to_the_last_equal_block(self, world: World) -> None:
         world.store(make_key(length=200))
@@ -344,26 +346,26 @@ class TestInvalidation:
         stale.abort()
         world.check_reads(fresh, make_key())
         assert world.hit(make_key()).complete
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_invalidated_while_loading_and_while_spilling(self, world: World) -> None:
         world.spilled(make_key("ann"))
-        loading = world.cache.start_reload(make_key("ann"), 100, 0)
+        loading = world.cache.transfers.start_reload(make_key("ann"), 100, 0)
         world.store(make_key("bob"))
-        world.cache.spill(make_key("bob"))
+        world.cache.transfers.spill(make_key("bob"))
         assert world.cache.peek(make_key("bob")).hbm_state is EntryState.SPILLING
         assert world.cache.invalidate_user("ann") == 2
         assert world.cache.invalidate_user("bob") == 2
         assert isinstance(loading, PendingPrefix) and loading.outcome is PendingOutcome.INVALIDATED
         world.mover.run()
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         assert (world.cache.stats().hbm.free, world.cache.stats().dram.free) == (32, 64)
 
     def test_invalidated_while_growing(self, world: World) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=150))
         world.cache.invalidate_user("ann")
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         world.write(fill, make_key(length=150), fill.tokens)
         assert fill.publish(1) is None
         assert world.cache.stats().hbm.free == 32
@@ -381,7 +383,7 @@ class TestSingleFlight:
         def request() -> None:
             assert isinstance(world.cache.acquire(make_key(), 0), Miss)
             all_missed.wait(30)
-            pending = world.cache.start_reload(make_key(), 100, 0)
+            pending = world.cache.transfers.start_reload(make_key(), 100, 0)
             assert isinstance(pending, PendingPrefix)
             answers.append(pending)
             pending.add_done_callback(lambda _: arrived.release())
@@ -401,7 +403,7 @@ class TestSingleFlight:
 
     def test_the_first_waiter_leaves_the_copy_goes_on_and_the_second_hits(self, world: World) -> None:
         world.spilled(make_key())
-        first = world.cache.start_reload(make_key(), 10, 0)
+        first = world.cache.transfers.start_reload(make_key(), 10, 0)
         second = world.cache.acquire(make_key(), 5)
         assert first is second
         world.mover.start()
@@ -438,14 +440,14 @@ class TestSingleFlight:
         assert waiting[0].outcome is PendingOutcome.PUBLISHED
         world.check_reads(handle, key)
         world.cache.release(handle)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: World) -> None:
         fill = world.reserve(make_key())
         joined = world.cache.acquire(make_key(), 0)
         assert isinstance(joined, PendingPrefix) and joined.kind is PendingKind.FILL
         assert world.cache.reserve(make_key(), 0) is joined
-        assert world.cache.start_reload(make_key(), 10, 0) is joined
+        assert world.cache.transfers.start_reload(make_key(), 10, 0) is joined
         world.write(fill, make_key(), fill.tokens)
         handle = fill.publish(1)
         assert joined.outcome is PendingOutcome.PUBLISHED
@@ -453,7 +455,7 @@ class TestSingleFlight:
 
     def test_a_prefix_that_is_ready_by_now_comes_back_as_a_pending_that_ended(self, world: World) -> None:
         world.store(make_key())
-        for answer in (world.cache.reserve(make_key(), 1), world.cache.start_reload(make_key(), 10, 1)):
+        for answer in (world.cache.reserve(make_key(), 1), world.cache.transfers.start_reload(make_key(), 10, 1)):
             assert isinstance(answer, PendingPrefix) and answer.outcome is PendingOutcome.PUBLISHED
 
     def test_an_append_under_way_is_waited_for_or_passed_by(self, world: World) -> None:
@@ -487,15 +489,15 @@ class TestLooking:
         world.cache.acquire(make_key("ann"), 0)
         pinned = world.compute(make_key("ann"))
         world.cache.reserve(make_key("bob"), 0)
-        world.cache.start_reload(make_key("bob"), 0, 0)
+        world.cache.transfers.start_reload(make_key("bob"), 0, 0)
         world.mover.refuses = True
-        assert world.cache.spill(pinned) is SpillOutcome.QUEUE_FULL
+        assert world.cache.transfers.spill(pinned) is SpillOutcome.QUEUE_FULL
         stats = world.cache.stats()
         assert stats.misses == {MissReason.ABSENT: 1}
         assert stats.no_room == {NoRoomReason.FULL: 1}
         assert stats.declined == {DeclineReason.NOT_IN_DRAM: 1}
         assert stats.spills == {SpillOutcome.QUEUE_FULL: 1}
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_look_ups_for_pre_infer_are_not_counted(self, world: World) -> None:
         world.cache.acquire(make_key(), 0, purpose=Purpose.PRE_INFER)
@@ -520,7 +522,7 @@ class TestLooking:
         assert 0 < limits.max_in_flight <= 4
         assert 0 < limits.max_jobs < 10_000
         assert 0 < limits.max_bytes <= 1 << 34
-        cache = PrefixCache(GEOMETRY, LAYOUT, 32)
+        cache = PrefixCache(CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 32))
         fill = cache.reserve(make_key(), 0)
         assert isinstance(fill, Fill)
         leased = next(index for index in range(10**6) if not cache.lease(fill.work.key, f"r{index}", 10))
@@ -530,7 +532,7 @@ class TestLooking:
         for feature in range(10):
             world.store(make_key(length=20, feature=feature))
         assert world.cache.stats().hbm.entries == MAX_ENTRIES_PER_USER
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
 
 class TestLeases:
@@ -596,7 +598,7 @@ class TestLeases:
         world.write(fill, changed, fill.tokens)
         assert fill.publish(2) is None
         assert world.hit(make_key(length=200)).complete
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         world.store(changed)
         assert world.hit(changed).complete and world.hit(make_key(length=200)).complete
 
@@ -686,9 +688,9 @@ class TestAppend:
         world.check_reads(handle, make_key(length=130))
         world.check_reads(reader, make_key(length=100))
         assert (reader.behaviours, reader.pages.size) == (100, 7)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         world.cache.release(reader)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         world.check_reads(handle, make_key(length=130))
 
     def test_the_extender_s_own_handle_does_not_make_the_page_shared(self, world: World) -> None:
@@ -723,7 +725,7 @@ class TestAppend:
         assert world.hit(make_key(length=200)).complete
         fill.abort()
         assert world.hit(make_key(length=200)).complete
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_growth_from_inside_does_not_overwrite_readers(self, world: World) -> None:
         reader = world.compute(make_key(length=200))
@@ -731,14 +733,14 @@ class TestAppend:
         handle = world.compute(changed)
         world.check_reads(reader, make_key(length=200))
         world.check_reads(handle, changed)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
 
 class TestTiers:
     def test_a_spilled_prefix_comes_back_as_it_was(self, world: World) -> None:
         world.spilled(make_key())
         assert world.cache.acquire(make_key(), 0) == Miss(MissReason.IN_DRAM, 100)
-        pending = world.cache.start_reload(make_key(), 100, 0)
+        pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix) and pending.kind is PendingKind.LOAD
         assert isinstance(world.cache.acquire(make_key(), 0), PendingPrefix)
         world.mover.run()
@@ -747,24 +749,24 @@ class TestTiers:
 
     def test_a_prefix_is_spilled_once_and_then_only_its_grown_tail(self, world: World) -> None:
         world.store(make_key(length=94))
-        assert world.cache.spill(make_key(length=94)) is SpillOutcome.STARTED
-        assert world.cache.spill(make_key(length=94)) is SpillOutcome.UNDER_WAY
+        assert world.cache.transfers.spill(make_key(length=94)) is SpillOutcome.STARTED
+        assert world.cache.transfers.spill(make_key(length=94)) is SpillOutcome.UNDER_WAY
         world.mover.run()
-        assert world.cache.spill(make_key(length=94)) is SpillOutcome.ALREADY_THERE
+        assert world.cache.transfers.spill(make_key(length=94)) is SpillOutcome.ALREADY_THERE
         world.store(make_key(length=130))
         before = world.cache.stats().dram.free
-        assert world.cache.spill(make_key(length=130)) is SpillOutcome.STARTED
+        assert world.cache.transfers.spill(make_key(length=130)) is SpillOutcome.STARTED
         assert world.cache.stats().dram.free == before - 3
         world.mover.run()
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         world.evict_hbm()
-        world.cache.start_reload(make_key(length=130), 100, 0)
+        world.cache.transfers.start_reload(make_key(length=130), 100, 0)
         world.mover.run()
         assert world.hit(make_key(length=130)).complete
 
     def test_a_reload_of_a_grown_history_is_completed_by_an_append(self, world: World) -> None:
         world.spilled(make_key(length=100))
-        world.cache.start_reload(make_key(length=110), 100, 0)
+        world.cache.transfers.start_reload(make_key(length=110), 100, 0)
         world.mover.run()
         partial_hit = world.hit(make_key(length=110))
         assert (partial_hit.behaviours, partial_hit.complete) == (100, False)
@@ -780,26 +782,28 @@ class TestTiers:
         world = World(hbm_pages=7)
         world.spilled(make_key("ann"))
         pinned = world.compute(make_key("bob"))
-        assert world.cache.start_reload(make_key("ann"), 100, 0) == NoRoom(NoRoomReason.FULL)
+        assert world.cache.transfers.start_reload(make_key("ann"), 100, 0) == NoRoom(NoRoomReason.FULL)
         assert len(world.mover) == 0
         world.cache.release(pinned)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_refused_copy_fails_the_reload_and_keeps_dram(self, world: World) -> None:
         world.spilled(make_key())
         world.mover.refuses = True
-        assert world.cache.start_reload(make_key(), 100, 0) == Declined(DeclineReason.QUEUE_FULL)
-        world.cache.check_invariants()
+        assert world.cache.transfers.start_reload(make_key(), 100, 0) == Declined(DeclineReason.QUEUE_FULL)
+        check_invariants(world.cache)
         world.mover.refuses = False
-        assert isinstance(world.cache.start_reload(make_key(), 100, 0), PendingPrefix)
+        assert isinstance(world.cache.transfers.start_reload(make_key(), 100, 0), PendingPrefix)
 
     def test_a_reload_that_saves_less_than_it_costs_is_declined(self, world: World) -> None:
         world.spilled(make_key())
         size_bytes = 7 * GEOMETRY.page_bytes
         copy_us = world.mover.forecast(size_bytes, CopyPriority.RELOAD).copy_us
-        declined = world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us)
+        declined = world.cache.transfers.start_reload(make_key(), 100, 0, saved_us=copy_us)
         assert declined == Declined(DeclineReason.NOT_WORTH_IT)
-        assert isinstance(world.cache.start_reload(make_key(), 100, 0, saved_us=copy_us * 1.01), PendingPrefix)
+        assert isinstance(
+            world.cache.transfers.start_reload(make_key(), 100, 0, saved_us=copy_us * 1.01), PendingPrefix
+        )
 
     @pytest.mark.parametrize(
         ("wait_us", "copy_us", "saved_us", "pays"),
@@ -835,7 +839,9 @@ class TestTiers:
         world = World(layer_wise=True, num_layers=num_layers)
         world.spilled(make_key(length=100))
         copy_us = world.mover.forecast(7 * num_layers * GEOMETRY.page_bytes, CopyPriority.RELOAD).copy_us
-        answer = world.cache.start_reload(make_key(length=length), 100, 0, saved_us=copy_us / 2, rank_us=copy_us)
+        answer = world.cache.transfers.start_reload(
+            make_key(length=length), 100, 0, saved_us=copy_us / 2, rank_us=copy_us
+        )
         if pays:
             assert isinstance(answer, PendingPrefix)
         else:
@@ -848,7 +854,7 @@ class TestTiers:
         for user in users:
             world.spilled(make_key(user))
         for user, deadline_us in zip(users, (100, 200, 300), strict=True):
-            assert isinstance(world.cache.start_reload(make_key(user), deadline_us, 0), PendingPrefix)
+            assert isinstance(world.cache.transfers.start_reload(make_key(user), deadline_us, 0), PendingPrefix)
         world.mover.start()
         joined = world.cache.acquire(make_key("cid"), 0)
         assert isinstance(joined, PendingPrefix)
@@ -865,13 +871,13 @@ class TestTiers:
         assert [gate.admits(wait) for wait in waits] == [True, True, False, False, False, False, True, True]
 
     def test_a_cache_of_one_tier_spills_nothing(self) -> None:
-        cache = PrefixCache(GEOMETRY, LAYOUT, 32)
+        cache = PrefixCache(CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 32))
         fill = cache.reserve(make_key(), 0)
         assert isinstance(fill, Fill)
         fill.progress(fill.tokens)
         handle = fill.publish(0)
         assert handle is not None
-        assert cache.spill(handle) is SpillOutcome.NO_ROOM
+        assert cache.transfers.spill(handle) is SpillOutcome.NO_ROOM
         cache.release(handle)
         cache.close()
 
@@ -902,7 +908,7 @@ class TestPolicies:
         world = World(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
         for user in ("ann", "bob", "cid"):
             world.store(make_key(user, 60), now_us=0)
-            world.cache.spill(make_key(user, 60))
+            world.cache.transfers.spill(make_key(user, 60))
         world.mover.run()
         world.cache.release(world.hit(make_key("ann", 60), now_us=500))
         assert world.cache.lease(make_key("bob", 60), "r", 10_000)
@@ -912,7 +918,7 @@ class TestPolicies:
         assert world.cache.stats().dram.entries == 0
         world.cache.end_lease("r")
         assert world.cache.expire_prefixes(1_500) == 2
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_cost_weighs_by_what_the_cache_was_told_that_a_hit_saves(self) -> None:
         """Time grows with the square of the length: the short prefix goes, though it was used last."""
@@ -957,7 +963,7 @@ def test_events_tell_each_operation_in_order() -> None:
         def on_event(self, event: CacheEvent) -> None:
             told.append(event)
 
-    world = World(listener=Recorder())
+    world = World(listener=Recorder().on_event)
     world.store(make_key())
     world.hit(make_key())
     world.cache.invalidate_user("ann")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.worker.cache import Fill, Hit, PendingOutcome, PendingPrefix, SpillOutcome
+from relaygr.worker.cache import CacheConfig, Fill, Hit, PendingOutcome, PendingPrefix, SpillOutcome
 from relaygr.worker.cache.build import build_cache
 from relaygr.worker.cache.codec import PageCodec, make_codec
 from relaygr.worker.device import CpuDevice
@@ -181,7 +181,7 @@ class TestSizes:
 @pytest.mark.parametrize(("dtype", "dram"), LOSSY)
 def test_a_prefix_comes_back_from_smaller_pages_as_the_codec_says(dtype: KvDtype, dram: DramKvDtype) -> None:
     kv = geometry(dtype)
-    built = build_cache(CpuDevice(), kv, LAYOUT, 8, 16, dram_kv_dtype=dram)
+    built = build_cache(CpuDevice(), CacheConfig(DramGeometry(kv, dram), LAYOUT, 8, 16))
     cache, key = built.cache, make_key(length=100)
     try:
         assert built.dram_arena is not None
@@ -193,14 +193,14 @@ def test_a_prefix_comes_back_from_smaller_pages_as_the_codec_says(dtype: KvDtype
         fill.progress(fill.tokens)
         handle = fill.publish(1)
         assert handle is not None
-        assert cache.spill(handle) is SpillOutcome.STARTED
+        assert cache.transfers.spill(handle) is SpillOutcome.STARTED
         cache.release(handle)
         _wait(lambda: cache.peek(key).dram_behaviours == 100)
         other = cache.reserve(make_key("bob", 110), 2)
         assert isinstance(other, Fill)
         built.hbm_arena[other.pages.tolist()] = 255
         other.abort()
-        pending = cache.start_reload(key, 100, 3)
+        pending = cache.transfers.start_reload(key, 100, 3)
         assert isinstance(pending, PendingPrefix)
         _wait(lambda: pending.done)
         assert pending.outcome is PendingOutcome.PUBLISHED

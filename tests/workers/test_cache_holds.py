@@ -6,10 +6,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr.schemas.messages import Path
-from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, PendingPrefix, PrefixCache
-from relaygr.worker.cache.metrics import CacheCollector
-from relaygr.worker.cache.pins import LONGEST_HOLD_US
+from relaygr.worker.cache import CacheConfig, Fill, NoRoom, PendingOutcome, PendingPrefix, PrefixCache
+from relaygr.worker.cache.cache import LONGEST_HOLD_US
+from relaygr.worker.cache.invariants import check_invariants
+from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.work import PrefixWork
+from relaygr.worker.kv import DramGeometry
 from tests.workers.cache_world import GEOMETRY, LAYOUT, Later, World, make_key
 from tests.workers.overlap_world import OverlapWorld, worst
 
@@ -21,13 +23,13 @@ def test_a_leaked_handle_is_taken_away_after_its_time_and_counted() -> None:
     """11. A reader that died kept its pages for good."""
     world = World()
     world.compute(KEY, now_us=0)
-    assert world.cache.take_overdue(LONGEST_HOLD_US - 1) == 0
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US - 1) == 0
     assert world.cache.stats().hbm.pinned == 7
-    assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
     stats = world.cache.stats()
     assert (stats.hbm.pinned, stats.hbm.evictable, stats.forced_unpins) == (0, 7, 1)
-    assert world.cache.take_overdue(2 * LONGEST_HOLD_US) == 0
-    world.cache.check_invariants()
+    assert world.cache.revoke_overdue(2 * LONGEST_HOLD_US) == 0
+    check_invariants(world.cache)
 
 
 def test_full_of_leaked_handles_there_is_room_again() -> None:
@@ -36,44 +38,44 @@ def test_full_of_leaked_handles_there_is_room_again() -> None:
     world.compute(KEY)
     other = make_key("bob", 100)
     assert isinstance(world.cache.reserve(other, SECOND_US), NoRoom)
-    world.cache.take_overdue(LONGEST_HOLD_US)
+    world.cache.revoke_overdue(LONGEST_HOLD_US)
     world.cache.release(world.compute(other, LONGEST_HOLD_US))
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_the_holder_sees_that_it_holds_nothing_and_its_release_is_counted_not_an_error() -> None:
     world = World()
     handle = world.compute(KEY)
     assert handle.is_held
-    world.cache.take_overdue(LONGEST_HOLD_US)
+    world.cache.revoke_overdue(LONGEST_HOLD_US)
     assert not handle.is_held
     world.cache.release(handle)
     stats = world.cache.stats()
     assert (stats.late_releases, stats.hbm.evictable) == (1, 7)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_pages_that_a_forward_reads_are_not_free_before_it_has_ended() -> None:
     world, forward = World(hbm_pages=8), Later()
     handle = world.compute(KEY)
-    world.cache.take_overdue(LONGEST_HOLD_US, forward)
+    world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     assert (world.cache.stats().hbm.pinned, handle.is_held) == (7, False)
     assert isinstance(world.cache.reserve(make_key("bob", 100), LONGEST_HOLD_US), NoRoom)
     world.check_reads(handle, KEY)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     # Also a holder that comes back in between frees nothing.
     world.cache.release(handle)
     assert world.cache.stats().hbm.pinned == 7
     forward.complete()
     assert world.cache.stats().hbm.evictable == 7
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_a_handle_in_time_is_left_alone_when_an_older_one_goes() -> None:
     world = World()
     world.compute(KEY, now_us=0)
     young = world.hit(KEY, now_us=LONGEST_HOLD_US // 2)
-    assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
     assert young.is_held
     world.check_reads(young, KEY)
     world.cache.release(young)
@@ -87,17 +89,17 @@ def test_the_pages_of_an_invalidated_prefix_go_too_when_its_last_handle_is_taken
     world.compute(KEY)
     world.cache.invalidate_user("ann")
     assert world.cache.stats().hbm.pinned == 7
-    world.cache.take_overdue(LONGEST_HOLD_US)
+    world.cache.revoke_overdue(LONGEST_HOLD_US)
     assert world.cache.stats().hbm.free == 32
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_copies_hold_their_pages_however_long_they_take() -> None:
     """The device may be writing: only the copy's own end says that it is not."""
     world = World()
     world.store(KEY)
-    world.cache.spill(KEY)
-    assert world.cache.take_overdue(100 * LONGEST_HOLD_US) == 0
+    world.cache.transfers.spill(KEY)
+    assert world.cache.revoke_overdue(100 * LONGEST_HOLD_US) == 0
     assert world.cache.stats().hbm.pinned == 7
     world.mover.run()
     assert world.cache.stats().hbm.evictable == 7
@@ -109,26 +111,26 @@ def test_a_leaked_fill_fails_after_its_time_and_others_may_compute_the_prefix() 
     fill = world.reserve(KEY, now_us=0)
     waiting = world.cache.acquire(KEY, 0)
     assert isinstance(waiting, PendingPrefix)
-    assert world.cache.take_overdue(LONGEST_HOLD_US - 1) == 0
-    assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US - 1) == 0
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
     assert (waiting.outcome, fill.is_current) == (PendingOutcome.FAILED, False)
     stats = world.cache.stats()
     assert (stats.hbm.free, stats.forced_aborts, stats.forced_unpins) == (32, 1, 0)
     assert stats.fills == {PendingOutcome.FAILED: 1}
-    assert world.cache.take_overdue(2 * LONGEST_HOLD_US) == 0
+    assert world.cache.revoke_overdue(2 * LONGEST_HOLD_US) == 0
     world.store(KEY, 2 * LONGEST_HOLD_US)
     world.hit(KEY, 2 * LONGEST_HOLD_US)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> None:
     world, forward = World(hbm_pages=8), Later()
     fill = world.reserve(KEY)
-    world.cache.take_overdue(LONGEST_HOLD_US, forward)
+    world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     assert world.cache.stats().hbm.in_flight == 7
     # Nobody joins it any more, but its pages can not be had yet.
     assert isinstance(world.cache.reserve(KEY, LONGEST_HOLD_US), NoRoom)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     # Also a holder that comes back in between frees nothing, and shows nothing.
     world.write(fill, KEY, fill.tokens)
     assert fill.publish(LONGEST_HOLD_US) is None
@@ -140,7 +142,7 @@ def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> 
     world.store(KEY, LONGEST_HOLD_US)
     stats = world.cache.stats()
     assert stats.fills == {PendingOutcome.FAILED: 1, PendingOutcome.PUBLISHED: 1}
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_page_with_the_next() -> None:
@@ -148,7 +150,7 @@ def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_pag
     world.store(KEY)
     leaked = world.reserve(grown)
     assert leaked.copy_page is None, "it grows in place, in the last page"
-    world.cache.take_overdue(LONGEST_HOLD_US, forward)
+    world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     reader = world.hit(KEY, LONGEST_HOLD_US)
     world.cache.release(reader)
     again = world.reserve(grown, LONGEST_HOLD_US)
@@ -161,7 +163,7 @@ def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_pag
     world.check_reads(handle, grown)
     forward.complete()
     world.check_reads(handle, grown)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     world.cache.release(handle)
     assert (world.cache.stats().hbm.evictable, world.cache.stats().hbm.free) == (7, 25)
 
@@ -171,13 +173,13 @@ def test_a_fill_in_time_is_left_alone_when_an_older_handle_goes() -> None:
     world.compute(KEY, now_us=0)
     other = make_key("bob")
     young = world.reserve(other, now_us=LONGEST_HOLD_US // 2)
-    assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
     world.write(young, other, young.tokens)
     handle = young.publish(LONGEST_HOLD_US)
     assert handle is not None and handle.is_held
     assert world.cache.stats().forced_aborts == 0
     # What it published is held from then on, not from when it began.
-    assert world.cache.take_overdue(LONGEST_HOLD_US * 2 - 1) == 0
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US * 2 - 1) == 0
 
 
 def test_a_fill_of_what_was_invalidated_goes_too() -> None:
@@ -185,13 +187,13 @@ def test_a_fill_of_what_was_invalidated_goes_too() -> None:
     world.reserve(KEY)
     world.cache.invalidate_user("ann")
     assert world.cache.stats().hbm.in_flight == 7
-    assert world.cache.take_overdue(LONGEST_HOLD_US) == 1
+    assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
     assert world.cache.stats().hbm.free == 32
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_what_was_forced_and_late_is_in_the_metrics() -> None:
-    registry, cache = CollectorRegistry(), PrefixCache(GEOMETRY, LAYOUT, 8)
+    registry, cache = CollectorRegistry(), PrefixCache(CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8))
     CacheCollector(cache.stats, registry)
     for name in ("forced_unpins", "forced_aborts", "late_releases"):
         assert registry.get_sample_value(f"relaygr_cache_{name}_total") == 0
@@ -205,7 +207,7 @@ def test_a_request_whose_prefix_was_taken_away_is_looked_up_again() -> None:
     world.until(lambda: world.cache.stats().dram.in_flight == 0)
     world.submit("ann", version, "held-up", budget_us=10 * LONGEST_HOLD_US)
     assert world.cache.stats().hbm.pinned > 0
-    world.cache.take_overdue(world.device.monotonic_us() + LONGEST_HOLD_US)
+    world.cache.revoke_overdue(world.device.monotonic_us() + LONGEST_HOLD_US)
     world.run()
     assert worst(world.scores("held-up"), world.exact("ann")) <= 2e-5
     assert world.work("held-up").lookups == 2
@@ -226,7 +228,7 @@ def under_way(world: OverlapWorld, user_id: str) -> PrefixWork:
 def test_a_computation_whose_fill_was_taken_away_is_not_gone_on_with_but_begun_anew() -> None:
     world = OverlapWorld()
     prefix = under_way(world, "ann")
-    world.cache.take_overdue(world.device.monotonic_us() + LONGEST_HOLD_US, Later())
+    world.cache.revoke_overdue(world.device.monotonic_us() + LONGEST_HOLD_US, Later())
     done_tokens = prefix.done_tokens
     world.run()
     assert prefix.done_tokens == done_tokens

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from relaygr.schemas.messages import HistoryVersion, Path, PrefixSource
-from relaygr.worker.cache import Fill, NoRoom, PendingOutcome, SpillOutcome
+from relaygr.worker.cache import CacheConfig, Fill, NoRoom, PendingOutcome, SpillOutcome
 from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import DeviceCompletion
-from relaygr.worker.kv import DramKvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype
 from tests.workers.cache_world import GEOMETRY, LAYOUT, make_key
 from tests.workers.overlap_world import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 from tests.workers.simulated_device import SimulatedDevice, SimulatedStream
@@ -120,7 +121,7 @@ class TestReloadByLayers:
         assert world.work("third").path is Path.HBM
         assert worst(world.scores("third"), world.exact("ann")) <= TOLERANCE
         assert world.cache.stats().reloads == {PendingOutcome.PUBLISHED: 1}
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_second_request_in_the_middle_of_a_reload_ranks_on_it_too(
         self, world: OverlapWorld, stored: HistoryVersion
@@ -148,7 +149,7 @@ class TestReloadByLayers:
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
         stats = world.cache.stats()
         assert (stats.reloads, stats.reload_retries) == ({PendingOutcome.PUBLISHED: 1}, 1)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layer", range(LAYERS))
@@ -166,7 +167,7 @@ class TestReloadByLayers:
         assert (work.path, work.prefix_source, work.tokens_cached) == (Path.FULL, PrefixSource.COMPUTED, 0)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
         assert world.cache.stats().reloads == {PendingOutcome.FAILED: 1}
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_prefix_invalidated_while_it_is_ranked_on_keeps_its_pages_until_the_ranking_ends(
         self, world: OverlapWorld, stored: HistoryVersion
@@ -177,7 +178,7 @@ class TestReloadByLayers:
         world.until(lambda: "again" in world.outbox.answered)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
         world.until(lambda: world.cache.stats().hbm.in_flight == 0)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_later_layer_that_is_slow_is_waited_for(self) -> None:
         world = OverlapWorld(copy_us_per_layer=3 * LAYER_US)
@@ -237,7 +238,7 @@ class TestRaces:
         stats = world.cache.stats()
         assert (stats.hbm.entries, stats.dram.entries) == (0, 0)
         assert stats.spills_ended == {PendingOutcome.INVALIDATED: 1}
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_a_reload_that_ends_after_its_prefix_was_invalidated_is_discarded(
         self, world: OverlapWorld, stored: HistoryVersion
@@ -251,7 +252,7 @@ class TestRaces:
         world.until(lambda: world.cache.stats().hbm.in_flight == 0)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
         assert world.cache.stats().reloads == {PendingOutcome.INVALIDATED: 1}
-        world.cache.check_invariants()
+        check_invariants(world.cache)
 
     def test_the_first_waiter_times_out_the_copy_goes_on_and_the_second_hits(
         self, world: OverlapWorld, stored: HistoryVersion
@@ -277,7 +278,7 @@ class TestRaces:
 
     def test_released_pages_are_free_when_the_device_has_passed_the_event(self) -> None:
         device = SimulatedDevice()
-        built = build_cache(device, GEOMETRY, LAYOUT, 8)
+        built = build_cache(device, CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8))
         fill = built.cache.reserve(make_key(), 0)
         assert isinstance(fill, Fill)
         fill.progress(fill.tokens)
@@ -312,4 +313,4 @@ class TestRaces:
         assert world.cache.stats().spills_ended == {PendingOutcome.FAILED: 1, PendingOutcome.PUBLISHED: 1}
         stats = world.cache.stats()
         assert (stats.hbm.free, stats.dram.free) == (stats.hbm.capacity, stats.dram.capacity)
-        world.cache.check_invariants()
+        check_invariants(world.cache)

@@ -15,16 +15,17 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.digest import digest_chain
-from relaygr.worker.cache import Fill, Hit, PageCopy, PendingOutcome, PendingPrefix, SpillOutcome, Tier
+from relaygr.worker.cache import CacheConfig, Fill, Hit, PageCopy, PendingOutcome, PendingPrefix, SpillOutcome, Tier
 from relaygr.worker.cache.arena import allocate_arena, copy_page, copy_runs
 from relaygr.worker.cache.build import build_cache
-from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline, SpillGate
-from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyQueue, CopyRequest, Deadline, SpillGate
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
-from relaygr.worker.cache.metrics import CacheCollector
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.mover import ThreadMover
 from relaygr.worker.cache.pages import PagePool
+from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import DramGeometry
 from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
 
 
@@ -261,7 +262,7 @@ class _HeldCopier:
 
 class TestThreadMover:
     def _mover(self, copier: _HeldCopier, **limits: int) -> ThreadMover:
-        return ThreadMover(copier, 100, ManualClock(), CopyLimits(**limits))
+        return ThreadMover(copier.copy, 100, ManualClock(), CopyLimits(**limits))
 
     def test_copies_run_in_order_and_tell_their_end(self) -> None:
         copier, told = _HeldCopier(), threading.Semaphore(0)
@@ -329,7 +330,7 @@ class TestThreadMover:
 class TestArenas:
     def test_bytes_taken_are_bytes_planned(self) -> None:
         """14. Rounding made the pool larger than what was planned for it."""
-        built = build_cache(CpuDevice(), GEOMETRY, LAYOUT, 32, 64, extra_hbm_pages=5)
+        built = build_cache(CpuDevice(), CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 32, 64), extra_hbm_pages=5)
         try:
             assert built.dram_arena is not None
             assert built.hbm_arena.nbytes == (32 + 5) * GEOMETRY.page_bytes
@@ -366,7 +367,7 @@ class TestArenas:
         assert arena[:, 0].tolist() == [0, 1, 2, 1]
 
     def test_a_prefix_survives_spill_eviction_and_reload_to_the_byte(self) -> None:
-        built = build_cache(CpuDevice(), GEOMETRY, LAYOUT, 8, 16)
+        built = build_cache(CpuDevice(), CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8, 16))
         cache, key = built.cache, make_key(length=100)
         try:
             # Fragments the pool, so that the copies are not one block.
@@ -379,7 +380,7 @@ class TestArenas:
             fill.progress(fill.tokens)
             handle = fill.publish(1)
             assert handle is not None
-            assert cache.spill(handle) is SpillOutcome.STARTED
+            assert cache.transfers.spill(handle) is SpillOutcome.STARTED
             cache.release(handle)
             _settle(cache, lambda: cache.peek(key).dram_behaviours == 100)
             other = cache.reserve(make_key("bob", 110), 2)
@@ -387,7 +388,7 @@ class TestArenas:
             built.hbm_arena[other.pages.tolist()] = 255
             other.abort()
             arrived = threading.Event()
-            pending = cache.start_reload(key, 100, 3)
+            pending = cache.transfers.start_reload(key, 100, 3)
             assert isinstance(pending, PendingPrefix)
             pending.add_done_callback(lambda _: arrived.set())
             assert arrived.wait(10)
@@ -396,10 +397,10 @@ class TestArenas:
             assert isinstance(found, Hit)
             assert torch.equal(built.hbm_arena[found.handle.pages.tolist()], content)
             cache.release(found.handle)
-            cache.check_invariants()
+            check_invariants(cache)
         finally:
             cache.close()
-        cache.check_invariants()
+        check_invariants(cache)
 
 
 def _settle(cache, condition) -> None:  # type: ignore[no-untyped-def]
@@ -414,7 +415,7 @@ def _settle(cache, condition) -> None:  # type: ignore[no-untyped-def]
 
 def test_threads_that_race_keep_every_invariant() -> None:
     """Poll, device and copy threads at once, on real arenas."""
-    built = build_cache(CpuDevice(), GEOMETRY, LAYOUT, 40, 60)
+    built = build_cache(CpuDevice(), CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 40, 60))
     cache = built.cache
     errors: list[BaseException] = []
     keys = [make_key(user, length) for user in ("ann", "bob", "cid", "dan", "eve") for length in (60, 100, 130)]
@@ -424,10 +425,10 @@ def test_threads_that_race_keep_every_invariant() -> None:
             key = keys[(turn * 7) % len(keys)]
             found = cache.acquire(key, turn, join=False)
             if isinstance(found, Hit):
-                cache.spill(found.handle)
+                cache.transfers.spill(found.handle)
                 cache.release(found.handle)
                 continue
-            cache.start_reload(key, turn + 100, turn)
+            cache.transfers.start_reload(key, turn + 100, turn)
             fill = cache.reserve(key, turn)
             if isinstance(fill, Fill):
                 fill.progress(fill.tokens)
@@ -444,7 +445,7 @@ def test_threads_that_race_keep_every_invariant() -> None:
                 cache.invalidate_user(key.user_id)
             if turn % 97 == 0:
                 cache.clear()
-            cache.check_invariants()
+            check_invariants(cache)
 
     def guard(work) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -459,7 +460,7 @@ def test_threads_that_race_keep_every_invariant() -> None:
         thread.join()
     cache.close()
     assert errors == []
-    cache.check_invariants()
+    check_invariants(cache)
     stats = cache.stats()
     assert (stats.hbm.free, stats.dram.free) == (40, 60)
 

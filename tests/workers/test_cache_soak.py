@@ -17,9 +17,22 @@ import psutil
 import pytest
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
-from relaygr.worker.cache import Fill, Handle, Hit, PendingPrefix, PrefixCache, PrefixKey, Purpose, Tier, WasteReason
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache import (
+    CacheConfig,
+    Fill,
+    Handle,
+    Hit,
+    PendingPrefix,
+    PrefixCache,
+    PrefixKey,
+    Purpose,
+    Tier,
+    WasteReason,
+)
+from relaygr.worker.cache.copies import CopyLimits
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.kv import DramGeometry
 from tests.workers.cache_world import GEOMETRY, LAYOUT, SteppedMover
 
 OPERATIONS = int(os.environ.get("RELAYGR_TEST_SOAK_OPERATIONS", "1000000"))
@@ -44,10 +57,11 @@ class Soak:
         self.random = random.Random(seed)
         arenas = {Tier.HBM: np.zeros((HBM_PAGES, 1)), Tier.DRAM: np.zeros((DRAM_PAGES, 1))}
         self.mover = SteppedMover(arenas, CopyLimits(max_jobs=16))
-        self.cache = PrefixCache(
-            GEOMETRY, LAYOUT, HBM_PAGES, DRAM_PAGES, self.mover, policies, lease_limit=500, layer_wise=True,
+        config = CacheConfig(
+            DramGeometry(GEOMETRY), LAYOUT, HBM_PAGES, DRAM_PAGES, policies, lease_limit=500, layer_wise=True,
             longest_hold_us=20 * VISIT_US,
         )  # fmt: skip
+        self.cache = PrefixCache(config, self.mover)
         self.held = Holder()
         self.now_us = 0
         self.operations = 0
@@ -91,7 +105,7 @@ class Soak:
             if not self.mover.start() and self.mover.under_way:
                 self.mover.finish(random_.random() > 0.05)
         elif dice < 0.86:
-            cache.spill(self.key())
+            cache.transfers.spill(self.key())
         elif dice < 0.92:
             cache.lease(self.key(), f"request {self.operations}", self.now_us + 2 * VISIT_US)
         elif dice < 0.95:
@@ -99,7 +113,7 @@ class Soak:
         elif dice < 0.98:
             cache.expire_leases(self.now_us)
             cache.expire_prefixes(self.now_us)
-            cache.take_overdue(self.now_us)
+            cache.revoke_overdue(self.now_us)
         elif dice < 0.99:
             cache.demote([self.key().user_id])
         elif dice < 0.9995:
@@ -117,7 +131,7 @@ class Soak:
         elif isinstance(found, PendingPrefix):
             found.add_done_callback(self.tell)
         else:
-            reload = self.cache.start_reload(key, self.now_us + 1_000, self.now_us)
+            reload = self.cache.transfers.start_reload(key, self.now_us + 1_000, self.now_us)
             if isinstance(reload, PendingPrefix):
                 reload.add_done_callback(self.tell)
             else:
@@ -146,19 +160,18 @@ class Soak:
             self.held.handles.append(handle)
 
     def index_sizes(self) -> dict[str, int]:
-        """Everything of the books that has a length."""
-        sizes = {"pending": len(self.cache._ledger.pending), "copies": len(self.mover)}
-        for tier in self.cache._ledger.tiers:
-            state = tier._state
+        """The length of every container of the metadata."""
+        sizes = {"pending": len(self.cache.ledger.pending), "copies": len(self.mover)}
+        for tier in self.cache.ledger.tiers:
             by_name = {
-                "entries": len(state.index),
-                "users": len(state.index._by_user),
-                "works": len(state.works),
-                "pins": len(state.pins),
-                "held": len(state.held_until_us),
-                "leases": len(state.leases),
-                "lease times": len(state.leases._by_end),
-                "ordered": len(state.policy),
+                "entries": len(tier.index),
+                "users": len(tier.index.by_user),
+                "works": len(tier.works),
+                "pins": len(tier.pins),
+                "held": len(tier.held_until_us),
+                "leases": len(tier.leases),
+                "lease times": len(tier.leases._by_end),
+                "ordered": len(tier.policy),
             }
             sizes |= {f"{tier.tier} {name}": size for name, size in by_name.items()}
         return sizes
@@ -181,7 +194,7 @@ def test_a_million_operations_leave_memory_flat() -> None:
         largest: dict[str, int] = {}
         for _ in range(9):
             soak.run(share // 10)
-            soak.cache.check_invariants()
+            check_invariants(soak.cache)
             for index, size in soak.index_sizes().items():
                 largest[index] = max(largest.get(index, 0), size)
                 assert size <= LIMITS.get(index, HBM_PAGES + DRAM_PAGES), f"{name}: {index} has {size}"
@@ -213,8 +226,8 @@ def finish(soak: Soak) -> None:
     for handle in soak.held.handles:
         soak.cache.release(handle)
     soak.cache.close()
-    soak.cache.take_overdue(soak.now_us + 100 * VISIT_US)
-    soak.cache.check_invariants()
+    soak.cache.revoke_overdue(soak.now_us + 100 * VISIT_US)
+    check_invariants(soak.cache)
     stats = soak.cache.stats()
     assert (stats.hbm.free, stats.dram.free, stats.leases) == (HBM_PAGES, DRAM_PAGES, 0)
     assert stats.hits > 0 and stats.evictions and stats.reloads and stats.spills_ended

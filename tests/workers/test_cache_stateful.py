@@ -27,9 +27,9 @@ from hypothesis.stateful import (
 )
 
 from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Presence, Purpose, SpillOutcome
-from relaygr.worker.cache.copies import SpillGate
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.copies import CopyLimits, SpillGate
 from relaygr.worker.cache.entries import EntryState
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
 
@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
     def compute_a_chunk(self, pick: int, part: float) -> None:
         """Also of what was invalidated: others may not see it."""
         key, fill = self.run.fills[pick % len(self.run.fills)]
-        if not fill.work.forced:
+        if not fill.work.revoked:
             self.world.write(fill, key, fill.filled_tokens + int(part * (fill.tokens - fill.filled_tokens)))
 
     @precondition(lambda self: any(taken.fills for taken in self.run.taken))
@@ -194,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def publish(self, pick: int) -> None:
         key, fill = self.run.fills.pop(pick % len(self.run.fills))
-        if not fill.work.forced:
+        if not fill.work.revoked:
             self.world.write(fill, key, fill.tokens)
         fill.progress(fill.tokens)
         current = fill.is_current
@@ -239,10 +239,10 @@ class CacheMachine(RuleBasedStateMachine):
         # Those on their way out count too, while their event has not come.
         leaving = [held for held, _ in self.run.leaving]
         handles = [each for each in (*self.run.handles, *self.run.leaked, *leaving) if each.handle.is_held]
-        fills = [each for each in (*self.run.fills, *self.run.leaked_fills) if not each[1].work.forced]
-        taken = self.cache.take_overdue(self.tick(), event)
+        fills = [each for each in (*self.run.fills, *self.run.leaked_fills) if not each[1].work.revoked]
+        taken = self.cache.revoke_overdue(self.tick(), event)
         handles = [held for held in handles if not held.handle.is_held]
-        fills = [each for each in fills if each[1].work.forced]
+        fills = [each for each in fills if each[1].work.revoked]
         assert taken == len(handles) + len(fills)
         assert not any(fill.is_current for _, fill in fills)
         self.forget_lost_leases()
@@ -262,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, request=st.integers(0, 5), lasts_us=st.integers(1, 4 * VISIT_US))
     def lease(self, key: PrefixKey, request: int, lasts_us: int) -> None:
         until_us = self.tick() + lasts_us
-        ready, coming = self.cache.peek(key).hbm_behaviours, self.cache._ledger.hbm.index.find_work(key)
+        ready, coming = self.cache.peek(key).hbm_behaviours, self.cache.ledger.hbm.index.find_work(key)
         if self.cache.lease(key, f"r{request}", until_us):
             # It holds what will be there, if that is more, and then not what is there now.
             held = 0 if coming is not None and coming.behaviours > ready else ready
@@ -284,18 +284,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys, deadline_us=st.integers(0, 50), saved_us=st.none() | st.floats(0, 1))
     def reload(self, key: PrefixKey, deadline_us: int, saved_us: float | None) -> None:
-        answer = self.cache.start_reload(key, deadline_us, self.tick(), saved_us)
+        answer = self.cache.transfers.start_reload(key, deadline_us, self.tick(), saved_us)
         if isinstance(answer, PendingPrefix):
             self.wait_on(answer)
 
     @rule(key=keys)
     def spill_by_key(self, key: PrefixKey) -> None:
-        assert isinstance(self.cache.spill(key), SpillOutcome)
+        assert isinstance(self.cache.transfers.spill(key), SpillOutcome)
 
     @precondition(lambda self: self.run.handles)
     @rule(pick=picks)
     def spill_by_handle(self, pick: int) -> None:
-        assert isinstance(self.cache.spill(self.run.handles[pick % len(self.run.handles)].handle), SpillOutcome)
+        assert isinstance(
+            self.cache.transfers.spill(self.run.handles[pick % len(self.run.handles)].handle), SpillOutcome
+        )
 
     @rule(refuses=st.booleans())
     def the_copy_queue_refuses(self, refuses: bool) -> None:
@@ -401,7 +403,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def spill_and_wait(self, key: PrefixKey) -> None:
-        self.cache.spill(key)
+        self.cache.transfers.spill(key)
         self.world.mover.run()
 
     def leave_in_dram(self, key: PrefixKey) -> None:
@@ -454,7 +456,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_add_up(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_invariants()
+            check_invariants(self.cache)
 
     @invariant()
     def no_reader_sees_another_prefix(self) -> None:
@@ -479,7 +481,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_hit_would_show_another_prefix(self) -> None:
         if hasattr(self, "cache"):
-            for tier in self.cache._ledger.tiers:
+            for tier in self.cache.ledger.tiers:
                 rows = self.world.arenas[tier.tier]
                 for entry in tier.index.all():
                     if entry.is_visible:
@@ -509,9 +511,9 @@ class CacheMachine(RuleBasedStateMachine):
             event.complete()
         for taken in self.run.taken:
             taken.event.complete()
-        self.cache.take_overdue(self.now_us + 10 * VISIT_US)
+        self.cache.revoke_overdue(self.now_us + 10 * VISIT_US)
         self.cache.close()
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         stats = self.cache.stats()
         assert (stats.hbm.free, stats.dram.free) == (stats.hbm.capacity, stats.dram.capacity)
         assert all(waiter.told == 1 for waiter in self.run.waiters)

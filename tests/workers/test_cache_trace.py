@@ -51,7 +51,7 @@ class Recording:
         self.path = path
         self.registry = CollectorRegistry()
         self.recorder = TraceRecorder(path, max_bytes, self.registry)
-        self.world = World(listener=self.recorder)
+        self.world = World(listener=self.recorder.on_event)
 
     def counted(self, outcome: str) -> float:
         return self.registry.get_sample_value("relaygr_cache_trace_events_total", {"outcome": outcome}) or 0.0
@@ -72,7 +72,7 @@ class TestRecording:
         world.cache.acquire(key, 1_000, purpose=Purpose.PRE_INFER)
         world.store(key, 1_100)
         world.cache.release(world.hit(key, 1_250))
-        world.cache.spill(key)
+        world.cache.transfers.spill(key)
         world.mover.run()
         world.cache.invalidate_user("ann")
         recording.recorder.close()

@@ -25,14 +25,15 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
+from relaygr.worker.cache import CacheConfig, Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
 from relaygr.worker.model.rules import PrefixRules
@@ -201,7 +202,9 @@ class World:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.engine = FakeEngine(self.clock)
         self.mover = HeldMover()
-        self.cache = PrefixCache(self.engine.geometry, self.engine.layout, hbm_pages, dram_pages, self.mover)
+        self.cache = PrefixCache(
+            CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages), self.mover
+        )
         self.store = Store()
         self.outbox = Outbox()
         self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
@@ -260,7 +263,7 @@ class World:
         for _ in range(steps):
             if self.executor.step() != 0 and not self.executor.has_mail:
                 break
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
     def idle_until(self, time_us: int):
         self.clock.advance_us(max(0, time_us - self.clock.monotonic_us()))
@@ -652,7 +655,7 @@ def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
             world.engine.fail_next = RuntimeError("kernel failed") if random.integers(3) == 0 else None
         for _ in range(random.integers(4)):
             world.executor.step()
-        world.cache.check_invariants()
+        check_invariants(world.cache)
     world.mover.finish()
     world.run()
     world.idle_until(world.clock.monotonic_us() + 1_000_000)

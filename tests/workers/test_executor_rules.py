@@ -26,14 +26,16 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
+from relaygr.worker.cache import CacheConfig
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.kv import KvDtype
+from relaygr.worker.kv import DramGeometry, KvDtype
 from relaygr.worker.memory import forward_bytes
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
@@ -110,7 +112,8 @@ class World:
         device = CpuDevice()
         self.engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
         longest = self.engine.geometry.pages_for(self.engine.layout.tokens(self.engine.limits.max_prefix_behaviours))
-        built = build_cache(device, self.engine.geometry, self.engine.layout, hbm_pages, 0, extra_hbm_pages=longest)
+        config = CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages)
+        built = build_cache(device, config, extra_hbm_pages=longest)
         self.arena, self.cache = built.hbm_arena, built.cache
         self.engine.bind(self.arena)
         self.clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
@@ -187,7 +190,7 @@ class World:
         for _ in range(1_000):
             if self.executor.step() != 0 and not self.executor.has_mail:
                 break
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
     def expected(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> np.ndarray:
         """Scores of full inference over these behaviours, by this model (none: the world's)."""

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 import relaygr.worker.process.reloading
 from relaygr.admission.latency import Corrector, LatencyModel, Stage
 from relaygr.schemas.messages import LatencyCoefficients, Path
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.device import CpuDevice, MemoryInfo
 from relaygr.worker.executor.work import JobOutcome
@@ -242,7 +243,7 @@ def test_work_in_flight_begins_again_with_the_new_model_at_whatever_point_it_was
     world.cache.keep_only(engine.namespace)
     stats = world.cache.stats().hbm
     assert (stats.pinned, stats.in_flight) == (0, 0)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
 
 
 def test_a_job_in_flight_is_computed_for_the_new_model():

@@ -20,7 +20,8 @@ from prometheus_client import REGISTRY
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache import Miss, MissReason, PendingOutcome, PendingPrefix, PrefixKey, SpillOutcome, Tier
 from relaygr.worker.cache.entries import CacheEntry
-from relaygr.worker.cache.journal import StoredEntry
+from relaygr.worker.cache.events import StoredEntry
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
 from relaygr.worker.shared.arena import ArenaShape, SharedArena, TornPageError, make_room
@@ -37,7 +38,7 @@ ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 
 def reload(world: World, key: PrefixKey) -> None:
     """Brings the prefix back from DRAM, and reads every row of it."""
-    pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
+    pending = world.cache.transfers.start_reload(key, deadline_us=10**9, now_us=0)
     assert isinstance(pending, PendingPrefix), pending
     world.mover.run()
     assert pending.outcome is PendingOutcome.PUBLISHED
@@ -45,7 +46,7 @@ def reload(world: World, key: PrefixKey) -> None:
 
 
 def reload_fails(world: World, key: PrefixKey) -> None:
-    pending = world.cache.start_reload(key, deadline_us=10**9, now_us=0)
+    pending = world.cache.transfers.start_reload(key, deadline_us=10**9, now_us=0)
     assert isinstance(pending, PendingPrefix)
     world.mover.run()
     assert pending.outcome is PendingOutcome.FAILED
@@ -124,7 +125,7 @@ def test_a_killed_worker_comes_back_with_its_prefixes_in_dram(tmp_path: Path) ->
     left_by(tmp_path, ANN, BOB)
     world = SharedWorld(tmp_path)
     assert sorted(users(world.restored)) == ["ann", "bob"]
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     for key in (ANN, BOB):
         found = world.cache.acquire(key, 0)
         assert isinstance(found, Miss)
@@ -155,7 +156,7 @@ def test_a_restored_prefix_grows_as_any_other(tmp_path: Path) -> None:
     grown = make_key("ann", 150)
     reload(world, ANN)
     world.cache.release(world.compute(grown))
-    assert world.cache.spill(grown) is SpillOutcome.STARTED
+    assert world.cache.transfers.spill(grown) is SpillOutcome.STARTED
     world.mover.run()
     world.die()
     successor = SharedWorld(tmp_path)
@@ -168,7 +169,7 @@ def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     for key in (ANN, BOB):
         world.spilled(key)
-    world.cache.start_reload(ANN, deadline_us=10**9, now_us=500)
+    world.cache.transfers.start_reload(ANN, deadline_us=10**9, now_us=500)
     world.mover.run()
     world.die()
     assert users(SharedWorld(tmp_path).restored) == ["bob", "ann"]
@@ -180,7 +181,7 @@ def test_a_full_tier_is_restored_and_then_evicts(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     assert len(world.restored) == DRAM_PAGES // 15
     world.spilled(make_key("late", 100))
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     world.die()
     assert len(SharedWorld(tmp_path).restored) == 4
 
@@ -205,9 +206,9 @@ def test_until_it_is_restored_the_tier_gives_no_pages_away(tmp_path: Path) -> No
     left_by(tmp_path, ANN)
     world = SharedWorld(tmp_path, restores=False)
     world.store(BOB)
-    assert world.cache.spill(BOB) is SpillOutcome.NO_ROOM
+    assert world.cache.transfers.spill(BOB) is SpillOutcome.NO_ROOM
     world.cache.restore(world.restored, 0)
-    assert world.cache.spill(BOB) is SpillOutcome.STARTED
+    assert world.cache.transfers.spill(BOB) is SpillOutcome.STARTED
     world.mover.run()
     reload(world, ANN)
 
@@ -230,7 +231,7 @@ def test_what_was_taken_away_does_not_come_back(tmp_path: Path, forget: str) -> 
 def test_a_copy_that_had_not_ended_is_not_there(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     world.store(ANN)
-    world.cache.spill(ANN)
+    world.cache.transfers.spill(ANN)
     world.mover.start()
     world.die()
     assert SharedWorld(tmp_path).restored == ()
@@ -258,7 +259,7 @@ def test_a_torn_page_fails_its_reload_and_takes_its_prefix_along(tmp_path: Path)
     assert isinstance(found, Miss)
     assert found.reason is MissReason.ABSENT
     reload(world, BOB)
-    world.cache.check_invariants()
+    check_invariants(world.cache)
     world.die()
     assert users(SharedWorld(tmp_path).restored) == ["bob"]
 
@@ -370,7 +371,7 @@ def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
     much_used: UsedArena, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]
 ) -> None:
     with much_used.successor(damaged(much_used.index, over, slots)) as world:
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         for entry in world.restored:
             try:
                 world.shared.journal.verify(entry.pages)
@@ -464,7 +465,7 @@ def test_a_worker_whose_folder_was_replaced_writes_nothing_more(tmp_path: Path) 
     (tmp_path / "worker-00").rename(tmp_path / "elsewhere")
     SharedWorld(tmp_path / "worker-00").die()
     world.store(ANN)
-    assert world.cache.spill(ANN) is SpillOutcome.STARTED
+    assert world.cache.transfers.spill(ANN) is SpillOutcome.STARTED
     world.mover.run()
     assert world.cache.peek(ANN).dram_behaviours == 0
     world.cache.release(world.hit(ANN))

@@ -25,6 +25,7 @@ import relaygr.worker.cache
 import relaygr.worker.shared
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.cache.copies import CopyRequest
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.shared.arena import ArenaJournal, SharedArena, TornPageError
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
@@ -111,10 +112,10 @@ def perform(world: SharedWorld, kind: str, key: PrefixKey) -> None:
     if kind in ("spill", "fail"):
         if world.cache.peek(key).hbm_behaviours < key.length:
             world.store(key)
-        world.cache.spill(key)
+        world.cache.transfers.spill(key)
         world.mover.run(copied=kind == "spill")
     elif kind == "reload":
-        world.cache.start_reload(key, 10**9, 0)
+        world.cache.transfers.start_reload(key, 10**9, 0)
         world.mover.run()
     elif kind == "invalidate":
         world.cache.invalidate_user(key.user_id)
@@ -158,7 +159,7 @@ def live_through(folder: Path, steps: list[Step]) -> tuple[list[Killed], Keys, i
                 world = SharedWorld(folder, shape=SMALL)
             else:
                 perform(world, kind, key)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
     [dram] = folder.glob("dram-*")
     return killer.states, keys, dram.stat().st_ino
 

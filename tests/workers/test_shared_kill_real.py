@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaygr.worker.cache.invariants import check_invariants
 from tests.workers.cache_world import make_key
 from tests.workers.shared_world import SharedWorld, holds
 
@@ -30,7 +31,7 @@ for round in range(10**9):
     key = make_key(f"user-{random.randrange(40)}", random.randrange(1, 200))
     if world.cache.peek(key).hbm_behaviours < key.length:
         world.store(key)
-    world.cache.spill(key)
+    world.cache.transfers.spill(key)
     world.mover.run()
 """
 
@@ -54,7 +55,7 @@ def test_after_a_real_kill_every_prefix_shown_is_whole(tmp_path: Path, seed: int
             assert key.chain.digest == entry.key.chain.digest
             assert holds(entry, key, world.shared.tensor.numpy().view(np.int64))
             world.shared.journal.verify(entry.pages)
-        world.cache.check_invariants()
+        check_invariants(world.cache)
         shown += len(world.restored)
         world.die()
     assert shown

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
-from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
-from relaygr.worker.cache.tiers import Tier
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
+from relaygr.worker.cache.results import Tier
 
 
 @dataclass(frozen=True, slots=True)

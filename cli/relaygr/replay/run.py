@@ -21,6 +21,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.replay.demand import Demand, DemandKind, PrefixKeyMaker, Visit, Visits
 from relaygr.replay.link import LinkSpeed, VirtualLink
 from relaygr.worker.cache import (
+    CacheConfig,
     Fill,
     Hit,
     PendingOutcome,
@@ -32,6 +33,7 @@ from relaygr.worker.cache import (
     Tier,
 )
 from relaygr.worker.cache.copies import SpillGate
+from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, TierPolicies
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
@@ -90,14 +92,15 @@ class CacheReplay:
         self._latency = environment.latency
         self._link = VirtualLink(environment.geometry.page_bytes, environment.link)
         self._cache = PrefixCache(
-            environment.geometry.kv,
-            environment.layout,
-            candidate.hbm_bytes // environment.geometry.kv.page_bytes,
-            candidate.dram_bytes // environment.geometry.page_bytes,
+            CacheConfig(
+                environment.geometry,
+                environment.layout,
+                candidate.hbm_bytes // environment.geometry.kv.page_bytes,
+                candidate.dram_bytes // environment.geometry.page_bytes,
+                candidate.policies,
+            ),
             self._link if candidate.dram_bytes else None,
-            policies=candidate.policies,
             spill_gate=SpillGate(_OPEN_GATE_US, _OPEN_GATE_US),
-            dram_geometry=environment.geometry,
         )
         self._cache.weigh_by(environment.latency.pre_us)
         self._histories = PrefixKeyMaker()
@@ -138,7 +141,7 @@ class CacheReplay:
         """Ends the copies under way and adds up."""
         self._link.run()
         stats = self._cache.stats()
-        self._cache.check_invariants()
+        check_invariants(self._cache)
         return ReplayResult(
             candidate=self._candidate,
             **self._counted,
@@ -164,7 +167,7 @@ class CacheReplay:
         in_hbm, in_dram = self._tokens(presence.hbm_behaviours), self._tokens(presence.dram_behaviours)
         if in_dram > in_hbm:
             saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
-            reload = self._cache.start_reload(key, now_us + int(saved_us), now_us, saved_us)
+            reload = self._cache.transfers.start_reload(key, now_us + int(saved_us), now_us, saved_us)
             if isinstance(reload, PendingPrefix):
                 self._reloads.add(reload)
                 reload.add_done_callback(partial(self._reloaded, key, in_hbm, ranks))
@@ -196,7 +199,7 @@ class CacheReplay:
         """Until its ranking; or that was it."""
         if ranks:
             self._cache.end_lease(key.user_id)
-            self._cache.spill(key)
+            self._cache.transfers.spill(key)
         else:
             self._cache.lease(key, key.user_id, now_us + VISIT_US)
 

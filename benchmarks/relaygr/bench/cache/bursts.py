@@ -25,10 +25,9 @@ import numpy as np
 from relaygr.admission.latency import LatencyModel
 from relaygr.bench.cache.operations import BEHAVIOURS, LAYOUT, PAGES, key_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
-from relaygr.worker.cache import Fill, Hit, PendingOutcome, PendingPrefix, PrefixCache, Tier
-from relaygr.worker.cache.copies import CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
-from relaygr.worker.cache.copy_queue import CopyLimits
-from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.cache import CacheConfig, Fill, Hit, PendingOutcome, PendingPrefix, PrefixCache, Tier
+from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry
 
 # 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 of them a second.
 GEOMETRY = KvGeometry(1, 1, 8192, 8192, BEHAVIOURS // PAGES, KvDtype.BFLOAT16)
@@ -120,12 +119,14 @@ class WithSingleFlight:
         self._computing = computing
         self._saved_us = saved_us
         gate = SpillGate(1e12, 1e12)
-        self._cache = PrefixCache(GEOMETRY, LAYOUT, HBM_PREFIXES * PAGES, USERS * PAGES, self.link, spill_gate=gate)
+        self._cache = PrefixCache(
+            CacheConfig(DramGeometry(GEOMETRY), LAYOUT, HBM_PREFIXES * PAGES, USERS * PAGES), self.link, spill_gate=gate
+        )
         for user in range(USERS):
             fill = self._cache.reserve(key_of(user), 0)
             if isinstance(fill, Fill):
                 self._publish(fill, 0)
-                self._cache.spill(key_of(user))
+                self._cache.transfers.spill(key_of(user))
                 self.link.run()
 
     def ask(self, user: int, now_us: int, ready: Callable[[int], None]) -> None:
@@ -136,7 +137,7 @@ class WithSingleFlight:
             return ready(now_us)
         pending = found
         if not isinstance(pending, PendingPrefix):
-            reload = self._cache.start_reload(key, now_us, now_us, self._saved_us)
+            reload = self._cache.transfers.start_reload(key, now_us, now_us, self._saved_us)
             pending = reload if isinstance(reload, PendingPrefix) else self._cache.reserve(key, now_us)  # type: ignore[assignment]
         if isinstance(pending, Fill):
             self._computing.begin(now_us, partial(self._end_fill, pending, ready))

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
-from relaygr.worker.cache import Fill, Hit, PrefixCache, PrefixKey
+from relaygr.worker.cache import CacheConfig, Fill, Hit, PrefixCache, PrefixKey
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest, SpillGate
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
-from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 BEHAVIOURS = 1024
 PAGES = 16
@@ -68,20 +68,14 @@ class Filled:
 
     def __init__(self, policy: PolicyName, users: int) -> None:
         self.users = users
-        self.cache = PrefixCache(
-            GEOMETRY,
-            LAYOUT,
-            users * PAGES,
-            users * PAGES,
-            InstantMover(),
-            TierPolicies(policy, policy),
-            SpillGate(1e12, 1e12),
-        )
+        pages = users * PAGES
+        config = CacheConfig(DramGeometry(GEOMETRY), LAYOUT, pages, pages, TierPolicies(policy, policy))
+        self.cache = PrefixCache(config, InstantMover(), spill_gate=SpillGate(1e12, 1e12))
         self.now_us = 0
         self.newcomers = users
         for user in range(users):
             self.fill(key_of(user))
-            self.cache.spill(key_of(user))
+            self.cache.transfers.spill(key_of(user))
 
     def fill(self, key: PrefixKey) -> None:
         """Reserve, publish, release."""
@@ -111,11 +105,11 @@ class Filled:
 
     def spill(self, key: PrefixKey) -> None:
         """Of what is in DRAM already, as after most rankings of a regular."""
-        self.cache.spill(key)
+        self.cache.transfers.spill(key)
 
     def reload(self, key: PrefixKey) -> None:
         """Start and end; what HBM had of the user was invalidated before, untimed."""
-        self.cache.start_reload(key, self.now_us + VISIT_US, self.now_us)
+        self.cache.transfers.start_reload(key, self.now_us + VISIT_US, self.now_us)
 
     def demote(self, key: PrefixKey) -> None:
         self.cache.demote((key.user_id,))

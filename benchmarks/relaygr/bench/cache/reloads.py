@@ -16,11 +16,11 @@ import torch
 
 from relaygr.bench.cache.operations import key_of
 from relaygr.schemas.digest import DigestChain
-from relaygr.worker.cache import Fill, PendingOutcome, PendingPrefix, PrefixCache, PrefixKey
+from relaygr.worker.cache import CacheConfig, Fill, PendingOutcome, PendingPrefix, PrefixCache, PrefixKey
 from relaygr.worker.cache.build import BuiltCache, build_cache
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.device import CpuDevice
-from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 64
 LAYOUT = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
@@ -50,9 +50,8 @@ class ReloadFigures:
 
 def measure(pages: int, at_once: int) -> tuple[float, float, float]:
     """(first ms, last ms, ms of the plain copy)."""
-    built = build_cache(
-        CpuDevice(), GEOMETRY, LAYOUT, pages * at_once, pages * at_once, limits=CopyLimits(max_bytes=2**40)
-    )
+    config = CacheConfig(DramGeometry(GEOMETRY), LAYOUT, pages * at_once, pages * at_once)
+    built = build_cache(CpuDevice(), config, limits=CopyLimits(max_bytes=2**40))
     try:
         keys = [_key(user, pages) for user in range(at_once)]
         for key in keys:
@@ -72,7 +71,7 @@ def _round(built: BuiltCache, keys: list[PrefixKey]) -> tuple[float, float, floa
         _empty_hbm(built.cache, keys)
     started_ns = time.perf_counter_ns()
     for place, key in enumerate(keys):
-        pending = built.cache.start_reload(key, place, place)
+        pending = built.cache.transfers.start_reload(key, place, place)
         if not isinstance(pending, PendingPrefix):
             raise TypeError(f"a reload was refused: {pending}")
 
@@ -111,7 +110,7 @@ def _leave_in_dram(cache: PrefixCache, key: PrefixKey) -> None:
     fill.progress(fill.tokens)
     handle = fill.publish(0)
     if handle is not None:
-        cache.spill(handle)
+        cache.transfers.spill(handle)
         cache.release(handle)
     while cache.peek(key).dram_behaviours < key.length:
         time.sleep(0.001)

@@ -36,7 +36,7 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
-from relaygr.worker.cache import PrefixCache
+from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
@@ -44,7 +44,7 @@ from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import WorkerHandler
 from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.kv import KvDtype
+from relaygr.worker.kv import DramGeometry, KvDtype
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
@@ -214,7 +214,7 @@ class World:
         engine = NullEngine(checkpoint, CpuDevice(), KvDtype.FLOAT32, settings.page_tokens)
         scratch = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
         engine.bind(torch.zeros((PAGES + scratch, engine.geometry.page_bytes), dtype=torch.uint8))
-        cache = PrefixCache(engine.geometry, engine.layout, PAGES, PAGES, FakeMover())
+        cache = PrefixCache(CacheConfig(DramGeometry(engine.geometry), engine.layout, PAGES, PAGES), FakeMover())
         answers = ResultWriter(
             cast(Producer, self.producer),
             "worker-00",

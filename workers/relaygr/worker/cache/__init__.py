@@ -1,17 +1,15 @@
-"""Prefix cache: pages of K,V in two tiers, found by identity, shared by pins and leases.
+"""Prefix cache: pages of K,V in two tiers, found by identity, protected by pins and leases.
 
-Books (`books`, `metadata` and what they use: no torch, no threads, no clock) and bytes (`arena`, `mover`) do not
-import each other; `PrefixCache` joins them through the `Mover` protocol of `transfer`.
+Metadata (`cache`, `ledger`, `metadata`, `transfers` and their helpers: no torch, no clock) and bytes (`arena`, `codec`)
+do not import each other. `copies` is the contract between them, and `build` puts both together.
 """
 
-from relaygr.worker.cache.cache import PrefixCache
-from relaygr.worker.cache.handles import Fill, Handle
+from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache
+from relaygr.worker.cache.handles import Handle, Hit, PendingPrefix, Presence
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.pending import PendingPrefix
 from relaygr.worker.cache.results import (
     Declined,
     DeclineReason,
-    Hit,
     Miss,
     MissReason,
     NoRoom,
@@ -19,15 +17,15 @@ from relaygr.worker.cache.results import (
     PageCopy,
     PendingKind,
     PendingOutcome,
-    Presence,
     Purpose,
     SpillOutcome,
+    Tier,
     WasteReason,
 )
 from relaygr.worker.cache.stats import CacheStats, TierStats
-from relaygr.worker.cache.tiers import Tier
 
 __all__ = [
+    "CacheConfig",
     "CacheStats",
     "DeclineReason",
     "Declined",

@@ -1,7 +1,7 @@
-"""The bytes of the pages: one uint8 tensor [num_pages, page_bytes] a tier, taken whole at start.
+"""Bytes of the pages: one uint8 tensor [num_pages, page_bytes] for each tier, allocated as a whole at start.
 
-A DRAM page has its own form and size (`relaygr.worker.kv.DramGeometry`). Which page holds what is in the books
-(`metadata`), which this module does not know.
+A DRAM page has its own format and size (`relaygr.worker.kv.DramGeometry`). This module knows nothing of the entries
+that pages belong to (`metadata`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import numpy as np
 import torch
 
 from relaygr.worker.cache.codec import make_codec
-from relaygr.worker.cache.copies import CopyPriority, CopyRequest, layer_groups
-from relaygr.worker.cache.journal import NoGuard, PageGuard
+from relaygr.worker.cache.copies import CopyPriority, CopyRequest, PageGuard, layer_groups
 from relaygr.worker.cache.pages import PageArray
-from relaygr.worker.cache.results import PageCopy
-from relaygr.worker.cache.tiers import Tier
+from relaygr.worker.cache.results import PageCopy, Tier
 from relaygr.worker.device import Device, Event, Stream
 from relaygr.worker.kv import DramGeometry
 
-# Pages are encoded and decoded in blocks, which bound the memory that takes.
+# Pages are encoded and decoded in blocks, which bounds the memory for coding.
 _BLOCK_BYTES = 4 << 20
 _ALL = 1 << 31
 
@@ -33,7 +31,7 @@ _Move = Callable[[slice, slice, slice], None]
 
 @dataclass(frozen=True, slots=True)
 class CopyRun:
-    """`count` neighbouring pages that go to neighbouring pages."""
+    """`count` adjacent pages that are copied to adjacent pages."""
 
     source: int
     target: int
@@ -41,9 +39,9 @@ class CopyRun:
 
 
 def allocate_arena(device: Device, tier: Tier, num_pages: int, page_bytes: int) -> torch.Tensor:
-    """Zeroed memory for a tier, uint8 [num_pages, page_bytes]. Raises RelayError if it does not fit."""
+    """Allocates zeroed memory for a tier, uint8 [num_pages, page_bytes]. Raises RelayError if it does not fit."""
     allocate = device.empty_bytes if tier is Tier.HBM else device.empty_host_bytes
-    # Written once, so that the system gives the memory now and not under load.
+    # Written once, so that the operating system gives the memory now and not under load.
     return allocate(num_pages, page_bytes).zero_()
 
 
@@ -53,7 +51,7 @@ def copy_page(arena: torch.Tensor, copy: PageCopy) -> None:
 
 
 def copy_runs(source_pages: PageArray, target_pages: PageArray) -> list[CopyRun]:
-    """The fewest block copies that copy `source_pages[i]` to `target_pages[i]` for all i."""
+    """The smallest number of block copies that copy `source_pages[i]` to `target_pages[i]` for all i."""
     if source_pages.size != target_pages.size:
         raise ValueError(f"{source_pages.size} pages do not go into {target_pages.size}")
     if source_pages.size == 0:
@@ -68,10 +66,10 @@ def copy_runs(source_pages: PageArray, target_pages: PageArray) -> list[CopyRun]
 
 
 class ArenaCopier:
-    """Copies between the arenas of the tiers, on streams of its own for each thread and priority.
+    """Copies pages between the arenas of the tiers. Each thread has its own stream for each priority.
 
-    Pages that DRAM keeps in another form are encoded and decoded on the device, in blocks, so that the link
-    carries the smaller ones. A reload whose request has an `arrival` is launched layer by layer.
+    Pages that DRAM stores in another format are encoded and decoded on the device, in blocks, so that the link
+    carries the smaller format. A reload whose request has an `arrival` is launched layer by layer.
     """
 
     def __init__(
@@ -82,9 +80,9 @@ class ArenaCopier:
         geometry: DramGeometry,
         guard: PageGuard | None = None,
     ) -> None:
-        """`guard`: of a DRAM arena that outlives this process."""
+        """`guard` checks the pages of a DRAM arena that outlives this process."""
         self._device = device
-        self._guard: PageGuard = guard if guard is not None else NoGuard()
+        self._guard = guard
         self._num_layers = geometry.kv.num_layers
         self._hbm = _by_layer(hbm_arena, self._num_layers)
         self._dram = _by_layer(dram_arena, self._num_layers)
@@ -94,18 +92,19 @@ class ArenaCopier:
         self._local = threading.local()
 
     def copy(self, request: CopyRequest) -> None:
-        """Blocks its thread, without the interpreter's lock, until the bytes are there."""
-        if request.source is Tier.DRAM:
-            self._guard.verify(request.source_pages)
+        """Makes one copy. Blocks the calling thread, without holding the GIL, until all bytes have arrived."""
+        guard = self._guard
+        if guard is not None and request.source is Tier.DRAM:
+            guard.verify(request.source_pages)
         stream = self._stream(request.priority)
         runs = copy_runs(request.source_pages, request.target_pages)
         try:
             self._launch(request, stream, runs)
         finally:
-            # Pages are given back once the copy has ended, also one that failed: nothing may write to them then.
+            # The cache frees the pages when this method ends, also after a failure: no copy may write to them then.
             stream.record().wait()
-        if request.target is Tier.DRAM:
-            self._guard.seal(request.target_pages)
+        if guard is not None and request.target is Tier.DRAM:
+            guard.seal(request.target_pages)
 
     def _launch(self, request: CopyRequest, stream: Stream, runs: Sequence[CopyRun]) -> None:
         move = self._reload if request.target is Tier.HBM else self._spill
@@ -122,7 +121,7 @@ class ArenaCopier:
                 request.arrival.begin()
 
     def _layer_groups(self, request: CopyRequest) -> Iterable[tuple[int, int]]:
-        """All layers at once, or in as many groups as keep the launches few."""
+        """All layers at once, or groups of layers so that the launches stay few."""
         groups = layer_groups(self._num_layers, int(request.source_pages.size)) if request.arrival is not None else 1
         bounds = [self._num_layers * group // groups for group in range(groups + 1)]
         return pairwise(bounds)
@@ -163,7 +162,7 @@ class ArenaCopier:
             self._transfer(staged, stored)
 
     def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """torch copies between devices without a detour only what is contiguous on both sides."""
+        """Copies page by page unless both sides are contiguous: torch would copy through a temporary tensor."""
         if self._device.is_cpu or (source.is_contiguous() and target.is_contiguous()):
             target.copy_(source, non_blocking=True)
             return
@@ -180,18 +179,18 @@ class ArenaCopier:
 
 
 def block_pages(geometry: DramGeometry) -> int:
-    """Pages that are encoded or decoded at once."""
+    """Number of pages that are encoded or decoded at once."""
     if geometry.is_exact:
         return _ALL
     return max(1, _BLOCK_BYTES // geometry.kv.page_bytes)
 
 
 def coding_bytes(geometry: DramGeometry) -> int:
-    """Most memory that one copy thread takes beside the arenas: what one block is on its way between two forms."""
+    """Most memory that one copy thread takes beside the arenas: one block while it is encoded or decoded."""
     if geometry.is_exact:
         return 0
     elements = geometry.kv.page_bytes // geometry.kv.dtype.size_bytes
-    # As stored, and twice as float32.
+    # The block as stored, and twice as float32.
     return block_pages(geometry) * (geometry.page_bytes + 2 * elements * 4)
 
 

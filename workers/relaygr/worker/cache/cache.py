@@ -1,118 +1,217 @@
-"""The prefix cache: two tiers of pages, one lock, and copies that others make.
+"""The prefix cache: two tiers of pages under one lock. Copies between the tiers are in `transfers`.
 
-Called by the poll thread (leases), the device thread (acquire, reserve, publish, release, spill) and the
-copy threads (ends of copies). Sections under the lock are short and do no I/O; waiters, listeners and the
-mover are called after it is left. Nothing here blocks on room: full under pinning answers `NoRoom`.
+The poll thread calls it for leases, the device thread to acquire, reserve, publish, release and spill, and the copy
+threads when a copy has ended. A section under the lock is short and does no I/O. The cache calls waiters, listeners
+and the mover after it has left the lock. No call blocks for room: with all pages pinned the answer is `NoRoom`.
 
-| operation | answers | then |
+| operation | answers | effect |
 |---|---|---|
-| `peek` | Presence | nothing changed |
-| `acquire` | Hit, Pending, Miss | a hit is pinned until `release` |
-| `reserve`, `extend` | Fill, NoRoom, Pending | compute, then `Fill.publish` or `Fill.abort` |
-| `start_reload` | Pending, NoRoom, Declined | the mover copies DRAM to HBM; `acquire` when it has PUBLISHED |
-| `spill` | SpillOutcome | the mover copies HBM to DRAM |
-| `take_overdue` | how many | handles and fills held far too long are their holders' no more |
-| `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while leased |
-| `expire_prefixes` | | what is unused for a policy's time to live is gone |
+| `peek` | Presence | none |
+| `acquire` | Hit, PendingPrefix, Miss | a hit is pinned until `release` |
+| `reserve`, `extend` | Fill, NoRoom, PendingPrefix | the caller computes, then calls `Fill.publish` or `Fill.abort` |
+| `transfers.start_reload` | PendingPrefix, NoRoom, Declined | copies DRAM to HBM; call `acquire` after PUBLISHED |
+| `transfers.spill` | SpillOutcome | copies HBM to DRAM |
+| `revoke_overdue` | a number | takes back handles and fills that were held far too long |
+| `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while it is leased |
+| `expire_prefixes` | a number | evicts prefixes that exceed the time to live of a policy |
 
-Single flight: whoever asks for what is being filled or loaded gets the one `Pending` of that work. A
-`Pending` that has ended well comes back from `reserve` and `start_reload` when the prefix is ready already.
-All times are monotonic microseconds, passed in; what ends by itself (a copy) counts as the latest of them.
+Single flight: every request for a prefix that is being filled or loaded gets the same `PendingPrefix`. If the
+prefix is ready already, `reserve` and `start_reload` return a `PendingPrefix` that has ended with PUBLISHED.
+All times are monotonic microseconds and are passed in. The end of a copy takes the latest time passed in so far.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Protocol
 
-from relaygr.worker.cache import removal
-from relaygr.worker.cache.copies import Mover, NoMover, SpillGate
-from relaygr.worker.cache.events import CacheListener, EventKind
-from relaygr.worker.cache.fills import Fills
-from relaygr.worker.cache.handles import Fill, Handle
+import structlog
+
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache.copies import LayerArrival, Mover, NoMover, SpillGate
+from relaygr.worker.cache.entries import CacheEntry, Pin, WorkInFlight
+from relaygr.worker.cache.events import CacheListener, EventKind, StoredEntry, TierJournal
+from relaygr.worker.cache.handles import Handle, Hit, PendingPrefix, Presence
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.journal import StoredEntry, TierJournal
-from relaygr.worker.cache.ledger import TierLedger
-from relaygr.worker.cache.metadata import TierMetadata
-from relaygr.worker.cache.pending import PendingPrefix
-from relaygr.worker.cache.pins import LONGEST_HOLD_US, Completion, Pins
-from relaygr.worker.cache.policies import PolicyName, PolicyOptions, TierPolicies, make_policy
+from relaygr.worker.cache.ledger import AfterLock, TierLedger
+from relaygr.worker.cache.metadata import TierMetadata, TierShape
+from relaygr.worker.cache.pages import PageArray
+from relaygr.worker.cache.policies import PolicyOptions, TierPolicies, make_policy
 from relaygr.worker.cache.results import (
-    Declined,
-    Hit,
     Miss,
     NoRoom,
+    NoRoomReason,
+    PageCopy,
+    PendingKind,
     PendingOutcome,
-    Presence,
     Purpose,
-    SpillOutcome,
+    Tier,
     WasteReason,
 )
-from relaygr.worker.cache.stats import CacheStats, Counters, snapshot
-from relaygr.worker.cache.tiers import Tier
+from relaygr.worker.cache.stats import CacheStats, Counters, snapshot_of
 from relaygr.worker.cache.transfers import TierTransfers
-from relaygr.worker.kv import DramGeometry, KvGeometry, PrefixLayout
+from relaygr.worker.kv import DramGeometry, PrefixLayout
 
-_LOOKUPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE, Purpose.AGAIN: None}
-"""What a look-up is told as."""
+_log = structlog.get_logger()
+
+LONGEST_HOLD_US = 180_000_000
+"""A handle or fill that was not given back by then was leaked. It is far beyond the life of any request, job or
+forward: a job may wait 60 s with a handle or a fill, and a device that takes 10 s for a forward is stuck."""
+_BATCH = 256
+"""Most entries that one section under the lock removes, restores or demotes."""
+_LOOK_UPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE}
+"""The event of a look-up. A repeated look-up is not an event."""
+
+
+class Completion(Protocol):
+    """An event of the device, seen from the host."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> object:
+        """Calls `callback()` once the event is complete, from any thread; at once if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes and rules of a cache. `geometry` is the shape of a page in both tiers."""
+
+    geometry: DramGeometry
+    layout: PrefixLayout
+    hbm_pages: int
+    dram_pages: int = 0
+    policies: TierPolicies = field(default_factory=TierPolicies)
+    lease_limit: int = 65_536
+    layer_wise: bool = False
+    """Rankings may begin on a whole prefix while its last layers are still copied from DRAM."""
+    longest_hold_us: int = LONGEST_HOLD_US
+
+
+class Fill:
+    """Pages to compute a prefix into. The caller ends it once, with `publish` or `abort`.
+
+    `pages` int32 is the whole page table; the rows up to `start_tokens` are filled already. If `copy_page` is set,
+    copy that page before computing: others read its rows too. As a context manager it aborts unless published.
+    """
+
+    def __init__(
+        self, ledger: TierLedger, work: WorkInFlight, handle_of: Callable[[CacheEntry, int, PrefixKey], Handle]
+    ) -> None:
+        """`handle_of` pins a part of a ready entry, inside a section."""
+        self._ledger = ledger
+        self._handle_of = handle_of
+        self.work = work
+        self.behaviours = work.key.length
+        self.tokens = work.tokens
+        self.start_behaviours = work.start_behaviours
+        self.start_tokens = work.start_tokens
+        self.filled_tokens = work.start_tokens
+        self.pages: PageArray = work.table
+        self.copy_page: PageCopy | None = work.copy_page
+
+    @property
+    def is_current(self) -> bool:
+        """False once the prefix was invalidated or the fill revoked. `publish` will then return None.
+
+        The caller then gives the device no more work on the pages, which may soon belong to another prefix.
+        """
+        return self.work.is_current
+
+    def progress(self, tokens: int) -> None:
+        """The first `tokens` rows are filled. Raises ValueError if that is fewer than before, or too many."""
+        if not self.filled_tokens <= tokens <= self.tokens:
+            raise ValueError(f"{tokens} tokens filled, after {self.filled_tokens} of {self.tokens}")
+        self.filled_tokens = tokens
+
+    def publish(self, now_us: int) -> Handle | None:
+        """Makes the prefix visible and pins it for the caller. None, with the pages freed, if it is not current.
+
+        Raises ValueError unless every row is filled.
+        """
+        if self.filled_tokens != self.tokens:
+            raise ValueError(f"{self.filled_tokens} of {self.tokens} tokens are filled: publish only a complete prefix")
+        ledger, work = self._ledger, self.work
+        with ledger.section(now_us) as after:
+            if work.revoked:
+                return None
+            entry = ledger.hbm.publish(work, now_us, PrefixSource.COMPUTED)
+            outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
+            ledger.counters.fills[outcome] += 1
+            ledger.finish(after, work, outcome)
+            ledger.tell(after, EventKind.PUBLISH, work.key, outcome)
+            return self._handle_of(entry, work.key.length, work.key) if entry is not None else None
+
+    def abort(self) -> None:
+        """Frees the pages; waiters get FAILED. Does nothing if the fill has ended."""
+        ledger, work = self._ledger, self.work
+        with ledger.section() as after:
+            if work.revoked or not work.open:
+                return
+            ledger.hbm.abort(work)
+            _count_abort(ledger, after, work)
+
+    def __enter__(self) -> Fill:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
 
 
 class PrefixCache:
-    """See the module. `mover` copies between the tiers; without one nothing is spilled or reloaded."""
+    """See the module."""
 
     def __init__(
         self,
-        geometry: KvGeometry,
-        layout: PrefixLayout,
-        hbm_pages: int,
-        dram_pages: int = 0,
+        config: CacheConfig,
         mover: Mover | None = None,
-        policies: TierPolicies | None = None,
+        *,
         spill_gate: SpillGate | None = None,
-        lease_limit: int = 65_536,
         listener: CacheListener | None = None,
         dram_journal: TierJournal | None = None,
-        dram_geometry: DramGeometry | None = None,
-        layer_wise: bool = False,
-        longest_hold_us: int = LONGEST_HOLD_US,
     ) -> None:
-        """With `layer_wise`, a whole prefix on its way may be ranked on while its last layers are copied."""
-        self._geometry = dram_geometry if dram_geometry is not None else DramGeometry(geometry)
-        self._counters = Counters()
-        policies = policies if policies is not None else TierPolicies()
+        """`mover` makes the copies between the tiers. Without one nothing is spilled or reloaded.
 
-        def metadata_of(tier: Tier, pages: int, policy: PolicyName, journal: TierJournal | None = None) -> TierMetadata:
-            order = make_policy(policy, PolicyOptions(pages, policies.ttl_us))
-            return TierMetadata(tier, pages, geometry.page_tokens, layout, order, self._counters, lease_limit, journal)
+        With a `dram_journal` the DRAM tier takes no entries before `restore`.
+        """
+        geometry, policies = config.geometry, config.policies
+        counters = Counters()
 
-        self._hbm = metadata_of(Tier.HBM, hbm_pages, policies.hbm)
-        self._dram = metadata_of(Tier.DRAM, dram_pages, policies.dram, dram_journal)
-        self._ledger = TierLedger(self._hbm, self._dram, self._counters, listener)
-        self._pins = Pins(self._ledger, layout, self._geometry, longest_hold_us)
-        self._fills = Fills(self._ledger, self._pins)
-        self._transfers = TierTransfers(
-            self._ledger,
-            mover if mover is not None else NoMover(),
-            spill_gate if spill_gate is not None else SpillGate(20_000.0, 50_000.0),
-            self._geometry,
-            layer_wise,
-        )
+        def tier_of(tier: Tier, pages: int, journal: TierJournal | None) -> TierMetadata:
+            shape = TierShape(tier, pages, geometry.kv.page_tokens, config.layout)
+            name = policies.hbm if tier is Tier.HBM else policies.dram
+            policy = make_policy(name, PolicyOptions(pages, policies.ttl_us))
+            return TierMetadata(shape, policy, counters, config.lease_limit, journal)
 
-    @property
-    def geometry(self) -> DramGeometry:
+        hbm, dram = tier_of(Tier.HBM, config.hbm_pages, None), tier_of(Tier.DRAM, config.dram_pages, dram_journal)
+        self.geometry = geometry
         """The shape of a page in both tiers."""
-        return self._geometry
+        self.ledger = TierLedger(hbm, dram, counters, listener)
+        """For modules of the cache and their tests."""
+        gate = spill_gate if spill_gate is not None else SpillGate(20_000.0, 50_000.0)
+        num_layers = geometry.kv.num_layers if config.layer_wise else 0
+        self.transfers = TierTransfers(
+            self.ledger, mover if mover is not None else NoMover(), gate, geometry.page_bytes, num_layers
+        )
+        """Spills and reloads."""
+        self._hbm, self._dram = hbm, dram
+        self._layout = config.layout
+        self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
-        """Policies weigh prefixes by this from now on: predicted µs of device time that a hit saves, of its tokens."""
-        with self._ledger.section():
-            for tier in self._ledger.tiers:
+        """Sets the weight of prefixes for the policies: the device time in µs that a hit of so many tokens saves."""
+        with self.ledger.lock:
+            for tier in self.ledger.tiers:
                 tier.saved_us = saved_us
 
-    # Looking and reading.
+    # Looking up and pinning.
 
     def peek(self, key: PrefixKey) -> Presence:
-        """What is there for `key`. Changes nothing, and counts nothing."""
-        with self._ledger.section():
+        """Says what the tiers have of `key`. Changes and counts nothing."""
+        with self.ledger.lock:
             hbm, dram = self._hbm.index.find(key), self._dram.index.find(key)
             return Presence(
                 hbm_behaviours=hbm.behaviours if hbm else 0,
@@ -129,186 +228,320 @@ class PrefixCache:
         purpose: Purpose = Purpose.RANKING,
         arriving: bool = False,
     ) -> Hit | PendingPrefix | Miss:
-        """The longest part of `key` that is ready in HBM, pinned.
+        """Pins the longest part of `key` that is ready in HBM.
 
-        With `join` a part under way that will be longer is answered instead; a caller that can not
-        wait for it asks again without. With `arriving` the whole prefix on its way from DRAM is a hit once its
-        first layer is there: the handle then has an `arrival`. Only look-ups of rankings are counted, each once;
-        those and their repetitions (AGAIN) make a pre-infer used.
+        With `join`, work in flight that will cover more is returned instead; a caller that can not wait for it calls
+        again without `join`. With `arriving`, a reload of the whole prefix whose first layer has arrived is a hit:
+        its handle then has an `arrival`. Only look-ups for RANKING are counted, each once. Look-ups for RANKING and
+        AGAIN mark a pre-infer as used.
         """
-        with self._ledger.section(now_us) as after:
-            counted, used = purpose is Purpose.RANKING, purpose is not Purpose.PRE_INFER
-            kind = _LOOKUPS[purpose]
-            if self._ledger.refusal(key) is None:
-                found = self._hbm.index.find(key)
-                covered = found.behaviours if found else 0
-                coming = self._hbm.index.find_work(key) if join and covered < key.length else None
-                if coming is not None and coming.behaviours > covered:
-                    arrival = coming.work.arrival if arriving and coming.behaviours == key.length else None
-                    if arrival is not None and arrival.begun:
-                        self._counters.hits += counted
-                        self._ledger.tell(after, kind, key, "hit")
-                        return Hit(self._pins.arriving_handle(coming.work, key, arrival))
-                    self._counters.joins[coming.work.kind] += counted
-                    self._ledger.tell(after, kind, key, coming.work.kind)
-                    return self._ledger.pending[coming.work]
-                if found is not None:
-                    self._hbm.touch(found.entry, now_us)
-                    found.entry.unused_pre_infer = found.entry.unused_pre_infer and not used
-                    handle = self._pins.handle(found, key)
-                    self._counters.hits += counted
-                    self._counters.partial_hits += counted and not handle.complete
-                    self._ledger.tell(after, kind, key, "hit" if handle.complete else "partial_hit")
-                    return Hit(handle)
-            miss = self._ledger.miss(key)
-            self._counters.misses[miss.reason] += counted
-            self._ledger.tell(after, kind, key, miss.reason)
-            return miss
+        ledger = self.ledger
+        with ledger.section(now_us) as after:
+            answer, outcome = self._look_up(key, now_us, join, purpose, arriving)
+            if purpose is not Purpose.AGAIN:
+                ledger.tell(after, _LOOK_UPS[purpose], key, outcome)
+            return answer
+
+    def _look_up(
+        self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: bool
+    ) -> tuple[Hit | PendingPrefix | Miss, str]:
+        """The answer of `acquire`, counted, and the outcome for the listener."""
+        ledger, hbm, counters = self.ledger, self._hbm, self.ledger.counters
+        counted = purpose is Purpose.RANKING
+        refusal = ledger.refusal(key)
+        if refusal is not None:
+            counters.misses[refusal] += counted
+            return Miss(refusal), refusal
+        found = hbm.index.find(key)
+        covered = found.behaviours if found else 0
+        coming = hbm.index.find_work(key) if join and covered < key.length else None
+        if coming is not None and coming.behaviours > covered:
+            work = coming.work
+            arrival = work.arrival if arriving and coming.behaviours == key.length else None
+            if arrival is not None and arrival.begun:
+                counters.hits += counted
+                tokens = self._layout.tokens(key.length)
+                pin = hbm.pin_work(work, tokens)
+                return Hit(self._handle(pin, tokens, key.length, key, PrefixSource.DRAM, arrival)), "hit"
+            counters.joins[work.kind] += counted
+            return ledger.pending[work], work.kind
+        if found is not None:
+            hbm.touch(found.entry, now_us)
+            if purpose is not Purpose.PRE_INFER:
+                found.entry.unused_pre_infer = False
+            handle = self._handle_of(found.entry, covered, key)
+            counters.hits += counted
+            counters.partial_hits += counted and not handle.complete
+            return Hit(handle), "hit" if handle.complete else "partial_hit"
+        miss = ledger.miss(key)
+        counters.misses[miss.reason] += counted
+        return miss, miss.reason
 
     def release(self, handle: Handle, after: Completion | None = None) -> None:
-        """Unpins, at once or when the device has passed `after`. Raises ValueError the second time; does nothing,
-        but count it, for a handle that was taken away.
-        """
-        self._pins.release(handle, after)
+        """Unpins, at once or when the device has passed `after`.
 
-    def take_overdue(self, now_us: int, after: Completion | None = None) -> int:
-        """Takes handles and fills that were held far too long from their holders, and says how many.
-
-        To be called by the thread that gives the device its work, with an event after all of that work: it goes on
-        reading and writing the pages, which are free when the device has passed `after`; who gives it more sees that
-        the handle is not held, or the fill not current, any more.
+        Raises ValueError the second time. For a revoked handle it only counts a late release.
         """
-        return self._pins.take_overdue(now_us, after)
+        if after is None:
+            self._unpin(handle.pin)
+        else:
+            after.add_done_callback(partial(self._unpin, handle.pin))
+
+    def revoke_overdue(self, now_us: int, after: Completion | None = None) -> int:
+        """Revokes handles and fills that were held far too long. Returns their number.
+
+        The thread that gives the device its work calls it, with an event after all of that work. The device may use
+        the pages until it has passed `after`; they are free then. A holder sees that its handle is not held, or its
+        fill not current, and gives the device no more work on it. Requests that wait for such a fill get FAILED.
+        """
+        ledger = self.ledger
+        with ledger.section(now_us) as calls:
+            overdue = self._hbm.revoke_overdue(now_us)
+            for held in overdue:
+                if isinstance(held, Pin):
+                    ledger.counters.forced_unpins += 1
+                else:
+                    ledger.counters.forced_aborts += 1
+                    _count_abort(ledger, calls, held)
+        for held in overdue:
+            if isinstance(held, Pin):
+                _log.error("a handle was never released", pages=held.pages.size, tokens=held.entry.tokens)
+            else:
+                _log.error("a fill was never ended", pages=held.new_pages.size, tokens=held.tokens)
+            if after is None:
+                self._free(held)
+            else:
+                after.add_done_callback(partial(self._free, held))
+        return len(overdue)
 
     # Computing.
 
     def reserve(
         self, key: PrefixKey, now_us: int, purpose: Purpose = Purpose.PRE_INFER
     ) -> Fill | NoRoom | PendingPrefix:
-        """Pages to compute `key` into: only the tail's, where an entry covers its beginning."""
-        return self._fills.reserve(key, now_us, purpose, None)
+        """Gives pages to compute `key` into: only for the tail, if an entry covers the beginning."""
+        return self._reserve(key, now_us, purpose, None)
 
     def extend(
         self, handle: Handle, key: PrefixKey, now_us: int, purpose: Purpose = Purpose.RANKING
     ) -> Fill | NoRoom | PendingPrefix:
-        """`reserve`, by a caller whose own handle on the entry must not make its tail page shared.
+        """`reserve`, for a caller whose own handle on the entry must not make its tail page shared.
 
-        The handle stays as it was; the caller releases it as ever.
+        The handle does not change, and the caller still releases it.
         """
-        return self._fills.reserve(key, now_us, purpose, handle)
+        return self._reserve(key, now_us, purpose, handle)
 
-    # Copying.
-
-    def start_reload(
-        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None = None, rank_us: float = 0.0
-    ) -> PendingPrefix | NoRoom | Declined:
-        """Begins to copy what DRAM has of `key` to HBM; with `saved_us` (T_full - T_hit) only if that pays.
-
-        What a ranking of `rank_us` hides of the copy, where it may begin with the first layer, costs nothing. A copy
-        that fails is tried once more; if that fails too, the DRAM entry is evicted, whose bytes are in doubt, and the
-        waiters get FAILED. Who gets a reload of others says when it needs it (`Pending.needed_by`).
-        """
-        return self._transfers.start_reload(key, deadline_us, now_us, saved_us, rank_us)
-
-    def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
-        """Begins to copy an entry to DRAM, or its tail where DRAM has the beginning; never waits."""
-        return self._transfers.spill(what)
+    def _reserve(
+        self, key: PrefixKey, now_us: int, purpose: Purpose, own: Handle | None
+    ) -> Fill | NoRoom | PendingPrefix:
+        ledger, hbm = self.ledger, self._hbm
+        with ledger.section(now_us) as after:
+            refusal = ledger.refusal(key)
+            if refusal is not None:
+                return self._no_room(after, key, NoRoomReason(refusal.value))
+            found, coming = hbm.index.find(key), hbm.index.find_work(key)
+            covered = found.behaviours if found else 0
+            if covered == key.length and found is not None:
+                return PendingPrefix(PendingKind.FILL, covered, PendingOutcome.PUBLISHED)
+            if coming is not None and coming.behaviours > covered:
+                ledger.tell(after, EventKind.RESERVE, key, "joined")
+                return ledger.pending[coming.work]
+            own_pins = int(own is not None and own.pin.open and found is not None and own.pin.entry is found.entry)
+            work = hbm.begin(key, PendingKind.FILL, purpose, now_us, found, own_pins)
+            if isinstance(work, NoRoomReason):
+                return self._no_room(after, key, work)
+            ledger.counters.appends += work.base is not None
+            ledger.pending[work] = PendingPrefix(PendingKind.FILL, key.length)
+            ledger.tell(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
+            hbm.hold(work, ledger.latest_us + self._longest_hold_us)
+            return Fill(ledger, work, self._handle_of)
 
     # Leases.
 
     def lease(self, key: PrefixKey, request_id: str, until_us: int) -> bool:
-        """Keeps what HBM has or is getting of `key` from eviction until then; False if it has nothing."""
-        with self._ledger.section() as after:
-            found, coming = self._hbm.index.find(key), self._hbm.index.find_work(key)
+        """Protects the entry in HBM that serves `key`, or will serve it, from eviction until `until_us`.
+
+        False if there is no such entry, or if there are too many leases.
+        """
+        ledger, hbm = self.ledger, self._hbm
+        with ledger.section() as after:
+            found, coming = hbm.index.find(key), hbm.index.find_work(key)
             covered = found.behaviours if found else 0
             entry = found.entry if found else None
             if coming is not None and coming.behaviours > covered:
                 entry = coming.work.entry
-            if entry is None or not self._hbm.leasing.begin(entry, request_id, until_us):
+            if entry is None or not hbm.leases.begin(entry, request_id, until_us):
                 return False
             if found is not None and entry is found.entry:
-                stale = self._hbm.give_up_truncation(found)
+                stale = hbm.give_up_truncation(found)
                 if stale is not None:
-                    self._ledger.finish(after, stale, PendingOutcome.INVALIDATED)
-            self._counters.leases_granted += 1
-            self._ledger.tell(after, EventKind.LEASE, key, "granted")
+                    ledger.finish(after, stale, PendingOutcome.INVALIDATED)
+            ledger.counters.leases_granted += 1
+            ledger.tell(after, EventKind.LEASE, key, "granted")
             return True
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
-        """Ends it; False if there is none. `wasted` says why the pre-infer served nothing, if it did not."""
-        with self._ledger.section():
-            return self._hbm.leasing.end(request_id, wasted)
+        """Ends the request's lease. False if it has none.
+
+        `wasted` says why the pre-infer served nothing. It is counted if nothing used the prefix and no other request
+        leases it.
+        """
+        with self.ledger.lock:
+            entry = self._hbm.leases.end(request_id)
+            if entry is not None and wasted is not None and not entry.leases:
+                self._hbm.count_waste(entry, wasted)
+            return entry is not None
 
     def expire_leases(self, now_us: int) -> int:
-        """Ends the leases that nobody ended in time, and counts them as leaked; how many."""
-        with self._ledger.section(now_us):
-            leaked = self._hbm.leasing.expire(now_us)
-            self._counters.leases_leaked += leaked
-            return leaked
+        """Ends the leases that nobody ended in time, and counts them as leaked. Returns their number."""
+        with self.ledger.section(now_us):
+            entries = self._hbm.leases.expire(now_us)
+            for entry in entries:
+                if not entry.leases:
+                    self._hbm.count_waste(entry, WasteReason.LEASE_EXPIRED)
+            self.ledger.counters.leases_leaked += len(entries)
+            return len(entries)
+
+    # Removing. Readers keep their pages, and work in flight is discarded when it ends.
 
     def expire_prefixes(self, now_us: int) -> int:
-        """Evicts what a policy's time to live is over for, in both tiers; how many. What is held stays."""
-        with self._ledger.section(now_us):
-            return sum(tier.expire(now_us) for tier in self._ledger.tiers)
-
-    # Taking away. Readers keep their pages; work in flight is discarded when it ends.
+        """Evicts entries of both tiers that exceed the time to live of their policy and that nobody holds."""
+        with self.ledger.section(now_us):
+            return sum(tier.expire(now_us) for tier in self.ledger.tiers)
 
     def invalidate_user(self, user_id: str) -> int:
-        """Nothing of the user can be found any more, in either tier; how many entries that were."""
-        return removal.remove_user(self._ledger, user_id)
+        """Removes all entries of the user from both tiers. Returns their number."""
+        ledger = self.ledger
+        with ledger.section() as after:
+            entries = [(tier, entry) for tier in ledger.tiers for entry in tier.index.of_user(user_id)]
+            ledger.remove(after, entries)
+            return len(entries)
 
     def drop_namespace(self, namespace: bytes) -> int:
-        """Frees everything of one model; how many entries."""
-        return removal.drop_namespace(self._ledger, namespace)
+        """Removes all entries of one model, some at a time. Returns their number."""
+        ledger, dropped = self.ledger, 0
+        while True:
+            with ledger.section() as after:
+                entries = [
+                    (tier, entry) for tier in ledger.tiers for entry in tier.index.of_namespace(namespace, _BATCH)
+                ]
+                if not entries:
+                    return dropped
+                ledger.remove(after, entries)
+                dropped += len(entries)
 
     def admit_only(self, namespace: bytes) -> None:
-        """From now on only this model's keys match or get pages. What others have stays until `keep_only`."""
-        with self._ledger.section():
-            self._ledger.only_namespace = namespace
+        """From now on only keys of this model match or get pages. Entries of other models stay until `keep_only`."""
+        with self.ledger.lock:
+            self.ledger.only_namespace = namespace
 
     def keep_only(self, namespace: bytes) -> int:
-        """`admit_only`; then frees the others' entries, some at a time, and says how many."""
+        """`admit_only`, then removes the entries of all other models. Returns their number."""
         self.admit_only(namespace)
-        return removal.drop_others(self._ledger, namespace)
+        return self._drop_all_but(namespace)
 
     def demote(self, users: Iterable[str] | Callable[[str], bool]) -> int:
-        """Puts these users' entries first in the order of eviction; how many. They stay usable."""
-        return removal.demote(self._ledger, users)
+        """Puts the entries of these users first in the order of eviction. Returns their number. They stay usable."""
+        ledger = self.ledger
+        if callable(users):
+            with ledger.lock:
+                known = {user_id for tier in ledger.tiers for user_id in tier.index.by_user}
+            users = filter(users, known)
+        demoted = 0
+        remaining = iter(users)
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            with ledger.lock:
+                for tier, user_id in itertools.product(ledger.tiers, batch):
+                    for entry in tier.index.of_user(user_id):
+                        tier.demote(entry)
+                        demoted += 1
+        return demoted
 
     def clear(self) -> None:
         """Empties both tiers and every index, some entries at a time."""
-        removal.drop_others(self._ledger, None)
+        self._drop_all_but(None)
 
     def close(self) -> None:
-        """Ends the copies (those that wait fail), then clears. What a journal keeps, it keeps."""
-        self._transfers.close()
-        with self._ledger.section():
+        """Ends the copies (those in the queue fail), then clears both tiers. A journal keeps its entries."""
+        self.transfers.close()
+        with self.ledger.lock:
             self._dram.end_journal()
         self.clear()
 
-    # Taking over.
+    # Restoring and counting.
 
     def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
-        """Puts back into DRAM what its journal kept, the first to be evicted first, and opens the tier.
+        """Puts the entries of the journal back into DRAM, the least recently used first, and opens the tier.
 
-        A cache whose DRAM has a journal spills nothing before that; all else may go on meanwhile. Raises ValueError
-        if two of them claim one page.
+        Until then a tier with a journal takes no entries; all other operations work. Raises ValueError if two entries
+        claim one page.
         """
-        for start in range(0, len(stored), removal.BATCH):
-            with self._ledger.section(now_us):
-                self._dram.restore(stored[start : start + removal.BATCH], now_us)
-        with self._ledger.section(now_us):
+        for start in range(0, len(stored), _BATCH):
+            with self.ledger.section(now_us):
+                self._dram.restore(stored[start : start + _BATCH], now_us)
+        with self.ledger.section(now_us):
             self._dram.open()
 
-    # Counting.
-
     def stats(self) -> CacheStats:
-        """Pages and totals now."""
-        with self._ledger.section():
-            leases = len(self._hbm.leasing)
-            return snapshot(self._counters, self._hbm.stats(), self._dram.stats(), self._geometry, leases)
+        """A snapshot of the counters, and of the pages of both tiers."""
+        with self.ledger.lock:
+            return CacheStats(
+                **snapshot_of(self.ledger.counters),
+                hbm=self._hbm.stats(),
+                dram=self._dram.stats(),
+                hbm_page_bytes=self.geometry.kv.page_bytes,
+                dram_page_bytes=self.geometry.page_bytes,
+                leases=len(self._hbm.leases),
+            )
 
-    def check_invariants(self) -> None:
-        """Recounts all books; for tests. Raises AssertionError."""
-        with self._ledger.section():
-            self._ledger.check_invariants()
+    # Helpers. `_drop_all_but`, `_unpin` and `_free` take the lock, the others are called under it.
+
+    def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
+        """Pins the first `behaviours` of a ready entry, for a caller that asked for `key`."""
+        tokens = self._layout.tokens(behaviours)
+        return self._handle(self._hbm.pin(entry, tokens), tokens, behaviours, key, entry.source, None)
+
+    def _handle(
+        self,
+        pin: Pin,
+        tokens: int,
+        behaviours: int,
+        key: PrefixKey,
+        source: PrefixSource,
+        arrival: LayerArrival | None,
+    ) -> Handle:
+        self._hbm.hold(pin, self.ledger.latest_us + self._longest_hold_us)
+        approximate = source is PrefixSource.DRAM and not self.geometry.is_exact
+        return Handle(behaviours, tokens, pin.pages, behaviours == key.length, source, pin, approximate, arrival)
+
+    def _no_room(self, after: AfterLock, key: PrefixKey, reason: NoRoomReason) -> NoRoom:
+        self.ledger.counters.no_room[reason] += 1
+        self.ledger.tell(after, EventKind.RESERVE, key, reason)
+        return NoRoom(reason)
+
+    def _drop_all_but(self, namespace: bytes | None) -> int:
+        """Removes the entries of all models but one, or of all for None. Returns their number."""
+        with self.ledger.lock:
+            others = {other for tier in self.ledger.tiers for other in tier.index.by_namespace} - {namespace}
+        return sum(self.drop_namespace(other) for other in others)
+
+    def _unpin(self, pin: Pin) -> None:
+        with self.ledger.lock:
+            if pin.revoked:
+                self.ledger.counters.late_releases += 1
+            else:
+                self._hbm.unpin(pin)
+
+    def _free(self, revoked: Pin | WorkInFlight) -> None:
+        with self.ledger.lock:
+            if isinstance(revoked, Pin):
+                self._hbm.unpin(revoked)
+            else:
+                self._hbm.abort(revoked)
+
+
+def _count_abort(ledger: TierLedger, after: AfterLock, work: WorkInFlight) -> None:
+    """Counts a fill that failed, and tells the requests that wait for it."""
+    ledger.counters.fills[PendingOutcome.FAILED] += 1
+    ledger.finish(after, work, PendingOutcome.FAILED)
+    ledger.tell(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)

@@ -1,10 +1,9 @@
-"""Turns K,V pages into what the DRAM tier keeps, and back. Formats: `relaygr.worker.kv.DramGeometry`.
+"""Encodes K,V pages for the DRAM tier, and decodes them. Formats: `relaygr.worker.kv.DramGeometry`.
 
-Pages are handed over as uint8 [pages, layers, layer_bytes] of any layers, so that a page can be taken layer by
-layer. What comes back differs from what went in by at most half a scale a number (int8: 1/254 of the largest
-number of its token and head) or by a rounding to bfloat16 (2^-9 of it). Encoding again what was decoded gives
-the same numbers: nothing drifts, however often a prefix is spilled and reloaded. A number that is not finite
-stays so, and spoils its own token and head only.
+Pages are uint8 [pages, layers, layer_bytes] for any range of layers, so that a page can be copied layer by layer.
+The error of a decoded number is at most half a scale (int8: 1/254 of the largest number of its token and head), or
+the rounding to bfloat16 (2^-9 of the number). Encoding a decoded page gives the same bytes, so errors do not add up
+over many spills and reloads. A number that is not finite stays not finite, and affects only its own token and head.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class PageCodec(Protocol):
-    """Vectorised, on the device where the tensors are, in the calling thread's stream."""
+    """Works on the device of the tensors, in the calling thread's stream."""
 
     def encode(self, pages: torch.Tensor, stored: torch.Tensor) -> None:
-        """K,V [pages, layers, kv.layer_bytes] into [pages, layers, dram.layer_bytes]."""
+        """Encodes [pages, layers, kv.layer_bytes] into [pages, layers, dram.layer_bytes]."""
 
     def decode(self, stored: torch.Tensor, pages: torch.Tensor) -> None:
-        """And back."""
+        """Decodes [pages, layers, dram.layer_bytes] into [pages, layers, kv.layer_bytes]."""
 
 
 def make_codec(geometry: DramGeometry) -> PageCodec | None:
-    """None where pages are kept byte for byte."""
+    """The codec of the DRAM tier; None if it stores pages byte for byte."""
     if geometry.is_exact:
         return None
     return Bfloat16Codec(geometry) if geometry.dtype is DramKvDtype.BFLOAT16 else Int8Codec(geometry)
 
 
 class Bfloat16Codec:
-    """Half the bytes of float32."""
+    """Stores float32 as bfloat16, in half the bytes."""
 
     def __init__(self, geometry: DramGeometry) -> None:
         self._dtype = _torch_dtype(geometry.kv.dtype)
@@ -50,7 +49,7 @@ class Bfloat16Codec:
 
 
 class Int8Codec:
-    """A scale for each token and head, of K and of V."""
+    """Stores int8 numbers and a float32 scale for each token and head, separately for K and V."""
 
     def __init__(self, geometry: DramGeometry) -> None:
         g = geometry.kv

@@ -1,30 +1,35 @@
-"""One cached prefix in one tier, its states, and work in flight.
+"""Cached prefixes of one tier: their states, their pins and work in flight, and the indexes that find them.
 
-    EMPTY -> FILLING (computed here)      -> READY <-> SPILLING (readable, being copied to DRAM)
-    EMPTY -> LOADING (copied in)          -> READY  -> EVICTED
+    EMPTY -> FILLING (computed here)      -> READY <-> SPILLING (readable, and being copied to DRAM)
+    EMPTY -> LOADING (copied from DRAM)   -> READY  -> EVICTED
     FILLING, LOADING -> EMPTY             failed, aborted or invalidated
 
-Only READY and SPILLING entries are visible. An entry that grows stays READY: its tail is `Work` in
-flight beside it, and becomes part of it on publish. `generation` changes when an entry is taken out of
-the index; work carries the generation it began under, and is discarded when they differ.
+Only READY and SPILLING entries are visible. An entry that grows stays READY: its tail is a `WorkInFlight`
+and becomes part of the entry when it is published. The generation of an entry changes when the entry leaves
+the index. Work in flight carries the generation under which it began, and is discarded if the two differ.
+Nothing here is thread-safe: the cache's lock guards it. Times are passed in.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.arrival import LayerArrival
-from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.copies import LayerArrival
+from relaygr.worker.cache.identity import PrefixKey, common_behaviours
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.results import PageCopy, PendingKind, Purpose
 
 
 class EntryState(enum.StrEnum):
-    """See the module's drawing."""
+    """See the diagram of the module."""
 
     EMPTY = "empty"
     FILLING = "filling"
@@ -34,21 +39,19 @@ class EntryState(enum.StrEnum):
     EVICTED = "evicted"
 
 
-VISIBLE = frozenset({EntryState.READY, EntryState.SPILLING})
-
 _STEPS: dict[EntryState, frozenset[EntryState]] = {
     EntryState.EMPTY: frozenset({EntryState.FILLING, EntryState.LOADING}),
     EntryState.FILLING: frozenset({EntryState.READY, EntryState.EMPTY}),
     EntryState.LOADING: frozenset({EntryState.READY, EntryState.EMPTY}),
     EntryState.READY: frozenset({EntryState.SPILLING, EntryState.EVICTED}),
-    # A prefix invalidated during its spill goes at once; the copy's own pin keeps the pages.
+    # An entry that is invalidated during its spill is evicted at once; the pin of the copy keeps the pages.
     EntryState.SPILLING: frozenset({EntryState.READY, EntryState.EVICTED}),
     EntryState.EVICTED: frozenset(),
 }
 
 
 class Holding(enum.StrEnum):
-    """What keeps an entry's pages from being free; the first that applies, in this order."""
+    """Why the pages of an entry are not free. If several apply, the first in this order counts."""
 
     PINNED = "pinned"
     LEASED = "leased"
@@ -57,7 +60,7 @@ class Holding(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """A prefix. `pages` (int32) is its page table, `tokens` the rows in it; `pins` counts readers."""
+    """A cached prefix. `pages` (int32) is its page table, `tokens` the rows in it, `pins` the number of readers."""
 
     number: int
     key: PrefixKey
@@ -72,36 +75,38 @@ class CacheEntry:
     source: PrefixSource = PrefixSource.COMPUTED
     unused_pre_infer: bool = False
     attached: bool = True
+    """Whether the entry is in the index."""
     holding: Holding = Holding.EVICTABLE
     counted_pages: int = 0
+    """Pages that the account of the tier counts under `holding`."""
 
     def step(self, state: EntryState) -> None:
-        """Moves to `state`. Raises ValueError where the drawing has no such arrow."""
+        """Moves to `state`. Raises ValueError for a step that the diagram does not have."""
         if state not in _STEPS[self.state]:
             raise ValueError(f"an entry can not go from {self.state} to {state}")
         self.state = state
 
     @property
     def is_visible(self) -> bool:
-        return self.state in VISIBLE
+        return self.state is EntryState.READY or self.state is EntryState.SPILLING
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One reader's hold on the first `pages` of an entry. `forced`: it was leaked, and taken from its holder."""
+    """One reader's reference to the first pages of an entry. `revoked`: the cache took it back, since it was leaked."""
 
     entry: CacheEntry
     pages: PageArray
     open: bool = True
-    forced: bool = False
+    revoked: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class WorkInFlight:
-    """Pages being filled or loaded: a new entry's, or the tail of one that grows.
+    """Pages that are being filled or loaded, for a new entry or for the tail of one that grows.
 
-    `kept` leading pages of the entry stay in the table; `base` pins what the tail builds on.
-    `start_tokens` rows are there already. `forced`: its fill was leaked, and taken from its holder.
+    For a tail, `base` pins the rows it builds on: `start_tokens` rows are there already, and the first `kept`
+    pages of the entry stay in its page table. `revoked`: the cache took the fill back, since it was leaked.
     """
 
     number: int
@@ -119,23 +124,23 @@ class WorkInFlight:
     copy_page: PageCopy | None = None
     arrival: LayerArrival | None = None
     open: bool = True
-    forced: bool = False
+    revoked: bool = False
 
     @property
     def is_current(self) -> bool:
-        """Whether its entry is still the one that it began for."""
+        """False once the entry was removed, or the work was given up."""
         return self.generation == self.entry.generation
 
     @property
     def table(self) -> PageArray:
-        """The page table as it will be."""
+        """The page table that the entry will have."""
         kept = self.base.pages[: self.kept] if self.base is not None else self.new_pages[:0]
         return np.concatenate((kept, self.new_pages))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """An entry, and how many leading behaviours of the key asked for it covers."""
+    """An entry that covers the first `behaviours` behaviours of the requested key."""
 
     entry: CacheEntry
     behaviours: int
@@ -143,7 +148,180 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class WorkMatch:
-    """Work in flight that will cover `behaviours` of the key."""
+    """Work in flight that will cover the first `behaviours` behaviours of the requested key."""
 
     work: WorkInFlight
     behaviours: int
+
+
+class EntryIndex:
+    """The entries of one tier by number, by user and by model."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, CacheEntry] = {}
+        self.by_user: dict[str, list[CacheEntry]] = {}
+        self.by_namespace: dict[bytes, dict[int, CacheEntry]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+    def __getitem__(self, number: int) -> CacheEntry:
+        return self.by_number[number]
+
+    def all(self) -> Iterable[CacheEntry]:
+        return self.by_number.values()
+
+    def add(self, entry: CacheEntry) -> None:
+        self.by_number[entry.number] = entry
+        self.by_user.setdefault(entry.key.user_id, []).append(entry)
+        self.by_namespace.setdefault(entry.key.namespace, {})[entry.number] = entry
+
+    def remove(self, entry: CacheEntry) -> None:
+        """Removes the entry, and the lists that it leaves empty: there is no bound on the number of users over time."""
+        del self.by_number[entry.number]
+        siblings = self.by_user[entry.key.user_id]
+        siblings.remove(entry)
+        if not siblings:
+            del self.by_user[entry.key.user_id]
+        peers = self.by_namespace[entry.key.namespace]
+        del peers[entry.number]
+        if not peers:
+            del self.by_namespace[entry.key.namespace]
+
+    def find(self, key: PrefixKey) -> PrefixMatch | None:
+        """The visible entry that covers most of `key`."""
+        best: CacheEntry | None = None
+        most = 0
+        for entry in self.by_user.get(key.user_id, ()):
+            if entry.is_visible:
+                behaviours = common_behaviours(key, entry.key)
+                if behaviours > most:
+                    best, most = entry, behaviours
+        return PrefixMatch(best, most) if best is not None else None
+
+    def find_work(self, key: PrefixKey) -> WorkMatch | None:
+        """The work in flight that will cover most of `key`."""
+        best: WorkInFlight | None = None
+        most = 0
+        for entry in self.by_user.get(key.user_id, ()):
+            if entry.work is not None:
+                behaviours = common_behaviours(key, entry.work.key)
+                if behaviours > most:
+                    best, most = entry.work, behaviours
+        return WorkMatch(best, most) if best is not None else None
+
+    def has_user(self, user_id: str, namespace: bytes | None = None) -> bool:
+        """Whether the user has an entry, in `namespace` if one is given."""
+        entries = self.by_user.get(user_id, ())
+        return any(namespace is None or entry.key.namespace == namespace for entry in entries)
+
+    def of_user(self, user_id: str) -> list[CacheEntry]:
+        return list(self.by_user.get(user_id, ()))
+
+    def of_namespace(self, namespace: bytes, limit: int) -> list[CacheEntry]:
+        """At most `limit` entries of the namespace."""
+        return list(itertools.islice(self.by_namespace.get(namespace, {}).values(), limit))
+
+
+@dataclass(slots=True)
+class PageAccount:
+    """Number of pages by what holds them. `orphaned` pages have readers but no entry any more."""
+
+    held: Counter[Holding] = field(default_factory=Counter)
+    orphaned: int = 0
+    in_flight: int = 0
+
+    def reclassify(self, entry: CacheEntry) -> None:
+        """Counts the entry's pages under what holds them now."""
+        held = self.held
+        held[entry.holding] -= entry.counted_pages
+        entry.holding = holding_of(entry)
+        entry.counted_pages = entry.pages.size if entry.attached else 0
+        held[entry.holding] += entry.counted_pages
+
+
+def holding_of(entry: CacheEntry) -> Holding:
+    """What holds the entry's pages, computed from its pins and leases."""
+    if entry.pins:
+        return Holding.PINNED
+    return Holding.LEASED if entry.leases else Holding.EVICTABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A request that protects an entry from eviction until a time."""
+
+    request_id: str
+    entry: CacheEntry
+    until_us: int
+
+
+class Leases:
+    """Requests that protect entries of a tier from eviction, from the pre-infer to the ranking.
+
+    A request leases at most one entry, and there are at most `limit` leases. A lease that nobody ends expires at
+    its time.
+    """
+
+    def __init__(self, account: PageAccount, limit: int) -> None:
+        self._account = account
+        self._limit = limit
+        self._by_request: dict[str, Lease] = {}
+        self._by_end: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def get(self, request_id: str) -> Lease | None:
+        return self._by_request.get(request_id)
+
+    def all(self) -> list[Lease]:
+        return list(self._by_request.values())
+
+    def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> bool:
+        """Leases the entry to the request, instead of the one it had. False at `limit`, which changes nothing."""
+        previous = self._by_request.get(request_id)
+        if previous is None and len(self._by_request) >= self._limit:
+            return False
+        self._by_request[request_id] = Lease(request_id, entry, until_us)
+        heapq.heappush(self._by_end, (until_us, request_id))
+        # Leases that ended or moved leave their times in the heap. It is rebuilt before they outnumber the others.
+        if len(self._by_end) > 2 * len(self._by_request) + 64:
+            self._by_end = [(lease.until_us, lease.request_id) for lease in self._by_request.values()]
+            heapq.heapify(self._by_end)
+        if previous is not None and previous.entry is not entry:
+            self._detach(previous)
+        entry.leases.add(request_id)
+        self._account.reclassify(entry)
+        return True
+
+    def end(self, request_id: str) -> CacheEntry | None:
+        """Ends the request's lease. Returns the entry that it had, or None without a lease."""
+        lease = self._by_request.pop(request_id, None)
+        if lease is None:
+            return None
+        self._detach(lease)
+        return lease.entry
+
+    def expire(self, now_us: int) -> list[CacheEntry]:
+        """Ends every lease whose time has come. Returns their entries, one for each lease."""
+        ended = []
+        while self._by_end and self._by_end[0][0] <= now_us:
+            until_us, request_id = heapq.heappop(self._by_end)
+            lease = self._by_request.get(request_id)
+            if lease is not None and lease.until_us == until_us:
+                del self._by_request[request_id]
+                ended.append(lease)
+        for lease in ended:
+            self._detach(lease)
+        return [lease.entry for lease in ended]
+
+    def end_all(self, entry: CacheEntry) -> None:
+        """Ends all leases of an entry that has left the index."""
+        for request_id in entry.leases:
+            self._by_request.pop(request_id, None)
+        entry.leases.clear()
+
+    def _detach(self, lease: Lease) -> None:
+        lease.entry.leases.discard(lease.request_id)
+        self._account.reclassify(lease.entry)

@@ -1,25 +1,30 @@
-"""What happens in the cache, told to one listener: enough to trace it, with no tensors.
+"""Events of the cache: operations for a listener, and changes of DRAM entries for a journal.
 
-Events are told after the cache's lock is left, so two threads may tell theirs in another order than
-they happened; `sequence` gives that order. `at_us` is monotonic.
+The cache calls the listener after it has left its lock, so events of two threads may arrive in another order than
+the operations had; `sequence` gives that order. The cache calls the journal under its lock, in order.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from relaygr.schemas.digest import DigestChain
+from relaygr.schemas.messages import PrefixSource
+from relaygr.worker.cache.entries import CacheEntry
+from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.pages import PageArray
 
 
 class EventKind(enum.StrEnum):
     """The operation."""
 
     ACQUIRE = "acquire"
-    """A ranking's look-up."""
+    """The look-up of a ranking."""
     PREPARE = "prepare"
-    """A pre-infer job's look-up."""
+    """The look-up of a pre-infer job."""
     RESERVE = "reserve"
     PUBLISH = "publish"
     ABORT = "abort"
@@ -33,7 +38,10 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One operation, the prefix it was about, and how it ended (a value of the enum it answers with)."""
+    """One operation, its prefix, and its outcome (a value of the enum with which the operation answers).
+
+    `at_us` is monotonic. `chain` is that of the history that the prefix covers; its length counts behaviours.
+    """
 
     sequence: int
     at_us: int
@@ -41,12 +49,37 @@ class CacheEvent:
     user_id: str
     namespace: bytes
     chain: DigestChain
-    """Of the history that the prefix covers; its length is in behaviours."""
     outcome: str
 
 
-class CacheListener(Protocol):
-    """Must be quick, and must not raise."""
+CacheListener = Callable[[CacheEvent], None]
+"""Must be quick, and must not raise."""
 
-    def on_event(self, event: CacheEvent) -> None:
-        """One event."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredEntry:
+    """A READY entry that an earlier process left. `pages` int32 is its page table, `tokens` the rows in it."""
+
+    key: PrefixKey
+    pages: PageArray
+    tokens: int
+    source: PrefixSource
+
+
+class TierJournal(Protocol):
+    """Records the entries of a DRAM tier that outlives the process.
+
+    The cache calls it under its lock, so a method must be quick and must not raise.
+    """
+
+    def published(self, entry: CacheEntry, now_us: int) -> None:
+        """The entry is READY and its last byte is sealed. Key, tokens and pages stay the same until `removed`."""
+
+    def touched(self, entry: CacheEntry, now_us: int) -> None:
+        """The entry was used."""
+
+    def removed(self, entry: CacheEntry) -> None:
+        """Called before a page of the entry can be free, and before its page table changes."""
+
+    def end(self) -> None:
+        """The process gives up the tier and the entries stay. Later calls record nothing."""

@@ -1,20 +1,20 @@
-"""Which cached prefix may serve which request.
+"""Identity of a cached prefix: which entry may serve which request.
 
-A prefix is a user's, computed by one model over one history. `PrefixKey` says all three, and
-`common_behaviours` answers how many leading behaviours two keys certainly share:
+A prefix belongs to one user and was computed by one model over one history. `PrefixKey` names all three.
+`common_behaviours` says how many leading behaviours two keys certainly share:
 
-* another user, another namespace (weights, layout, dtype, N, encodings) or other features: none;
-* one history is the start of the other: the whole of the shorter, even inside a digest block;
-* histories that part somewhere: up to the end of their last equal block;
-* a key that does not say who it is: none. The cache fails closed.
+* none, if user, namespace (weights, layout, dtype, N, encodings) or features differ;
+* all of the shorter history, if it is the start of the longer one, even inside a digest block;
+* everything up to the end of their last equal block, if the histories diverge;
+* none, if a key does not identify a prefix: the cache fails closed.
 
-Equal means equal digests; that the behaviours match their digests is the caller's word. The answer
-may be shorter than the truth where a digest is not known, and is never longer.
+Two histories are equal if their digests are. The caller guarantees that behaviours match their digests. The answer
+may be too short where a digest is not known; it is never too long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_at
@@ -22,9 +22,9 @@ from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_at
 if TYPE_CHECKING:
     from relaygr.schemas.messages import Behaviours
 
-# Earlier lengths at which an entry was ready: a request of a version that has since grown still finds
-# its whole prefix. Few versions of one user are under way at a time.
 MAX_MARKS = 8
+"""Marks that an entry keeps. A mark is an earlier length at which the entry was ready, so that a request for an older
+version of the history still finds its whole prefix. Few versions of one user are in use at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,10 @@ class Mark:
 class PrefixKey:
     """Identity of one prefix.
 
-    `namespace` names all that shapes K,V beside the user: a digest of model revision, layout, dtype,
-    N and encodings. `chain` covers features (its seed) and history. `behaviours` are those the chain
-    was computed over; with them the digest at any length is known, without them only at block ends,
-    marks and the whole. `growable` is false where earlier rows depend on where the history ends: then
-    only the whole prefix matches.
+    `namespace` identifies everything that shapes K,V apart from the user: a digest of model revision, layout, dtype,
+    N and encodings. `chain` covers features (its seed) and history. `behaviours` are those that the chain was
+    computed over. With them the digest is known at every length, without them at block ends, at marks and of the
+    whole. `growable` is false if earlier rows depend on where the history ends; then only the whole prefix matches.
     """
 
     user_id: str
@@ -53,24 +52,26 @@ class PrefixKey:
     marks: tuple[Mark, ...] = ()
     growable: bool = True
 
-    @property
-    def length(self) -> int:
-        """Behaviours that the key covers."""
-        return self.chain.length
+    length: int = field(init=False)
+    """Number of behaviours that the key covers."""
+    is_known: bool = field(init=False)
+    """Whether the key identifies a prefix at all."""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the key identifies a prefix at all."""
-        return (
+    def __post_init__(self) -> None:
+        # Computed once, since every look-up asks for both.
+        chain = self.chain
+        known = (
             bool(self.user_id)
             and bool(self.namespace)
-            and len(self.chain.seed) == DIGEST_BYTES
-            and len(self.chain.blocks) == -(-self.chain.length // BLOCK)
-            and (self.behaviours is None or len(self.behaviours) == self.chain.length)
+            and len(chain.seed) == DIGEST_BYTES
+            and len(chain.blocks) == -(-chain.length // BLOCK)
+            and (self.behaviours is None or len(self.behaviours) == chain.length)
         )
+        object.__setattr__(self, "length", chain.length)
+        object.__setattr__(self, "is_known", known)
 
     def digest_at(self, length: int) -> bytes | None:
-        """The digest of the first `length` behaviours, or None where it is not known."""
+        """The digest of the first `length` behaviours, or None if it is not known."""
         known = self.chain.at(length)
         if known is not None or length > self.length:
             return known
@@ -79,7 +80,7 @@ class PrefixKey:
         return next((mark.digest for mark in self.marks if mark.length == length), None)
 
     def head(self, length: int) -> PrefixKey | None:
-        """The key of the first `length` behaviours, or None where their digest is not known."""
+        """The key of the first `length` behaviours, or None if their digest is not known."""
         digest = self.digest_at(length)
         if digest is None:
             return None
@@ -90,21 +91,22 @@ class PrefixKey:
         )
 
     def held(self, marks: tuple[Mark, ...] = ()) -> PrefixKey:
-        """The key as an entry keeps it: no behaviours; of its marks and `marks` the longest below its length."""
+        """The key as an entry keeps it: without behaviours, with the longest of its own marks and `marks`."""
         known = {mark.length: mark for mark in (*marks, *self.marks) if mark.length < self.length}
         kept = tuple(known[length] for length in sorted(known)[-MAX_MARKS:])
         return PrefixKey(self.user_id, self.namespace, self.chain, None, kept, self.growable)
 
 
 def common_behaviours(asked: PrefixKey, held: PrefixKey) -> int:
-    """How many leading behaviours of `asked` the K,V held for `held` certainly covers."""
+    """Number of leading behaviours of `asked` that the K,V cached for `held` certainly covers."""
     if not (asked.is_known and held.is_known):
         return 0
     if asked.user_id != held.user_id or asked.namespace != held.namespace or asked.chain.seed != held.chain.seed:
         return 0
     if asked.growable is not held.growable:
         return 0
-    if asked.length == held.length and asked.chain.digest == held.chain.digest:
+    # The seeds are equal, so equal last blocks mean equal digests.
+    if asked.length == held.length and asked.chain.blocks[-1:] == held.chain.blocks[-1:]:
         return asked.length
     if not asked.growable:
         return 0

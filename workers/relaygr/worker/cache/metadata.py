@@ -1,123 +1,204 @@
-"""Books of one tier: who holds which pages. No bytes, no threads, no clock; the cache's lock guards it.
+"""Entries and pages of one tier: which are ready, in flight, pinned, leased or free. It holds no K,V.
 
-| operation | needs | gives | leaves behind |
+| operation | needs | returns | effect |
 |---|---|---|---|
-| `begin` | pages free or evictable | `Work`: pages in flight | entry FILLING or LOADING, or one that grows |
-| `publish` | work still current | the READY entry | work closed; longer table, older handles keep theirs |
-| `abort` | open work | | its pages free; a new entry EMPTY again |
-| `take_overdue` | | pins and work held too long | stale work; both keep their pages until `unpin`, `abort` |
-| `remove` | | the work that is stale now | entry out of the index; pages free as readers leave |
-| `restore` | free pages | | entries READY that an earlier process left |
+| `begin` | pages free or evictable | `WorkInFlight` | a new entry FILLING or LOADING, or an entry that grows |
+| `publish` | work still current | the READY entry | closes the work; older handles keep the old page table |
+| `abort` | open work | | frees the work's pages; a new entry is EMPTY again |
+| `revoke_overdue` | | pins and work held too long | gives up the work; pages stay taken until `unpin` or `abort` |
+| `remove` | | the open work, now stale | the entry leaves the index; its pages are free once the last reader leaves |
+| `restore` | free pages | | entries of an earlier process are READY |
 
-Every page is in exactly one of free, in flight, pinned, leased, evictable. An entry's pages count as
-one: pinned while it has readers, else leased while requests hold it, else evictable. A page that lost
-its entry but still has readers counts as pinned. `begin` evicts only when that makes enough room, and
-only entries that are evictable. A `TierJournal` hears of every entry that comes, changes or goes.
+Every page is in exactly one of free, in flight, pinned, leased, evictable. All pages of an entry count as one of these:
+pinned while the entry has readers, else leased while requests lease it, else evictable. A page that lost its entry
+but still has readers counts as pinned. `begin` evicts only evictable entries, and only if that makes enough room.
+A `TierJournal` records every entry that is published, used or removed.
+
+Not thread-safe: the cache's lock guards it. Every time is passed in.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding, Pin, PrefixMatch, WorkInFlight
-from relaygr.worker.cache.entry_index import EntryIndex
+from relaygr.worker.cache.entries import (
+    CacheEntry,
+    EntryIndex,
+    EntryState,
+    Holding,
+    Leases,
+    PageAccount,
+    Pin,
+    PrefixMatch,
+    WorkInFlight,
+)
+from relaygr.worker.cache.events import StoredEntry, TierJournal
 from relaygr.worker.cache.identity import Mark, PrefixKey
-from relaygr.worker.cache.invariants import check_tier
-from relaygr.worker.cache.journal import NoJournal, StoredEntry, TierJournal
-from relaygr.worker.cache.leases import LeaseTable
-from relaygr.worker.cache.leasing import TierLeases
 from relaygr.worker.cache.pages import PageArray, PagePool
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
-from relaygr.worker.cache.readers import Readers
-from relaygr.worker.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, WasteReason
+from relaygr.worker.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, Tier, WasteReason
 from relaygr.worker.cache.stats import Counters, TierStats
-from relaygr.worker.cache.tier_state import TierState
-from relaygr.worker.cache.tiers import Tier
 from relaygr.worker.kv import PrefixLayout
 
-# How many expired entries are looked at in one go: a section under the lock is short.
 _EXPIRED_AT_ONCE = 256
-
+"""Most entries that `expire` examines in one call: a section under the lock is short."""
 _NEVER = -1
 """A generation that no entry has."""
-# Look-ups walk a user's entries, so a user whose history keeps changing may not have many.
 MAX_ENTRIES_PER_USER = 4
+"""A look-up walks all entries of its user. Without a bound, a user whose history keeps changing could have many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierShape:
+    """Size of a tier, and how tokens lie in its pages."""
+
+    tier: Tier
+    capacity_pages: int
+    page_tokens: int
+    layout: PrefixLayout
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
 
 
 class TierMetadata:
-    """The books of one tier."""
+    """See the module."""
 
     def __init__(
         self,
-        tier: Tier,
-        capacity_pages: int,
-        page_tokens: int,
-        layout: PrefixLayout,
+        shape: TierShape,
         policy: EvictionPolicy,
         counters: Counters,
         lease_limit: int,
         journal: TierJournal | None = None,
     ) -> None:
-        self.tier = tier
-        self._journal: TierJournal = journal if journal is not None else NoJournal()
-        self._is_open = journal is None
-        self._counters = counters
-        self._state = TierState(page_tokens, layout, PagePool(capacity_pages), policy, LeaseTable(lease_limit))
-        self._pool, self._policy = self._state.pool, policy
-        self._index, self._account = self._state.index, self._state.account
-        self.readers = Readers(self._state)
-        self.leasing = TierLeases(self._state, counters)
-        self._layout = layout
-        self._last_number = 0
+        """With a journal the tier gives no pages before `open`."""
+        self.shape = shape
+        self.tier = shape.tier
+        self.policy = policy
+        self.pool = PagePool(shape.capacity_pages)
+        self.index = EntryIndex()
+        self.account = PageAccount()
+        self.leases = Leases(self.account, lease_limit)
+        self.works: set[WorkInFlight] = set()
+        self.pins: set[Pin] = set()
+        self.held_until_us: dict[Pin | WorkInFlight, int] = {}
+        """Pins of handles and work of fills, with the time at which each is overdue, the earliest first."""
         self.saved_us: Callable[[int], float] = float
-        """Predicted time that a hit on so many tokens saves; until it is known, a µs each."""
+        """Predicted device time that a hit on so many tokens saves. Without a prediction, 1 µs a token."""
+        self._layout = shape.layout
+        self._counters = counters
+        self._journal = journal
+        self._is_open = journal is None
+        self._last_number = 0
 
-    # Looking, changing nothing.
-
-    @property
-    def index(self) -> EntryIndex:
-        """For looking."""
-        return self._index
+    # Reading.
 
     def state(self, key: PrefixKey) -> EntryState:
-        """The state of the entry that serves `key`, or will; EMPTY if there is none."""
-        match = self._index.find(key)
+        """The state of the entry that serves `key`, or will serve it; EMPTY without one."""
+        match = self.index.find(key)
         if match is not None:
             return match.entry.state
-        coming = self._index.find_work(key)
+        coming = self.index.find_work(key)
         return coming.work.entry.state if coming is not None else EntryState.EMPTY
 
     def stats(self) -> TierStats:
-        return self._state.stats()
+        account = self.account
+        return TierStats(
+            capacity=self.pool.capacity,
+            free=self.pool.free,
+            evictable=account.held[Holding.EVICTABLE],
+            leased=account.held[Holding.LEASED],
+            pinned=account.held[Holding.PINNED] + account.orphaned,
+            in_flight=account.in_flight,
+            entries=len(self.index),
+        )
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError that says what does not add up."""
-        check_tier(self._state)
-
-    # Use.
+    # Order of eviction.
 
     def touch(self, entry: CacheEntry, now_us: int) -> None:
-        """The entry was used: later in the order of eviction."""
+        """The entry was used, so it is evicted later."""
         if entry.attached:
-            self._policy.touch(entry.number, now_us)
-            self._journal.touched(entry, now_us)
+            self.policy.touch(entry.number, now_us)
+            if self._journal is not None:
+                self._journal.touched(entry, now_us)
 
     def demote(self, entry: CacheEntry) -> None:
-        """The entry goes first when room is needed."""
+        """Puts the entry first in the order of eviction."""
         if entry.attached:
-            self._policy.demote(entry.number)
+            self.policy.demote(entry.number)
 
     def expire(self, now_us: int) -> int:
-        """Evicts entries that nobody holds and whose time the policy says is over; how many."""
-        numbers = list(itertools.islice(self._policy.expired(now_us), _EXPIRED_AT_ONCE))
-        entries = [entry for entry in map(self._index.__getitem__, numbers) if self._is_evictable(entry)]
+        """Evicts entries that are evictable and expired by the policy. Returns their number."""
+        numbers = list(itertools.islice(self.policy.expired(now_us), _EXPIRED_AT_ONCE))
+        entries = [entry for entry in map(self.index.__getitem__, numbers) if self._is_evictable(entry)]
         for entry in entries:
             self._evict(entry)
         return len(entries)
+
+    def count_waste(self, entry: CacheEntry, reason: WasteReason) -> None:
+        """Counts the entry's pre-infer as wasted, once, if nothing used it."""
+        if entry.unused_pre_infer:
+            entry.unused_pre_infer = False
+            self._counters.wasted[reason] += 1
+
+    # Pins. A pin keeps its pages whatever happens to their entry, and to the work that fills them.
+
+    def pin(self, entry: CacheEntry, tokens: int) -> Pin:
+        """Pins the pages of the entry's first `tokens` tokens."""
+        return self._pin(entry, entry.pages, tokens)
+
+    def pin_work(self, work: WorkInFlight, tokens: int) -> Pin:
+        """Pins the pages of the first `tokens` tokens of a prefix that is still being copied."""
+        return self._pin(work.entry, work.table, tokens)
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin. Raises ValueError if it has ended."""
+        if not pin.open:
+            raise ValueError("a handle was released twice")
+        pin.open = False
+        self.pins.remove(pin)
+        self.held_until_us.pop(pin, None)
+        pin.entry.pins -= 1
+        # Pages that become free here had lost their entry before.
+        self.account.orphaned -= self.pool.drop(pin.pages)
+        self.account.reclassify(pin.entry)
+
+    def begin_spill(self, entry: CacheEntry) -> Pin:
+        """Pins the whole entry for a copy to DRAM."""
+        if entry.state is EntryState.READY:
+            entry.step(EntryState.SPILLING)
+        entry.spills += 1
+        return self.pin(entry, entry.tokens)
+
+    def end_spill(self, pin: Pin) -> None:
+        """The copy ended, with or without success."""
+        entry = pin.entry
+        entry.spills -= 1
+        if entry.spills == 0 and entry.state is EntryState.SPILLING:
+            entry.step(EntryState.READY)
+        self.unpin(pin)
+
+    def hold(self, held: Pin | WorkInFlight, until_us: int) -> None:
+        """A handle holds the pin, or a fill the work, until then at most. Times may not decrease from call to call."""
+        self.held_until_us[held] = until_us
+
+    def revoke_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
+        """Revokes pins and work that are overdue. They keep their pages, since the device may still use them."""
+        until_us = self.held_until_us
+        overdue = list(itertools.takewhile(lambda held: until_us[held] <= now_us, until_us))
+        for held in overdue:
+            del until_us[held]
+            held.revoked = True
+            if isinstance(held, WorkInFlight):
+                self._give_up(held)
+        return overdue
 
     # Work in flight.
 
@@ -130,14 +211,14 @@ class TierMetadata:
         base: PrefixMatch | None,
         own_pins: int = 0,
     ) -> WorkInFlight | NoRoomReason:
-        """Takes pages for `key`: those after `base`'s where it can grow, else for the whole.
+        """Takes pages for `key`: for the tail after `base` if that entry can grow, else for the whole prefix.
 
-        `own_pins` of the base's readers belong to the caller, and do not make its tail page shared.
+        `own_pins` pins of the base belong to the caller. They do not make its tail page shared.
         """
         tokens = self._layout.tokens(key.length)
         if key.length == 0 or tokens <= 0:
             return NoRoomReason.NOTHING_TO_CACHE
-        if self._state.pages_for(tokens) > self._pool.capacity:
+        if self.shape.pages_for(tokens) > self.pool.capacity:
             return NoRoomReason.TOO_LARGE
         if not self._is_open:
             return NoRoomReason.FULL
@@ -148,14 +229,14 @@ class TierMetadata:
         return self._begin_growth(key, kind, purpose, tokens, now_us, base, own_pins)
 
     def pages_needed(self, key: PrefixKey, base: PrefixMatch | None) -> int:
-        """New pages that loading `key` onto `base` takes."""
-        needed = self._state.pages_for(self._layout.tokens(key.length))
+        """Number of new pages that a load of `key` onto `base` takes."""
+        needed = self.shape.pages_for(self._layout.tokens(key.length))
         if base is None or not self._may_grow(base, 0):
             return needed
-        return needed - self._layout.tokens(base.behaviours) // self._state.page_tokens
+        return needed - self._layout.tokens(base.behaviours) // self.shape.page_tokens
 
     def publish(self, work: WorkInFlight, now_us: int, source: PrefixSource) -> CacheEntry | None:
-        """Makes the work's pages visible; None, and the pages free, if it went stale meanwhile."""
+        """Makes the work's pages visible. None, with the pages freed, if the work is not current any more."""
         if not work.is_current:
             self.abort(work)
             return None
@@ -168,122 +249,118 @@ class TierMetadata:
             entry.source = source
             self._demote_others(entry)
         else:
-            self._journal.removed(entry)
+            if self._journal is not None:
+                self._journal.removed(entry)
             replaced = entry.pages[work.kept :]
             entry.pages = work.table
-            self._account.orphaned += replaced.size - self._pool.drop(replaced)
+            self.account.orphaned += replaced.size - self.pool.drop(replaced)
             earlier = (*entry.key.marks, Mark(entry.key.length, entry.key.chain.digest))
             entry.key = work.key.held(tuple(mark for mark in earlier if mark.length <= work.start_behaviours))
             if work.kind is PendingKind.LOAD:
                 entry.source = source
-            self.readers.unpin(work.base)
+            self.unpin(work.base)
         entry.tokens = work.tokens
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
         self._show(entry, now_us)
-        self._journal.published(entry, now_us)
+        if self._journal is not None:
+            self._journal.published(entry, now_us)
         return entry
 
     def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
-        """Shows what an earlier process left, in this order of use, before the tier is open.
+        """Makes entries of an earlier process READY, the least recently used first. Called before `open`.
 
         Raises ValueError if a page is not free.
         """
         if stored:
-            self._pool.claim(np.concatenate([each.pages for each in stored]))
+            self.pool.claim(np.concatenate([each.pages for each in stored]))
         for each in stored:
             entry = CacheEntry(self._next_number(), each.key, self._next_number())
             entry.step(EntryState.LOADING)
             entry.step(EntryState.READY)
             entry.pages, entry.tokens, entry.source = each.pages, each.tokens, each.source
-            self._index.add(entry)
+            self.index.add(entry)
             self._show(entry, now_us)
 
     def open(self) -> None:
-        """All is restored: other pages may be taken. Until then a tier with a journal gives none."""
+        """All entries are restored. From now on `begin` gives pages."""
         self._is_open = True
 
     def end_journal(self) -> None:
-        """What happens to the entries from now on is this process's alone."""
-        self._journal.end()
+        """Stops the journal: later changes concern this process only."""
+        if self._journal is not None:
+            self._journal.end()
 
     def abort(self, work: WorkInFlight) -> None:
-        """Gives the work's pages back. A new entry is EMPTY again; one that grew is as before."""
+        """Frees the work's pages. A new entry is EMPTY again; an entry that grew is as before."""
         self._close(work)
         self._give_up(work)
-        # Whoever reads a prefix under way keeps its pages.
-        self._account.orphaned += work.new_pages.size - self._pool.drop(work.new_pages)
+        # Readers of a prefix that is still being copied keep its pages.
+        self.account.orphaned += work.new_pages.size - self.pool.drop(work.new_pages)
         if work.base is not None:
-            self.readers.unpin(work.base)
+            self.unpin(work.base)
 
     def remove(self, entry: CacheEntry, reason: WasteReason) -> WorkInFlight | None:
-        """Takes the entry out of the index; the open work, stale from now on.
+        """Removes the entry from the index. Returns its open work, which is stale from now on.
 
-        Its pages are free at once, or when their last reader leaves; those in flight when the work ends.
+        The entry's pages are free at once, or when their last reader leaves. Pages in flight are free when the work
+        ends.
         """
         stale = entry.work
-        if entry.is_visible:
+        if self._journal is not None and entry.is_visible:
             self._journal.removed(entry)
-        self.leasing.count_waste(entry, reason)
+        self.count_waste(entry, reason)
         self._detach(entry)
         if entry.is_visible:
             entry.step(EntryState.EVICTED)
-            self._account.orphaned += entry.pages.size - self._pool.drop(entry.pages)
+            self.account.orphaned += entry.pages.size - self.pool.drop(entry.pages)
         else:
             entry.step(EntryState.EMPTY)
         return stale
 
     def give_up_truncation(self, leased: PrefixMatch) -> WorkInFlight | None:
-        """The work, if any, that would have taken a part of what was just leased away: stale from now on."""
+        """Gives up work that would have removed a part of the entry that was just leased, and returns it."""
         work = leased.entry.work
         if work is None or self._layout.tokens(leased.behaviours) <= work.start_tokens:
             return None
         self._give_up(work)
         return work
 
-    # What users hold.
+    # Helpers.
 
-    def hold(self, held: Pin | WorkInFlight, until_us: int) -> None:
-        """A handle has this pin, or a fill this work, until then at most. Later ones may not end earlier."""
-        self._state.held_until_us[held] = until_us
-
-    def take_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
-        """Takes what was held too long from its holders. It keeps its pages, so that the device may go on with them."""
-        until_us = self._state.held_until_us
-        overdue = list(itertools.takewhile(lambda held: until_us[held] <= now_us, until_us))
-        for held in overdue:
-            del until_us[held]
-            held.forced = True
-            if isinstance(held, WorkInFlight):
-                self._give_up(held)
-        return overdue
-
-    # How it is done.
+    def _pin(self, entry: CacheEntry, table: PageArray, tokens: int) -> Pin:
+        pages = table[: -(-tokens // self.shape.page_tokens)]
+        self.pool.share(pages)
+        pin = Pin(entry, pages)
+        self.pins.add(pin)
+        entry.pins += 1
+        self.account.reclassify(entry)
+        return pin
 
     def _may_grow(self, base: PrefixMatch, own_pins: int) -> bool:
         entry = base.entry
         if entry.work is not None or not entry.attached:
             return False
         truncates = self._layout.tokens(base.behaviours) < entry.tokens
-        # Growth from inside takes the old end away; whoever holds the entry may want just that.
+        # Growth from inside the entry removes its old end, which a holder of the entry may need.
         return not (truncates and (entry.leases or entry.pins > own_pins))
 
     def _begin_new(
         self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, now_us: int
     ) -> WorkInFlight | NoRoomReason:
-        siblings = self._index.of_user(key.user_id)
+        siblings = self.index.of_user(key.user_id)
         surplus = None
         if len(siblings) >= MAX_ENTRIES_PER_USER:
             surplus = next((entry for entry in siblings if self._is_evictable(entry)), None)
             if surplus is None:
                 return NoRoomReason.FULL
-        pages = self._take(self._state.pages_for(tokens), now_us)
+        pages = self._take(self.shape.pages_for(tokens), now_us)
         if pages is None:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
             self._evict(surplus)
         entry = CacheEntry(self._next_number(), key.held(), self._next_number())
         entry.step(EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
-        self._index.add(entry)
+        self.index.add(entry)
         return self._open(WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages))
 
     def _begin_growth(
@@ -298,15 +375,15 @@ class TierMetadata:
     ) -> WorkInFlight | NoRoomReason:
         entry = base.entry
         start_tokens = self._layout.tokens(base.behaviours)
-        whole, partial = divmod(start_tokens, self._state.page_tokens)
-        # A partial tail page is written in place only where nobody else reads it, and never where that
-        # would overwrite rows still shown. A load brings the whole page, so it never needs the old one.
+        whole, partial = divmod(start_tokens, self.shape.page_tokens)
+        # A partial tail page is written in place only if nobody else reads it, and never if that would overwrite
+        # visible rows. A load copies the whole page, so it never needs the old one.
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
-        pin = self.readers.pin(entry, base.behaviours)
-        pages = self._take(self._state.pages_for(tokens) - kept, now_us)
+        pin = self.pin(entry, start_tokens)
+        pages = self._take(self.shape.pages_for(tokens) - kept, now_us)
         if pages is None:
-            self.readers.unpin(pin)
+            self.unpin(pin)
             return NoRoomReason.FULL
         copies = partial and not in_place and kind is PendingKind.FILL
         work = WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages)
@@ -319,12 +396,12 @@ class TierMetadata:
 
     def _open(self, work: WorkInFlight) -> WorkInFlight:
         work.entry.work = work
-        self._state.works.add(work)
-        self._account.in_flight += work.new_pages.size
+        self.works.add(work)
+        self.account.in_flight += work.new_pages.size
         return work
 
     def _give_up(self, work: WorkInFlight) -> None:
-        """Nothing will come of the work, and other work may begin in its place."""
+        """The work will not be published. Other work may begin in its place."""
         if work.is_current and work.base is None:
             self._detach(work.entry)
             work.entry.step(EntryState.EMPTY)
@@ -336,20 +413,20 @@ class TierMetadata:
         if not work.open:
             raise ValueError("work in flight was ended twice")
         work.open = False
-        self._state.works.remove(work)
-        self._state.held_until_us.pop(work, None)
-        self._account.in_flight -= work.new_pages.size
+        self.works.remove(work)
+        self.held_until_us.pop(work, None)
+        self.account.in_flight -= work.new_pages.size
         if work.entry.work is work:
             work.entry.work = None
 
     def _take(self, count: int, now_us: int) -> PageArray | None:
-        missing = count - self._pool.free
-        if missing > self._account.held[Holding.EVICTABLE]:
+        missing = count - self.pool.free
+        if missing > self.account.held[Holding.EVICTABLE]:
             return None
         if missing > 0:
             chosen = []
-            for number in self._policy.victims(now_us):
-                entry = self._index[number]
+            for number in self.policy.victims(now_us):
+                entry = self.index[number]
                 if self._is_evictable(entry):
                     chosen.append(entry)
                     missing -= entry.pages.size
@@ -357,14 +434,14 @@ class TierMetadata:
                         break
             for entry in chosen:
                 self._evict(entry)
-        return self._pool.take(count)
+        return self.pool.take(count)
 
     def _is_evictable(self, entry: CacheEntry) -> bool:
         return entry.is_visible and entry.holding is Holding.EVICTABLE
 
     def _evict(self, entry: CacheEntry) -> None:
         self._counters.evictions[self.tier] += 1
-        self._policy.evict(entry.number)
+        self.policy.evict(entry.number)
         self.remove(entry, WasteReason.EVICTED)
 
     def _weight(self, entry: CacheEntry) -> EntryWeight:
@@ -372,23 +449,23 @@ class TierMetadata:
         return EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
 
     def _demote_others(self, entry: CacheEntry) -> None:
-        """A user's newer prefix makes the older ones the first to go."""
-        for other in self._index.of_user(entry.key.user_id):
+        """Puts the user's older prefixes first in the order of eviction."""
+        for other in self.index.of_user(entry.key.user_id):
             if other is not entry:
-                self._policy.demote(other.number)
+                self.policy.demote(other.number)
 
     def _show(self, entry: CacheEntry, now_us: int) -> None:
-        self._policy.add(entry.number, self._weight(entry), now_us)
-        self._account.reclassify(entry)
+        self.policy.add(entry.number, self._weight(entry), now_us)
+        self.account.reclassify(entry)
 
     def _detach(self, entry: CacheEntry) -> None:
-        self._index.remove(entry)
-        self._policy.remove(entry.number)
+        self.index.remove(entry)
+        self.policy.remove(entry.number)
         entry.attached = False
         entry.generation = self._next_number()
         entry.work = None
-        self.leasing.end_all(entry)
-        self._account.reclassify(entry)
+        self.leases.end_all(entry)
+        self.account.reclassify(entry)
 
     def _next_number(self) -> int:
         self._last_number += 1

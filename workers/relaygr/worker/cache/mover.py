@@ -1,42 +1,31 @@
-"""Threads that copy pages, in the order of a `CopyQueue`. What a copy is, a `Copier` knows.
-
-`submit` never blocks. `close` lets the copies under way end, fails those that wait, and joins the threads.
-"""
+"""Threads that copy pages, in the order of a `CopyQueue`. The mover knows no bytes: a function makes each copy."""
 
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
 import structlog
 
 from relaygr.runtime.clock import Clock
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
-from relaygr.worker.cache.copy_queue import CopyLimits, CopyQueue
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
 
 _log = structlog.get_logger()
 
 
-class Copier(Protocol):
-    """Does one copy in the calling thread, all of it or an exception."""
-
-    def copy(self, request: CopyRequest) -> None:
-        """Returns when the bytes are there."""
-
-
 class ThreadMover:
-    """A `Mover` with as many threads as copies may be under way. Starts them at once."""
+    """A `Mover` with one thread for each copy that may be under way. The constructor starts the threads."""
 
     def __init__(
         self,
-        copier: Copier,
+        copy: Callable[[CopyRequest], None],
         page_bytes: int,
         clock: Clock,
         limits: CopyLimits | None = None,
     ) -> None:
-        """`page_bytes` of a page as it crosses the link."""
+        """`copy` makes one copy in the calling thread and raises if it fails. A page takes `page_bytes` on the link."""
         limits = limits if limits is not None else CopyLimits()
-        self._copier = copier
+        self._copy = copy
         self._clock = clock
         self._queue = CopyQueue(page_bytes, limits)
         self._changed = threading.Condition()
@@ -73,10 +62,10 @@ class ThreadMover:
         while (request := self._next()) is not None:
             copied = False
             try:
-                self._copier.copy(request)
+                self._copy(request)
                 copied = True
             except Exception:
-                # The books drop what may be torn; the thread has other copies to make.
+                # The cache discards a copy that failed, and the thread has other copies to make.
                 _log.exception("pages could not be copied", source=request.source, target=request.target)
             with self._changed:
                 self._queue.end(request, self._clock.monotonic_us(), copied)
@@ -84,8 +73,8 @@ class ThreadMover:
             try:
                 request.on_done(copied)
             except Exception:
-                # Without the thread, whoever waits for the next copies would wait in vain.
-                _log.exception("the end of a copy could not be told", source=request.source, target=request.target)
+                # The thread must go on: without it the next copies would never be made.
+                _log.exception("the callback of a copy failed", source=request.source, target=request.target)
 
     def _next(self) -> CopyRequest | None:
         with self._changed:

@@ -1,9 +1,8 @@
-"""Pages of one tier, by index: which are free, and how many hold each of the others.
+"""Free list and reference counts of the pages of one tier.
 
-Memory is taken once, elsewhere; here a page is a number below `capacity`. A page leaves the free list
-with one reference, its owner's (an entry, or work in flight); every reader adds one; it is free again
-when the last is dropped. So whoever still reads an evicted or replaced page keeps it alive.
-Taking is all or nothing. Single-threaded: the cache's lock guards it.
+A page is a number below `capacity`; its memory is allocated elsewhere. A page leaves the free list with one
+reference, that of its owner (an entry or work in flight). Every reader adds one. The page is free again when the last
+reference is dropped, so a reader keeps an evicted or replaced page alive. Not thread-safe: the cache's lock guards it.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ class PagePool:
         if capacity < 0:
             raise ValueError(f"a pool can not have {capacity} pages")
         self.capacity = capacity
-        # A stack whose top is the lowest index: a fresh pool gives neighbours, which copy in one run.
+        # A stack whose top is the lowest index: a fresh pool gives adjacent pages, which are copied in one run.
         self._stack: PageArray = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._top = capacity
         self._references = np.zeros(capacity, dtype=np.int32)
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return self._top
 
     def take(self, count: int) -> PageArray | None:
-        """`count` free pages with one reference each, or None if there are fewer."""
+        """Takes `count` free pages, with one reference each. None, without taking any, if there are fewer."""
         if count > self._top:
             return None
         pages = self._stack[self._top - count : self._top][::-1].copy()
@@ -41,7 +40,7 @@ class PagePool:
         return pages
 
     def claim(self, pages: PageArray) -> None:
-        """Takes just these, with one reference each. Raises ValueError unless they are distinct and all free."""
+        """Takes these pages, with one reference each. Raises ValueError unless they are distinct and all free."""
         ordered = np.sort(pages)
         if (ordered[1:] == ordered[:-1]).any() or self._references[pages].any():
             raise ValueError("a page that is not free was claimed")
@@ -51,11 +50,14 @@ class PagePool:
         self._stack[: self._top] = free
 
     def share(self, pages: PageArray) -> None:
-        """One more reference on each of `pages` (distinct, none free)."""
+        """Adds a reference to each of `pages`, which are distinct and not free."""
         self._references[pages] += 1
 
     def drop(self, pages: PageArray) -> int:
-        """One reference less on each of `pages` (distinct); how many became free. ValueError if one is free already."""
+        """Drops a reference of each of `pages`, which are distinct. Returns the number of pages that became free.
+
+        Raises ValueError if one is free already.
+        """
         left = self._references[pages] - 1
         if left.size and int(left.min()) < 0:
             raise ValueError("a free page was dropped again")

@@ -1,14 +1,16 @@
-"""What the cache answers: small frozen values, and the reasons by which answers are counted."""
+"""Answers of the cache, and the reasons by which it counts them. Plain values without behaviour."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from relaygr.worker.cache.entries import EntryState
-    from relaygr.worker.cache.handles import Handle
+
+class Tier(enum.StrEnum):
+    """The tier in which a page lies. On the CPU both tiers are plain memory."""
+
+    HBM = "hbm"
+    DRAM = "dram"
 
 
 class MissReason(enum.StrEnum):
@@ -22,7 +24,7 @@ class MissReason(enum.StrEnum):
 
 
 class NoRoomReason(enum.StrEnum):
-    """Why no pages were given."""
+    """Why the cache gave no pages."""
 
     FULL = "full"
     TOO_LARGE = "too_large"
@@ -32,7 +34,7 @@ class NoRoomReason(enum.StrEnum):
 
 
 class DeclineReason(enum.StrEnum):
-    """Why a reload was not started although there was room."""
+    """Why a reload was not started although HBM had room."""
 
     NOT_IN_DRAM = "not_in_dram"
     NOT_WORTH_IT = "not_worth_it"
@@ -40,7 +42,7 @@ class DeclineReason(enum.StrEnum):
 
 
 class SpillOutcome(enum.StrEnum):
-    """What became of a wish to spill. Only STARTED copies."""
+    """Answer to a request to spill. Only STARTED makes a copy."""
 
     STARTED = "started"
     ALREADY_THERE = "already_there"
@@ -62,23 +64,23 @@ class WasteReason(enum.StrEnum):
 
 
 class Purpose(enum.StrEnum):
-    """What a fill is computed for, or a prefix looked up for."""
+    """The purpose of a look-up or of a fill."""
 
     PRE_INFER = "pre_infer"
     RANKING = "ranking"
     AGAIN = "again"
-    """A ranking whose look-up was counted before, as what it was then: a miss, or one that joined."""
+    """A ranking repeats its look-up. The first look-up was counted, so this one is not."""
 
 
 class PendingKind(enum.StrEnum):
-    """What a waiter waits for."""
+    """Work that a waiter waits for: a computation (FILL) or a copy from DRAM (LOAD)."""
 
     FILL = "fill"
     LOAD = "load"
 
 
 class PendingOutcome(enum.StrEnum):
-    """How it ended. After PUBLISHED `acquire` again; after the others it is a miss."""
+    """How the work ended. After PUBLISHED the waiter calls `acquire` again; the others count as a miss."""
 
     PUBLISHED = "published"
     FAILED = "failed"
@@ -86,25 +88,8 @@ class PendingOutcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
-    """What is ready for a key, in behaviours, and the state of each tier's best entry."""
-
-    hbm_behaviours: int
-    dram_behaviours: int
-    hbm_state: EntryState
-    dram_state: EntryState
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """K,V in HBM, pinned until the handle is released."""
-
-    handle: Handle
-
-
-@dataclass(frozen=True, slots=True)
 class Miss:
-    """Nothing in HBM; `dram_behaviours` of the key could be reloaded."""
+    """HBM has nothing. DRAM has `dram_behaviours` behaviours of the key, which could be reloaded."""
 
     reason: MissReason
     dram_behaviours: int = 0
@@ -112,21 +97,21 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """No pages, now. Nothing was evicted for it."""
+    """The cache has no pages to give now, and it evicted nothing for this call."""
 
     reason: NoRoomReason
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """No reload."""
+    """The cache did not start a reload."""
 
     reason: DeclineReason
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """A page whose rows the filler needs in a page of its own: copy it before computing."""
+    """Copy page `source` to page `target` before computing: the fill needs rows of a page that others read."""
 
     source: int
     target: int

@@ -1,10 +1,15 @@
-"""What the cache counts: a mutable `Counters` that it adds to, and the frozen values it hands out."""
+"""Counters of the cache, their snapshot, and their Prometheus metrics. Each counter is listed once, in `Counters`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from relaygr.worker.cache.results import (
     DeclineReason,
@@ -13,40 +18,83 @@ from relaygr.worker.cache.results import (
     PendingKind,
     PendingOutcome,
     SpillOutcome,
+    Tier,
     WasteReason,
 )
-from relaygr.worker.cache.tiers import Tier
-from relaygr.worker.kv import DramGeometry
+
+_HOLDINGS = ("free", "evictable", "leased", "pinned", "in_flight")
+
+
+def _metric(name: str, text: str, label: str | None = None) -> dict[str, str | None]:
+    """Metadata of a counter that is exported as `relaygr_cache_<name>`; with a `label` if it counts by an enum."""
+    return {"metric": name, "text": text, "label": label}
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start; each key is an enum, so each is bounded."""
+    """Totals since the cache started. The keys of each `Counter` are members of an enum, so each is bounded."""
 
     hits: int = 0
+    """Look-ups served from HBM, partial hits included."""
     partial_hits: int = 0
-    joins: Counter[PendingKind] = field(default_factory=Counter)
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    no_room: Counter[NoRoomReason] = field(default_factory=Counter)
-    fills: Counter[PendingOutcome] = field(default_factory=Counter)
-    appends: int = 0
-    reloads: Counter[PendingOutcome] = field(default_factory=Counter)
-    reload_retries: int = 0
-    declined: Counter[DeclineReason] = field(default_factory=Counter)
-    spills: Counter[SpillOutcome] = field(default_factory=Counter)
-    spills_ended: Counter[PendingOutcome] = field(default_factory=Counter)
-    evictions: Counter[Tier] = field(default_factory=Counter)
-    wasted: Counter[WasteReason] = field(default_factory=Counter)
-    leases_granted: int = 0
-    leases_leaked: int = 0
-    forced_unpins: int = 0
-    forced_aborts: int = 0
-    late_releases: int = 0
+    joins: Counter[PendingKind] = field(
+        default_factory=Counter, metadata=_metric("joins", "Look-ups that joined a fill or a reload under way", "kind")
+    )
+    misses: Counter[MissReason] = field(
+        default_factory=Counter, metadata=_metric("misses", "Look-ups that found no K,V in HBM", "reason")
+    )
+    no_room: Counter[NoRoomReason] = field(
+        default_factory=Counter, metadata=_metric("no_room", "Fills and reloads that got no pages", "reason")
+    )
+    fills: Counter[PendingOutcome] = field(
+        default_factory=Counter, metadata=_metric("fills", "Computations of a prefix that ended, by outcome", "outcome")
+    )
+    appends: int = field(
+        default=0, metadata=_metric("appends", "Computations that extended a cached prefix by its tail")
+    )
+    reloads: Counter[PendingOutcome] = field(
+        default_factory=Counter,
+        metadata=_metric("reloads", "Copies from DRAM to HBM that ended, by outcome", "outcome"),
+    )
+    reload_retries: int = field(
+        default=0, metadata=_metric("reload_retries", "Copies from DRAM to HBM that failed and were tried again")
+    )
+    declined: Counter[DeclineReason] = field(
+        default_factory=Counter, metadata=_metric("reloads_declined", "Reloads that were not started", "reason")
+    )
+    spills: Counter[SpillOutcome] = field(
+        default_factory=Counter,
+        metadata=_metric("spills", "Requests to copy a prefix to DRAM, by the answer", "outcome"),
+    )
+    spills_ended: Counter[PendingOutcome] = field(
+        default_factory=Counter,
+        metadata=_metric("spills_ended", "Copies from HBM to DRAM that ended, by outcome", "outcome"),
+    )
+    evictions: Counter[Tier] = field(
+        default_factory=Counter, metadata=_metric("evictions", "Prefixes evicted to make room", "tier")
+    )
+    wasted: Counter[WasteReason] = field(
+        default_factory=Counter,
+        metadata=_metric("preinfers_wasted", "Pre-inferred prefixes that served no ranking request", "reason"),
+    )
+    leases_granted: int = field(default=0, metadata=_metric("leases_granted", "Leases granted"))
+    leases_leaked: int = field(
+        default=0, metadata=_metric("leases_leaked", "Leases that nobody ended before they expired")
+    )
+    forced_unpins: int = field(
+        default=0, metadata=_metric("forced_unpins", "Pins revoked because their holders never released them")
+    )
+    forced_aborts: int = field(
+        default=0, metadata=_metric("forced_aborts", "Fills revoked because they were neither published nor aborted")
+    )
+    late_releases: int = field(
+        default=0, metadata=_metric("late_releases", "Releases of pins that had been revoked before")
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Pages of one tier, each in exactly one of the five."""
+    """Pages of one tier. Each is in exactly one of free, evictable, leased, pinned, in flight."""
 
     capacity: int
     free: int
@@ -57,34 +105,15 @@ class TierStats:
     entries: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot. Totals only grow."""
+@dataclass(slots=True, kw_only=True)
+class CacheStats(Counters):
+    """A snapshot: a copy of the counters, and what both tiers hold at that moment."""
 
     hbm: TierStats
     dram: TierStats
     hbm_page_bytes: int
     dram_page_bytes: int
     leases: int
-    hits: int
-    partial_hits: int
-    joins: Mapping[PendingKind, int]
-    misses: Mapping[MissReason, int]
-    no_room: Mapping[NoRoomReason, int]
-    fills: Mapping[PendingOutcome, int]
-    appends: int
-    reloads: Mapping[PendingOutcome, int]
-    reload_retries: int
-    declined: Mapping[DeclineReason, int]
-    spills: Mapping[SpillOutcome, int]
-    spills_ended: Mapping[PendingOutcome, int]
-    evictions: Mapping[Tier, int]
-    wasted: Mapping[WasteReason, int]
-    leases_granted: int
-    leases_leaked: int
-    forced_unpins: int
-    forced_aborts: int
-    late_releases: int
 
     @property
     def lookups(self) -> int:
@@ -92,35 +121,58 @@ class CacheStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Lookups that found K,V ready in HBM; 0.0 before the first."""
+        """Share of look-ups that found K,V ready in HBM; 0.0 before the first look-up."""
         return self.hits / self.lookups if self.lookups else 0.0
 
 
-def snapshot(counters: Counters, hbm: TierStats, dram: TierStats, geometry: DramGeometry, leases: int) -> CacheStats:
-    """The counters as they are now; later counting does not change it."""
-    return CacheStats(
-        hbm=hbm,
-        dram=dram,
-        hbm_page_bytes=geometry.kv.page_bytes,
-        dram_page_bytes=geometry.page_bytes,
-        leases=leases,
-        hits=counters.hits,
-        partial_hits=counters.partial_hits,
-        joins=dict(counters.joins),
-        misses=dict(counters.misses),
-        no_room=dict(counters.no_room),
-        fills=dict(counters.fills),
-        appends=counters.appends,
-        reloads=dict(counters.reloads),
-        reload_retries=counters.reload_retries,
-        declined=dict(counters.declined),
-        spills=dict(counters.spills),
-        spills_ended=dict(counters.spills_ended),
-        evictions=dict(counters.evictions),
-        wasted=dict(counters.wasted),
-        leases_granted=counters.leases_granted,
-        leases_leaked=counters.leases_leaked,
-        forced_unpins=counters.forced_unpins,
-        forced_aborts=counters.forced_aborts,
-        late_releases=counters.late_releases,
-    )
+def snapshot_of(counters: Counters) -> dict[str, Any]:
+    """A copy of all counters by name; later counting does not change it."""
+    values = {each.name: getattr(counters, each.name) for each in fields(Counters)}
+    return {name: Counter(value) if isinstance(value, Counter) else value for name, value in values.items()}
+
+
+class CacheCollector(Collector):
+    """Prometheus metrics `relaygr_cache_*` of one cache, read from `read` at each scrape."""
+
+    def __init__(self, read: Callable[[], CacheStats], registry: CollectorRegistry = REGISTRY) -> None:
+        """Registers itself."""
+        self._read = read
+        self._registry = registry
+        registry.register(self)
+
+    def unregister(self) -> None:
+        self._registry.unregister(self)
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._read()
+        pages = GaugeMetricFamily(
+            "relaygr_cache_bytes",
+            "Bytes of a tier by what holds them; the sum is the tier's capacity",
+            labels=["tier", "held"],
+        )
+        entries = GaugeMetricFamily("relaygr_cache_entries", "Prefixes in a tier", labels=["tier"])
+        tiers = ((Tier.HBM, stats.hbm, stats.hbm_page_bytes), (Tier.DRAM, stats.dram, stats.dram_page_bytes))
+        for tier, figures, page_bytes in tiers:
+            for held in _HOLDINGS:
+                pages.add_metric([tier, held], getattr(figures, held) * page_bytes)
+            entries.add_metric([tier], figures.entries)
+        yield pages
+        yield entries
+        yield GaugeMetricFamily("relaygr_cache_leases", "Requests that lease a prefix now", value=stats.leases)
+        hits = CounterMetricFamily("relaygr_cache_hits", "Look-ups served from HBM", labels=["coverage"])
+        hits.add_metric(["complete"], stats.hits - stats.partial_hits)
+        hits.add_metric(["partial"], stats.partial_hits)
+        yield hits
+        for counter in fields(Counters):
+            if "metric" in counter.metadata:
+                yield _family(counter.metadata, getattr(stats, counter.name))
+
+
+def _family(metadata: Any, value: Any) -> Metric:
+    name, text, label = f"relaygr_cache_{metadata['metric']}", metadata["text"], metadata["label"]
+    if label is None:
+        return CounterMetricFamily(name, text, value=value)
+    family = CounterMetricFamily(name, text, labels=[label])
+    for member, total in value.items():
+        family.add_metric([str(member)], total)
+    return family

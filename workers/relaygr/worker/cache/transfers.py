@@ -1,9 +1,11 @@
-"""Reloads and spills: what is copied between the tiers, when that pays, and what its end changes.
+"""Reloads and spills: which pages are copied between the tiers, whether that pays, and the effect of a copy's end.
 
-The bytes are the mover's. All-or-nothing: only an ended copy is published, under the generation that it
-began with; one that fails gives its pages back. A reload that fails is tried once more; if that fails too it
-evicts what it read, whose bytes are in doubt. One that was not tried twice (the queue was full or closed, or nobody
-had use for it) says nothing about them, and evicts nothing. The mover is called outside the lock.
+The mover copies the bytes; this module calls it outside the lock. Only a copy that has succeeded is published, and
+only if its work is still current. A copy that fails frees its pages.
+
+A reload that fails is tried once more. If it fails again, the DRAM entry is evicted, since its bytes may be damaged.
+A reload that was not tried twice (the queue was full or closed, or the entry was removed) says nothing about the
+bytes, so it evicts nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.arrival import LayerArrival
 from relaygr.worker.cache.copies import (
     CopyPriority,
     CopyRequest,
     Deadline,
+    LayerArrival,
     Mover,
     SpillGate,
     layer_groups,
@@ -24,10 +26,9 @@ from relaygr.worker.cache.copies import (
 )
 from relaygr.worker.cache.entries import CacheEntry, Pin, WorkInFlight
 from relaygr.worker.cache.events import EventKind
-from relaygr.worker.cache.handles import Handle
+from relaygr.worker.cache.handles import Handle, PendingPrefix
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.ledger import TierLedger
-from relaygr.worker.cache.pending import PendingPrefix
 from relaygr.worker.cache.results import (
     Declined,
     DeclineReason,
@@ -37,32 +38,36 @@ from relaygr.worker.cache.results import (
     PendingOutcome,
     Purpose,
     SpillOutcome,
+    Tier,
 )
-from relaygr.worker.cache.tiers import Tier
-from relaygr.worker.kv import DramGeometry
 
 _FAR_FUTURE_US = 2**62
 
 
 class TierTransfers:
-    """Of one cache. A page of the DRAM tier, as `geometry` says, is what crosses the link.
+    """See the module. A page takes `page_bytes` on the link between the tiers.
 
-    With `layer_wise` a reload has a `LayerArrival`.
+    With `num_layers` above 0, reloads arrive layer by layer (`LayerArrival`).
     """
 
     def __init__(
-        self, ledger: TierLedger, mover: Mover, spill_gate: SpillGate, geometry: DramGeometry, layer_wise: bool
+        self, ledger: TierLedger, mover: Mover, spill_gate: SpillGate, page_bytes: int, num_layers: int
     ) -> None:
         self._ledger = ledger
         self._mover = mover
         self._spill_gate = spill_gate
-        self._page_bytes = geometry.page_bytes
-        self._num_layers = geometry.kv.num_layers if layer_wise else 0
+        self._page_bytes = page_bytes
+        self._num_layers = num_layers
 
     def start_reload(
-        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
+        self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None = None, rank_us: float = 0.0
     ) -> PendingPrefix | NoRoom | Declined:
-        """See `PrefixCache.start_reload`."""
+        """Starts to copy the part of `key` that DRAM has to HBM.
+
+        With `saved_us` (T_full - T_hit) the copy starts only if it is faster than that. Where a ranking may begin on
+        the first layer, the part of the copy that a ranking of `rank_us` hides costs nothing. If the copy fails
+        twice, the waiters get FAILED. A caller that gets a reload of somebody else calls `PendingPrefix.needed_by`.
+        """
         ledger = self._ledger
         with ledger.section(now_us) as after:
             begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
@@ -82,18 +87,18 @@ class TierTransfers:
             ledger.tell(after, EventKind.RELOAD, key, "started")
         if not self._mover.submit(request):
             with ledger.section() as after:
-                ledger.dram.readers.unpin(pin)
+                ledger.dram.unpin(pin)
                 ledger.hbm.abort(work)
                 ledger.counters.declined[DeclineReason.QUEUE_FULL] += 1
                 ledger.finish(after, work, PendingOutcome.FAILED)
             return Declined(DeclineReason.QUEUE_FULL)
         return pending
 
-    def spill(self, what: Handle | PrefixKey) -> SpillOutcome:
-        """See `PrefixCache.spill`."""
+    def spill(self, source: Handle | PrefixKey) -> SpillOutcome:
+        """Starts to copy an entry to DRAM, or only its tail if DRAM has the beginning. Never waits."""
         ledger = self._ledger
         with ledger.section() as after:
-            begun = self._begin_spill(what)
+            begun = self._begin_spill(source)
             if isinstance(begun, SpillOutcome):
                 ledger.counters.spills[begun] += 1
                 return begun
@@ -101,18 +106,18 @@ class TierTransfers:
             ledger.tell(after, EventKind.SPILL, work.key, SpillOutcome.STARTED)
         started = self._mover.submit(request)
         outcome = SpillOutcome.STARTED if started else SpillOutcome.QUEUE_FULL
-        with ledger.section():
+        with ledger.lock:
             ledger.counters.spills[outcome] += 1
             if not started:
-                ledger.hbm.readers.end_spill(pin)
+                ledger.hbm.end_spill(pin)
                 ledger.dram.abort(work)
         return outcome
 
     def close(self) -> None:
-        """Ends the copies; those that wait fail."""
+        """Completes the copies under way; those in the queue fail."""
         self._mover.close()
 
-    # Everything below runs under the lock, but for the two ends of copies, which take it.
+    # The methods below are called under the lock. Only `_reloaded` and `_spilled`, the ends of copies, take it.
 
     def _begin_reload(
         self, key: PrefixKey, deadline_us: int, now_us: int, saved_us: float | None, rank_us: float
@@ -131,7 +136,7 @@ class TierTransfers:
         if saved_us is not None:
             pages = hbm.pages_needed(target, found)
             forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
-            # Only a whole prefix can be ranked on while it arrives.
+            # A ranking can begin on the first layer only if the whole prefix is reloaded.
             overlaps = self._num_layers > 0 and target.length == key.length
             groups = layer_groups(self._num_layers, pages) if overlaps else 1
             if not reload_pays(forecast, saved_us, groups, rank_us):
@@ -140,7 +145,7 @@ class TierTransfers:
         if isinstance(work, NoRoomReason):
             return NoRoom(work)
         dram.touch(stored.entry, now_us)
-        pin = dram.readers.pin(stored.entry, stored.behaviours)
+        pin = dram.pin(stored.entry, dram.shape.layout.tokens(stored.behaviours))
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
         deadline = Deadline(deadline_us)
         self._ledger.pending[work] = PendingPrefix(
@@ -165,7 +170,7 @@ class TierTransfers:
         if not copied and again is not None and self._retries(work, pin, again):
             return
         with ledger.section() as after:
-            ledger.dram.readers.unpin(pin)
+            ledger.dram.unpin(pin)
             outcome = PendingOutcome.FAILED
             if copied:
                 entry = ledger.hbm.publish(work, ledger.latest_us, PrefixSource.DRAM)
@@ -179,19 +184,19 @@ class TierTransfers:
             ledger.tell(after, EventKind.RELOADED, work.key, outcome)
 
     def _retries(self, work: WorkInFlight, pin: Pin, again: CopyRequest) -> bool:
-        """Whether a copy that failed is made once more: somebody may still have use for it, and there is room."""
-        with self._ledger.section():
+        """Tries a failed copy once more if its work is current. False if it is not, or if the queue is full."""
+        with self._ledger.lock:
             if not (work.is_current and pin.entry.attached):
                 return False
         if not self._mover.submit(again):
             return False
-        with self._ledger.section():
+        with self._ledger.lock:
             self._ledger.counters.reload_retries += 1
         return True
 
-    def _begin_spill(self, what: Handle | PrefixKey) -> tuple[WorkInFlight, Pin, CopyRequest] | SpillOutcome:
+    def _begin_spill(self, source: Handle | PrefixKey) -> tuple[WorkInFlight, Pin, CopyRequest] | SpillOutcome:
         hbm, dram, now_us = self._ledger.hbm, self._ledger.dram, self._ledger.latest_us
-        entry = self._entry_of(what)
+        entry = self._entry_of(source)
         if entry is None:
             return SpillOutcome.NOT_READY
         stored = dram.index.find(entry.key)
@@ -206,7 +211,7 @@ class TierTransfers:
         work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
         if isinstance(work, NoRoomReason):
             return SpillOutcome.NO_ROOM
-        pin = hbm.readers.begin_spill(entry)
+        pin = hbm.begin_spill(entry)
         request = CopyRequest(
             source=Tier.HBM,
             target=Tier.DRAM,
@@ -227,13 +232,13 @@ class TierTransfers:
                 outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             else:
                 ledger.dram.abort(work)
-            ledger.hbm.readers.end_spill(pin)
+            ledger.hbm.end_spill(pin)
             ledger.counters.spills_ended[outcome] += 1
             ledger.tell(after, EventKind.SPILLED, work.key, outcome)
 
-    def _entry_of(self, what: Handle | PrefixKey) -> CacheEntry | None:
-        if isinstance(what, Handle):
-            entry = what.pin.entry
+    def _entry_of(self, source: Handle | PrefixKey) -> CacheEntry | None:
+        if isinstance(source, Handle):
+            entry = source.pin.entry
             return entry if entry.attached and entry.is_visible else None
-        match = self._ledger.hbm.index.find(what)
+        match = self._ledger.hbm.index.find(source)
         return match.entry if match is not None else None

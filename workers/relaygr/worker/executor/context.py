@@ -280,7 +280,7 @@ class Shared:
         layout = self.engine.layout
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
         saved_us = self.chunking.duration_us(cached, stored, self.latency)
-        pending = self.cache.start_reload(span.key, deadline_us, self.now_us(), saved_us, rank_us)
+        pending = self.cache.transfers.start_reload(span.key, deadline_us, self.now_us(), saved_us, rank_us)
         return pending if isinstance(pending, PendingPrefix) else None
 
     def park(self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]) -> bool:

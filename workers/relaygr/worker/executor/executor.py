@@ -179,5 +179,5 @@ class Executor:
         now_us = self._shared.now_us()
         self._shared.cache.expire_leases(now_us)
         self._shared.cache.expire_prefixes(now_us)
-        self._shared.cache.take_overdue(now_us, self._completions.after_work())
+        self._shared.cache.revoke_overdue(now_us, self._completions.after_work())
         self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

@@ -299,7 +299,7 @@ class RankingFlow:
             if work.span.for_one_impression:
                 self._shared.cache.demote([work.request.user_id])
             elif self._shared.settings.dram_bytes:
-                self._shared.cache.spill(work.handle)
+                self._shared.cache.transfers.spill(work.handle)
         self._let_go(work)
 
     def _let_go(self, work: RankingWork) -> None:

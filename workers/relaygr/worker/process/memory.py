@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from relaygr.admission.latency import LatencyModel
 from relaygr.kafka.clients import LARGEST_QUEUE_BYTES
 from relaygr.runtime.errors import RelayError
+from relaygr.worker.cache import CacheConfig
 from relaygr.worker.cache.arena import coding_bytes
 from relaygr.worker.cache.build import BuiltCache, DramMemory, build_cache
-from relaygr.worker.cache.copy_queue import CopyLimits
+from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.cache.trace import TraceHeader, TraceRecorder
 from relaygr.worker.kv import DramGeometry
@@ -97,15 +98,10 @@ def allocate_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory |
     recorder = _recorder(settings)
     built = build_cache(
         engine.device,
-        geometry,
-        engine.layout,
-        hbm_pages,
-        dram_pages,
+        CacheConfig(dram_geometry(engine, settings), engine.layout, hbm_pages, dram_pages, policies_of(settings)),
         extra_hbm_pages=longest,
-        dram_kv_dtype=settings.dram_kv_dtype,
         dram=dram,
-        policies=policies_of(settings),
-        listener=recorder,
+        listener=recorder.on_event if recorder is not None else None,
     )
     engine.bind(built.hbm_arena)
     return AllocatedMemory(built, np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32), recorder)

@@ -21,7 +21,7 @@ from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.arena import copy_page
-from relaygr.worker.cache.metrics import CacheCollector
+from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread

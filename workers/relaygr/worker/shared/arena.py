@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from prometheus_client import Counter, Gauge
 
 from relaygr.worker.cache.entries import CacheEntry
-from relaygr.worker.cache.journal import StoredEntry
+from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.device import Device
 from relaygr.worker.kv import DramGeometry, PrefixLayout

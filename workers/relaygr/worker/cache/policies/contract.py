@@ -1,36 +1,44 @@
-"""What the cache's books ask of a policy. Single-threaded; every time is monotonic µs, passed in.
+"""The contract of an eviction policy. Not thread-safe; every time is monotonic µs and passed in.
 
 | call | when | costs |
 |---|---|---|
 | `add` | an entry became ready, or grew: counts as a touch | O(1), `cost` O(log n) |
 | `touch` | it was used | likewise |
-| `evict` | it went for room; policies with a memory keep what they want of it | likewise |
-| `remove` | it is gone for another reason; an unknown number changes nothing | likewise |
-| `victims` | room is needed: all entries, the first to go first | O(1) a step, amortised; `cost` O(log n) |
-| `expired` | from time to time: those that no longer deserve their place | O(1) a step |
+| `evict` | it was evicted to make room; a policy may remember it | likewise |
+| `remove` | it was removed for another reason; an unknown number changes nothing | likewise |
+| `victims` | room is needed: yields all entries, the next to evict first | O(1) a step, amortised; `cost` O(log n) |
+| `expired` | from time to time: yields entries whose time is over | O(1) a step |
 | `demote` | its partition left, or a newer prefix of the user replaced it | O(1), `cost` O(log n) |
 
-A walk over `victims` may move entries inside the policy (second chances), so it is begun only by who is
-about to evict, and left at any step. The caller makes no other call while it walks.
+A walk over `victims` may move entries inside the policy (second chances). So the caller walks only when it is about
+to evict. It may stop at any step, and makes no other call during the walk.
+
+**Visits.** One impression uses its prefix several times within its lead time: the pre-infer job publishes or finds it,
+then the ranking request finds it. If each use counted, a user who comes once would look like one who returns, and no
+policy could tell a scan from a hot set. So all uses within `VISIT_US` of the first use of a visit belong to that visit.
+The idea is the correlated reference period of LRU-K (O'Neil, O'Neil, Weikum, SIGMOD 1993).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+VISIT_US: Final = 1_000_000
+"""Longer than a lead time, shorter than the time after which a user asks again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryWeight:
-    """What a policy may weigh an entry by."""
+    """Figures by which a policy may rank an entry."""
 
     pages: int
     tokens: int
     saved_us: float = 0.0
-    """Predicted device time that a hit saves."""
+    """Predicted device time that a hit saves, µs."""
     identity: int = 0
-    """The same for the same prefix after it was evicted: a hash of user and model."""
+    """A hash of user and model: equal for the same prefix after it was evicted and computed again."""
 
 
 class EvictionOrder(Protocol):
@@ -43,16 +51,16 @@ class EvictionOrder(Protocol):
         """The entry was used. Raises KeyError for one that is not ordered."""
 
     def evict(self, entry_id: int) -> None:
-        """The entry goes, to make room."""
+        """The entry is evicted to make room."""
 
     def remove(self, entry_id: int) -> None:
-        """The entry is gone; nothing if it was not ordered."""
+        """The entry was removed. Does nothing if it was not ordered."""
 
     def victims(self, now_us: int) -> Iterator[int]:
-        """All entries, each once, the first to go first."""
+        """All entries, each once, the next to evict first."""
 
     def expired(self, now_us: int) -> Iterator[int]:
-        """Those whose time is over, longest first."""
+        """Entries whose time is over, the longest overdue first."""
 
     def __contains__(self, entry_id: int) -> bool:
         """Whether the entry is ordered."""
@@ -62,7 +70,7 @@ class EvictionOrder(Protocol):
 
 
 class EvictionPolicy(EvictionOrder, Protocol):
-    """An order in which some entries can be put first."""
+    """An order in which entries can be put first."""
 
     def demote(self, entry_id: int) -> None:
-        """Evict this one before all that are not demoted; a touch takes that back. Nothing if it is not ordered."""
+        """Puts the entry before all that are not demoted, until it is touched. Does nothing if it is not ordered."""

@@ -1,15 +1,15 @@
-"""Least time saved per byte goes first, with aging: Greedy-Dual-Size-Frequency.
+"""Greedy-Dual-Size-Frequency: the entry that saves the least time per byte goes first, with aging.
 
-An entry's rank is `floor + visits * saved_us / pages`: how often it was asked for, times the device time that
-a hit saves, over what it takes. `floor` is the rank of the last entry that went, so that what was once dear
-and is not asked for any more is overtaken by newer entries. Equal ranks go by least recent use.
+The rank of an entry is `floor + visits * saved_us / pages`: how often it was visited, times the device time that a
+hit saves, divided by its size. `floor` is the rank of the last evicted entry. So newer entries overtake an entry that
+was valuable once and is not visited any more. Entries of equal rank go in order of last use.
 
-Entries lie in a heap; a touch pushes a new rank and leaves the old one behind, to be dropped when it comes
-up, or when more than half of the heap is left-overs.
+Entries lie in a heap. A touch pushes the new rank and leaves the old one in the heap. Old ranks are dropped when they
+reach the top, or when they are more than half of the heap.
 
 Sources: Cao, Irani, "Cost-aware WWW proxy caching algorithms", USITS 1997 (the floor); Cherkasova,
 "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP Labs 1998 (frequency);
-visits instead of uses: `visits`.
+with visits instead of uses (`contract`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relaygr.worker.cache.policies.contract import EntryWeight
-from relaygr.worker.cache.policies.visits import VISIT_US
+from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
 
 
 @dataclass(slots=True)
@@ -27,11 +26,11 @@ class _Node:
     value: float
     """µs saved a page."""
     visit_us: int
-    """When the visit that it last served began."""
+    """Start of the entry's latest visit."""
     visits: int = 1
     rank: float = 0.0
     turn: int = 0
-    """Of its latest rank; ranks of other turns are left-overs."""
+    """The turn of the latest rank. Ranks of other turns in the heap are outdated."""
 
 
 class CostAware:
@@ -78,7 +77,7 @@ class CostAware:
         heap = self._heap
         while heap and not self._is_latest(heap[0]):
             heapq.heappop(heap)
-        # The heap stays as it is: its smallest are met one after the other by looking below those met so far.
+        # Walks the heap in order without changing it: the next entry is always a child of one visited before.
         front = [(heap[0], 0)] if heap else []
         while front:
             item, place = heapq.heappop(front)

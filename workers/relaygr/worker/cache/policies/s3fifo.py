@@ -1,16 +1,16 @@
-"""Three queues, first in first out: most of what comes is not asked for again, so it is let go early.
+"""S3-FIFO: three first-in-first-out queues. Most new entries are not asked for again, so they are evicted early.
 
-* A new entry enters `small`, a tenth of the tier's pages. At its end: used in at least two later visits, it
-  moves to `main`; else it goes, and `ghosts` remembers who it was.
-* An entry that a ghost remembers enters `main` at once: it went too early.
-* At the end of `main` an entry that was used goes round once more for each visit, at most three.
-* Victims come from `small` while it holds its tenth or more, else from `main`.
+* A new entry enters `small`, which has a tenth of the tier's pages. At the end of `small` an entry with at least two
+  later visits moves to `main`. Any other is evicted, and `ghosts` remembers its identity.
+* An entry that `ghosts` remembers enters `main` at once, since it was evicted too early.
+* At the end of `main` an entry goes round once more for each of its visits, at most three times.
+* Victims come from `small` while it has its tenth or more, else from `main`.
 
-Sizes are pages, and as many pages of ghosts are remembered as `main` may hold. A touch moves nothing, it
-only counts. An entry that a walk passes over (held by a reader or a lease) is in use, and goes to the young end.
+Sizes are pages. `ghosts` remembers as many pages as `main` may have. A touch moves nothing, it only counts. A walk
+that passes over an entry (pinned or leased) moves it to the young end, since it is in use.
 
 Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023;
-visits instead of uses: `visits`.
+with visits instead of uses (`contract`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relaygr.worker.cache.policies.contract import EntryWeight
-from relaygr.worker.cache.policies.visits import VISIT_US
+from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
 
 _SMALL_SHARE = 0.1
 _MOST_VISITS = 3
@@ -32,9 +31,9 @@ class _Node:
     pages: int
     identity: int
     visit_us: int
-    """When the visit that it last served began."""
+    """Start of the entry's latest visit."""
     visits: int = 0
-    """Since it entered its queue, or went round."""
+    """Visits since the entry entered its queue or went round."""
 
 
 class S3Fifo:
@@ -89,7 +88,7 @@ class S3Fifo:
 
     def victims(self, now_us: int) -> Iterator[int]:  # noqa: ARG002
         offered: set[int] = set()
-        """Those of `main` that were offered."""
+        """Entries of `main` that this walk has yielded."""
         small_left, small_pages = len(self._small), self._small_pages
         while small_left or len(offered) < len(self._main):
             if small_left and (small_pages >= self._small_limit or len(offered) == len(self._main)):

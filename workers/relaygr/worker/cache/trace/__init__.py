@@ -4,8 +4,15 @@
 it is written.
 """
 
-from relaygr.worker.cache.trace.format import Sketch, TraceHeader, TraceRecord, encode_header, encode_record, sketch_of
-from relaygr.worker.cache.trace.reading import TraceReader
+from relaygr.worker.cache.trace.format import (
+    Sketch,
+    TraceHeader,
+    TraceReader,
+    TraceRecord,
+    encode_header,
+    encode_record,
+    sketch_of,
+)
 from relaygr.worker.cache.trace.recorder import TraceRecorder
 
 __all__ = [

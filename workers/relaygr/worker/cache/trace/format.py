@@ -15,13 +15,15 @@ shorter one passes for growth. That is enough to replay, and a tenth of the chai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.digest import BLOCK, DigestChain
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.cache.events import EventKind
@@ -31,6 +33,8 @@ from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry, Pr
 FORMAT = "relaygr-cache-trace"
 VERSION = 1
 MARK_BYTES = 4
+_CHUNK_BYTES = 1 << 20
+_LARGEST_VALUE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +164,51 @@ def decode_record(value: Any) -> TraceRecord:
     if not (isinstance(marks, bytes) and isinstance(namespace, bytes) and isinstance(outcome, str)):
         raise TraceFormatError("not a record: a text is missing")
     return record
+
+
+class TraceReader:
+    """One file. Reads its header at once; raises RelayError if it is no trace."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.size_bytes = path.stat().st_size
+            with path.open("rb") as file:
+                beginning = file.read(_LARGEST_VALUE_BYTES)
+        except OSError as error:
+            raise RelayError(f"The trace {path} can not be read: {error.strerror}.") from error
+        unpacker = _unpacker()
+        unpacker.feed(beginning)
+        try:
+            self.header: TraceHeader = decode_header(unpacker.unpack())
+        except msgpack.OutOfData:
+            raise RelayError(f"The trace {path} is empty: nothing was recorded yet.") from None
+        except (TraceFormatError, ValueError, msgpack.UnpackException) as error:
+            raise RelayError(f"{path} is not a trace of `worker.cache_trace`: {error}.") from error
+        self._records_at = unpacker.tell()
+
+    def records(self, on_progress: Callable[[int], None] | None = None) -> Iterator[TraceRecord]:
+        """All records that are whole by now. `on_progress` gets the bytes read so far.
+
+        Raises RelayError, with the place, for bytes that are no record.
+        """
+        unpacker = _unpacker()
+        number = 0
+        with self._path.open("rb") as file:
+            file.seek(self._records_at)
+            while chunk := file.read(_CHUNK_BYTES):
+                unpacker.feed(chunk)
+                try:
+                    for value in unpacker:
+                        number += 1
+                        yield decode_record(value)
+                except (TraceFormatError, ValueError, msgpack.UnpackException) as error:
+                    raise RelayError(f"The trace {self._path} is damaged at record {number}: {error}.") from error
+                if on_progress is not None:
+                    on_progress(file.tell())
+
+
+def _unpacker() -> msgpack.Unpacker:
+    return msgpack.Unpacker(
+        max_buffer_size=_CHUNK_BYTES + _LARGEST_VALUE_BYTES, max_bin_len=4096, max_str_len=4096, use_list=False
+    )
