@@ -25,8 +25,8 @@ _LAYERS = ("streams", "workers", "cli")
 _ENDINGS = {
     "Counter": ("_total",),
     "CounterMetricFamily": ("_total",),
-    # The cache's collector makes its labelled counters by a function of its own.
-    "_family": ("_total",),
+    # The metadata of a counter of the cache.
+    "_metric": ("_total",),
     "Gauge": ("",),
     "GaugeMetricFamily": ("",),
     "Histogram": ("_bucket", "_sum", "_count"),

@@ -26,7 +26,7 @@ _HOLDINGS = ("free", "evictable", "leased", "pinned", "in_flight")
 
 
 def _metric(name: str, text: str, label: str | None = None) -> dict[str, str | None]:
-    """Metadata of a counter that is exported as `relaygr_cache_<name>`; with a `label` if it counts by an enum."""
+    """Metadata of a counter that is exported as `name`; with a `label` if it counts by an enum."""
     return {"metric": name, "text": text, "label": label}
 
 
@@ -38,57 +38,68 @@ class Counters:
     """Look-ups served from HBM, partial hits included."""
     partial_hits: int = 0
     joins: Counter[PendingKind] = field(
-        default_factory=Counter, metadata=_metric("joins", "Look-ups that joined a fill or a reload under way", "kind")
+        default_factory=Counter,
+        metadata=_metric("relaygr_cache_joins", "Look-ups that joined a fill or a reload under way", "kind"),
     )
     misses: Counter[MissReason] = field(
-        default_factory=Counter, metadata=_metric("misses", "Look-ups that found no K,V in HBM", "reason")
+        default_factory=Counter, metadata=_metric("relaygr_cache_misses", "Look-ups that found no K,V in HBM", "reason")
     )
     no_room: Counter[NoRoomReason] = field(
-        default_factory=Counter, metadata=_metric("no_room", "Fills and reloads that got no pages", "reason")
+        default_factory=Counter,
+        metadata=_metric("relaygr_cache_no_room", "Fills and reloads that got no pages", "reason"),
     )
     fills: Counter[PendingOutcome] = field(
-        default_factory=Counter, metadata=_metric("fills", "Computations of a prefix that ended, by outcome", "outcome")
+        default_factory=Counter,
+        metadata=_metric("relaygr_cache_fills", "Computations of a prefix that ended, by outcome", "outcome"),
     )
     appends: int = field(
-        default=0, metadata=_metric("appends", "Computations that extended a cached prefix by its tail")
+        default=0, metadata=_metric("relaygr_cache_appends", "Computations that extended a cached prefix by its tail")
     )
     reloads: Counter[PendingOutcome] = field(
         default_factory=Counter,
-        metadata=_metric("reloads", "Copies from DRAM to HBM that ended, by outcome", "outcome"),
+        metadata=_metric("relaygr_cache_reloads", "Copies from DRAM to HBM that ended, by outcome", "outcome"),
     )
     reload_retries: int = field(
-        default=0, metadata=_metric("reload_retries", "Copies from DRAM to HBM that failed and were tried again")
+        default=0,
+        metadata=_metric("relaygr_cache_reload_retries", "Copies from DRAM to HBM that failed and were tried again"),
     )
     declined: Counter[DeclineReason] = field(
-        default_factory=Counter, metadata=_metric("reloads_declined", "Reloads that were not started", "reason")
+        default_factory=Counter,
+        metadata=_metric("relaygr_cache_reloads_declined", "Reloads that were not started", "reason"),
     )
     spills: Counter[SpillOutcome] = field(
         default_factory=Counter,
-        metadata=_metric("spills", "Requests to copy a prefix to DRAM, by the answer", "outcome"),
+        metadata=_metric("relaygr_cache_spills", "Requests to copy a prefix to DRAM, by the answer", "outcome"),
     )
     spills_ended: Counter[PendingOutcome] = field(
         default_factory=Counter,
-        metadata=_metric("spills_ended", "Copies from HBM to DRAM that ended, by outcome", "outcome"),
+        metadata=_metric("relaygr_cache_spills_ended", "Copies from HBM to DRAM that ended, by outcome", "outcome"),
     )
     evictions: Counter[Tier] = field(
-        default_factory=Counter, metadata=_metric("evictions", "Prefixes evicted to make room", "tier")
+        default_factory=Counter, metadata=_metric("relaygr_cache_evictions", "Prefixes evicted to make room", "tier")
     )
     wasted: Counter[WasteReason] = field(
         default_factory=Counter,
-        metadata=_metric("preinfers_wasted", "Pre-inferred prefixes that served no ranking request", "reason"),
+        metadata=_metric(
+            "relaygr_cache_preinfers_wasted", "Pre-inferred prefixes that served no ranking request", "reason"
+        ),
     )
-    leases_granted: int = field(default=0, metadata=_metric("leases_granted", "Leases granted"))
+    leases_granted: int = field(default=0, metadata=_metric("relaygr_cache_leases_granted", "Leases granted"))
     leases_leaked: int = field(
-        default=0, metadata=_metric("leases_leaked", "Leases that nobody ended before they expired")
+        default=0, metadata=_metric("relaygr_cache_leases_leaked", "Leases that nobody ended before they expired")
     )
     forced_unpins: int = field(
-        default=0, metadata=_metric("forced_unpins", "Pins revoked because their holders never released them")
+        default=0,
+        metadata=_metric("relaygr_cache_forced_unpins", "Pins revoked because their holders never released them"),
     )
     forced_aborts: int = field(
-        default=0, metadata=_metric("forced_aborts", "Fills revoked because they were neither published nor aborted")
+        default=0,
+        metadata=_metric(
+            "relaygr_cache_forced_aborts", "Fills revoked because they were neither published nor aborted"
+        ),
     )
     late_releases: int = field(
-        default=0, metadata=_metric("late_releases", "Releases of pins that had been revoked before")
+        default=0, metadata=_metric("relaygr_cache_late_releases", "Releases of pins that had been revoked before")
     )
 
 
@@ -169,7 +180,7 @@ class CacheCollector(Collector):
 
 
 def _family(metadata: Any, value: Any) -> Metric:
-    name, text, label = f"relaygr_cache_{metadata['metric']}", metadata["text"], metadata["label"]
+    name, text, label = metadata["metric"], metadata["text"], metadata["label"]
     if label is None:
         return CounterMetricFamily(name, text, value=value)
     family = CounterMetricFamily(name, text, labels=[label])
