@@ -27,6 +27,7 @@ from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.build import BuiltCache, build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.history.resolve import StoredHistory
@@ -122,17 +123,19 @@ class OverlapWorld:
         admission = AdmissionSettings()
         self.executor = Executor(
             self.engine,
-            self.cache,
-            np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
-            self,
-            lambda copy: copy_page(self.built.hbm_arena, copy),
-            Corrector(LatencyModel(COEFFICIENTS)),
-            WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0),
-            admission,
-            self.outbox,
-            WorkerMetrics(self.registry),
-            self.device,
-            JobAdmission(admission, 1 << 30, geometry, self.device),
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
+                histories=self,
+                copy_page=lambda copy: copy_page(self.built.hbm_arena, copy),
+                corrector=Corrector(LatencyModel(COEFFICIENTS)),
+                settings=WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0),
+                admission_settings=admission,
+                results=self.outbox,
+                metrics=WorkerMetrics(self.registry),
+                clock=self.device,
+                admission=JobAdmission(admission, 1 << 30, geometry, self.device),
+            ),
         )
         self._offset = 0
 
@@ -169,8 +172,10 @@ class OverlapWorld:
         token = Token("ranking", 0, self._offset, 0)
         received = Received("ranking", 0, self._offset, b"", b"", [], 0, 0, 1, token, None)  # type: ignore[arg-type]
         reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
-        work = RankingWork(request, reply, received, wall_us, self.device.monotonic_us() + budget_us)
-        self.executor.submit_ranking(work)
+        deadline_us = self.device.monotonic_us() + budget_us
+        work = RankingWork(request, reply, received, wall_us, deadline_us, deadline_us)
+        self.executor.take_ranking(work)
+        self.executor.take_mail()
 
     def run(self) -> None:
         """Steps until nothing is left to do by itself."""

@@ -220,7 +220,7 @@ def under_way(world: OverlapWorld, user_id: str) -> PrefixWork:
     """The user's prefix, of which a first piece was computed for a request that has time."""
     world.submit(user_id, world.put(user_id, 1), "first", budget_us=10 * LONGEST_HOLD_US)
     world.executor.step()
-    prefix = world.executor._prefixes.coming_of(user_id)
+    prefix = world.executor._prefixes.by_user.get(user_id)
     assert prefix is not None and prefix.fill is not None and 0 < prefix.done_tokens < prefix.total_tokens
     return prefix
 
@@ -254,8 +254,8 @@ def test_the_executor_looks_for_leaked_fills_by_itself_and_serves_who_waited_for
     world = OverlapWorld()
     leaked = under_way(world, "ann")
     # The executor loses it, without an end.
-    world.executor._shared.scheduler.remove(leaked)
-    del world.executor._prefixes._coming["ann"]
+    world.executor._context.scheduler.remove(leaked)
+    del world.executor._prefixes.by_user["ann"]
     world.submit("ann", world.histories["ann"].history.version(), "second", budget_us=10 * LONGEST_HOLD_US)
     world.run()
     assert "second" not in world.outbox.answered

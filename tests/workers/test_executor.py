@@ -30,6 +30,7 @@ from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
@@ -214,20 +215,23 @@ class World:
         capacity = hbm_pages * self.engine.geometry.page_bytes
         self.corrector = Corrector(LatencyModel(COEFFICIENTS))
         self.copied = []
+        self.copy_page = self.copied.append
         self.registry = CollectorRegistry()
         self.executor = Executor(
             self.engine,
-            self.cache,
-            np.arange(hbm_pages, hbm_pages + 512 // PAGE_TOKENS, dtype=np.int32),
-            self.store,
-            self.copied.append,
-            self.corrector,
-            self.settings,
-            admission,
-            self.outbox,
-            WorkerMetrics(self.registry),
-            self.clock,
-            JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + 512 // PAGE_TOKENS, dtype=np.int32),
+                histories=self.store,
+                copy_page=lambda copy: self.copy_page(copy),
+                corrector=self.corrector,
+                settings=self.settings,
+                admission_settings=admission,
+                results=self.outbox,
+                metrics=WorkerMetrics(self.registry),
+                clock=self.clock,
+                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+            ),
         )
         self._offset = 0
 
@@ -242,9 +246,10 @@ class World:
             request_id, user_id, wall_us, wall_us + lead_us, budget_ms, 10, 0, wall_us, version, history
         )
         expected_us = self.clock.monotonic_us() + lead_us
-        self.executor.submit_job(
+        self.executor.take_job(
             JobWork(message, self._received("preinfer"), expected_us, expected_us + budget_ms * 1000)
         )
+        self.executor.take_mail()
 
     def rank(self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None):
         wall_us = self.clock.wall_us()
@@ -254,8 +259,9 @@ class World:
         )  # fmt: skip
         reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
         deadline_us = self.clock.monotonic_us() + budget_us
-        work = RankingWork(request, reply, self._received("ranking"), wall_us, deadline_us)
-        self.executor.submit_ranking(work)
+        work = RankingWork(request, reply, self._received("ranking"), wall_us, deadline_us, deadline_us)
+        self.executor.take_ranking(work)
+        self.executor.take_mail()
         return work
 
     def run(self, steps: int = 1_000):
@@ -400,10 +406,10 @@ def test_a_history_that_does_not_fit_the_deadline_is_cut_to_its_newest_part_and_
     work = world.rank(version=world.store.put("u", 500), budget_us=3_000)
     world.run()
     assert world.outbox.paths == [Path.TRUNCATED]
-    assert work.span is not None
-    assert 0 < work.span.tokens < 500
-    assert work.span.tokens % PAGE_TOKENS == 0
-    assert work.span.behaviours.items[-1] == 499, "the newest are kept"
+    assert work.prefix is not None
+    assert 0 < work.prefix.tokens < 500
+    assert work.prefix.tokens % PAGE_TOKENS == 0
+    assert work.prefix.behaviours.items[-1] == 499, "the newest are kept"
     assert world.clock.monotonic_us() <= work.deadline_us
 
 
@@ -427,8 +433,8 @@ def test_without_any_history_the_request_is_ranked_with_what_it_carries():
     work = world.rank("stranger")
     world.run()
     assert world.outbox.paths == [Path.FULL]
-    assert work.span is not None
-    assert (work.span.tokens, work.span.version) == (0, None)
+    assert work.prefix is not None
+    assert (work.prefix.tokens, work.prefix.version) == (0, None)
 
 
 def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused():
@@ -451,8 +457,8 @@ def test_a_request_of_a_version_that_is_not_here_yet_waits_for_it():
     world.store.put("u", 120, number=2)
     world.executor.histories_changed(["u"])
     world.run()
-    assert work.span is not None
-    assert (work.span.tokens, work.span.stale) == (120, False)
+    assert work.prefix is not None
+    assert (work.prefix.tokens, work.prefix.stale) == (120, False)
 
 
 def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits():
@@ -463,8 +469,8 @@ def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits
     world.run()
     world.idle_until(work.deadline_us - 120 * TOKEN_US - HIT_US - 1_000)
     assert world.outbox.paths == [Path.FULL]
-    assert work.span is not None
-    assert (work.span.tokens, work.span.stale) == (100, True)
+    assert work.prefix is not None
+    assert (work.prefix.tokens, work.prefix.stale) == (100, True)
 
 
 def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
@@ -703,7 +709,7 @@ def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with
     work = world.rank(version=world.store.put("u", 64 + LIMITS.max_suffix_behaviours, number=2), request_id="r2")
     world.run()
     assert (work.path, work.tokens_cached) == (Path.HBM, 64)
-    assert (work.span.tokens, len(work.suffix)) == (128, 64)
+    assert (work.prefix.tokens, len(work.suffix)) == (128, 64)
     assert world.engine.chunks == chunks, "nothing was computed for the cache"
 
 
@@ -801,7 +807,7 @@ def test_a_history_just_above_the_models_longest_keeps_most_of_it():
     work = world.rank(version=world.store.put("u", LIMITS.max_prefix_behaviours + 1))
     world.run()
     assert work.path is Path.FULL
-    assert work.span.tokens == LIMITS.max_prefix_behaviours * 3 // 4 + 1
+    assert work.prefix.tokens == LIMITS.max_prefix_behaviours * 3 // 4 + 1
 
 
 def test_a_user_deleted_before_the_computation_began_leaves_nothing_behind():
@@ -825,7 +831,7 @@ def test_a_job_of_a_deleted_user_is_not_computed():
 
 def test_whatever_breaks_a_prefix_ends_it_alone():
     world = World()
-    world.executor._prefixes._copy_page = None  # A copy that cannot be made.
+    world.copy_page = None  # A copy that cannot be made.
     world.rank(version=world.store.put("u", 100))
     world.run()
     first = world.cache.acquire(PrefixKeys.of(world, "u"), world.clock.monotonic_us())
@@ -840,7 +846,7 @@ def test_whatever_breaks_a_prefix_ends_it_alone():
 def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
     """Else jobs that compute are admitted into room that those from DRAM have taken."""
     world, first = world_with_a_in_dram()
-    buckets = world.executor._shared.admission._buckets
+    buckets = world.executor._parts.admission._buckets
     before = buckets._footprint._level
     world.job("a", first, "r3", lead_us=100_000)
     assert buckets._footprint._level - before == 400 * GEOMETRY.bytes_per_token * 100_000
@@ -853,13 +859,13 @@ def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
 def test_a_job_that_waits_for_another_version_is_charged_once():
     world = World()
     charged = []
-    refuse = world.executor._shared.admission.refuse
+    refuse = world.executor._parts.admission.refuse
 
     def counted(work, *rest):
         charged.append(work.job.request_id)
         return refuse(work, *rest)
 
-    world.executor._shared.admission.refuse = counted
+    world.executor._parts.admission.refuse = counted
     world.job(version=world.store.put("u", 100), request_id="r1")
     world.job(version=world.store.put("u", 200, number=2), request_id="r2")
     world.run()

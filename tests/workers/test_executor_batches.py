@@ -140,7 +140,8 @@ def test_time_left_counts_what_is_more_urgent_and_the_share_of_pre_infer_in_it(j
 
 def test_device_time_of_ranking_leaves_less_for_jobs():
     world, _ = world_with_a_cached_prefix()
-    load = world.executor._shared.admission._buckets.ranking_load(world.clock.monotonic_us())
+    world.executor._context.count_ranking_passes()
+    load = world.executor._parts.admission._buckets.ranking_load(world.clock.monotonic_us())
     assert load == pytest.approx((100 * TOKEN_US + HIT_US) / 1e6, rel=0.01)
 
 

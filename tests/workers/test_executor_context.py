@@ -1,39 +1,39 @@
-"""The parking lot, and the timers of a loop that looks at the clock itself."""
+"""The queue of work that waits for a history, and the timers of a loop that looks at the clock itself."""
 
 from __future__ import annotations
 
 from relaygr.worker.executor.context import Timers, WaitQueue
 
 
-def test_parked_work_is_found_by_user_in_order_of_arrival() -> None:
-    lot: WaitQueue[str] = WaitQueue(10)
+def test_waiting_work_is_found_by_user_in_order_of_arrival() -> None:
+    queue: WaitQueue[str] = WaitQueue(10)
     for user, work in (("u", "a"), ("v", "b"), ("u", "c")):
-        assert lot.park(user, work)
-    assert lot.take_all("u") == ["a", "c"]
-    assert lot.take_all("u") == []
-    assert len(lot) == 1
+        assert queue.put(user, work)
+    assert queue.take_all("u") == ["a", "c"]
+    assert queue.take_all("u") == []
+    assert len(queue) == 1
 
 
-def test_a_full_lot_takes_no_more_until_something_leaves() -> None:
-    lot: WaitQueue[str] = WaitQueue(2)
-    assert lot.park("u", "a") and lot.park("v", "b")
-    assert not lot.park("w", "c")
-    assert lot.take("u", "a")
-    assert lot.park("w", "c")
-    assert len(lot) == 2
+def test_a_full_queue_takes_no_more_until_something_leaves() -> None:
+    queue: WaitQueue[str] = WaitQueue(2)
+    assert queue.put("u", "a") and queue.put("v", "b")
+    assert not queue.put("w", "c")
+    assert queue.take("u", "a")
+    assert queue.put("w", "c")
+    assert len(queue) == 2
 
 
-def test_a_lot_without_room_parks_nothing() -> None:
-    assert not WaitQueue[str](0).park("u", "a")
+def test_a_queue_without_room_takes_nothing() -> None:
+    assert not WaitQueue[str](0).put("u", "a")
 
 
 def test_a_piece_of_work_is_taken_once() -> None:
-    lot: WaitQueue[str] = WaitQueue(5)
-    lot.park("u", "a")
-    assert lot.take("u", "a")
-    assert not lot.take("u", "a")
-    assert not lot.take("nobody", "a")
-    assert len(lot) == 0
+    queue: WaitQueue[str] = WaitQueue(5)
+    queue.put("u", "a")
+    assert queue.take("u", "a")
+    assert not queue.take("u", "a")
+    assert not queue.take("nobody", "a")
+    assert len(queue) == 0
 
 
 def test_calls_come_in_order_of_their_time_and_then_of_entry() -> None:

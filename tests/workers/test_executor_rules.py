@@ -32,6 +32,7 @@ from relaygr.worker.cache.build import build_cache
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.history.resolve import StoredHistory
@@ -122,19 +123,23 @@ class World:
         values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "dram_bytes": 0} | settings
         self.settings = WorkerSettings(**values)
         admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
+        capacity = hbm_pages * self.engine.geometry.page_bytes
+        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
         self.executor = Executor(
             self.engine,
-            self.cache,
-            np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
-            self,
-            lambda copy: copy_page(self.arena, copy),
-            Corrector(LatencyModel(COEFFICIENTS)),
-            self.settings,
-            admission,
-            self.outbox,
-            WorkerMetrics(CollectorRegistry()),
-            self.clock,
-            JobAdmission(admission, hbm_pages * self.engine.geometry.page_bytes, self.engine.geometry, self.clock),
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
+                histories=self,
+                copy_page=lambda copy: copy_page(self.arena, copy),
+                corrector=self.corrector,
+                settings=self.settings,
+                admission_settings=admission,
+                results=self.outbox,
+                metrics=WorkerMetrics(CollectorRegistry()),
+                clock=self.clock,
+                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+            ),
         )
         self._offset = 0
 
@@ -158,7 +163,7 @@ class World:
             request_id, user_id, at_ms * 1000, at_ms * 1000 + 100_000, 50, 10, suffix, at_ms * 1000, version
         )
         expected_us = self.clock.monotonic_us() + 100_000
-        self.executor.submit_job(JobWork(message, self._received(), expected_us, expected_us + 50_000))
+        self.executor.take_job(JobWork(message, self._received(), expected_us, expected_us + 50_000))
         self.run()
 
     def rank(
@@ -184,7 +189,9 @@ class World:
         )  # fmt: skip
         reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
         deadline_us = self.clock.monotonic_us() + budget_us
-        self.executor.submit_ranking(RankingWork(request, reply, self._received(), wall_us, deadline_us))
+        work = RankingWork(request, reply, self._received(), wall_us, deadline_us, deadline_us)
+        self.executor.take_ranking(work)
+        self.executor.take_mail()
 
     def run(self) -> None:
         for _ in range(1_000):
@@ -200,6 +207,7 @@ class World:
         outputs = full_inference(
             checkpoint or self.checkpoint, features, behaviours, request.candidates, request.query_time_ms
         )
+        self.executor.take_mail()
         return outputs.scores.numpy()
 
     def assert_exact(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> None:
@@ -239,7 +247,7 @@ def test_a_request_with_a_suffix_scores_as_full_inference_over_both(kind: str) -
     world.assert_exact(work, behaviours_of(107))
     grows = world.engine.rules.grows
     assert work.path is (Path.HBM if grows else Path.FULL)
-    assert work.span.tokens == world.engine.layout.tokens(100 if grows else 107)
+    assert work.prefix.tokens == world.engine.layout.tokens(100 if grows else 107)
     assert work.scored_tokens == 9 + (7 * world.engine.layout.tokens_per_behaviour if grows else 0)
 
 
@@ -262,9 +270,9 @@ def test_a_history_cut_for_lack_of_time_scores_as_full_inference_over_what_is_le
     suffix = behaviours_of(5, start=150)
     work = world.rank("u", version, suffix=suffix, budget_us=100)
     assert work.path is Path.TRUNCATED
-    assert 0 < len(work.span.behaviours) < 150
+    assert 0 < len(work.prefix.behaviours) < 150
     whole = behaviours_of(155)
-    kept = len(work.span.behaviours) + len(work.span.suffix)
+    kept = len(work.prefix.behaviours) + len(work.prefix.suffix)
     world.assert_exact(work, whole[155 - kept :])
 
 
@@ -321,7 +329,7 @@ def test_a_tail_as_suffix_scores_as_full_inference(kind: str) -> None:
     world.rank("u", world.put("u", 100), "r1")
     # An append is said to take longer than there is.
     slow = LatencyModel(replace(COEFFICIENTS, b0=1e6))
-    world.executor._shared.corrector = Corrector(slow)
+    world.corrector.recalibrate(slow)
     work = world.rank("u", world.put("u", 109), "r2", suffix=behaviours_of(5, start=109), budget_us=500_000)
     assert (work.path, work.tokens_cached) == (Path.HBM, world.engine.layout.tokens(100))
     assert len(work.suffix) == 14
@@ -339,4 +347,4 @@ def test_what_is_good_for_one_impression_is_evicted_before_what_others_may_use(k
     again = world.rank("often", often, "r4")
     assert again.path is Path.HBM
     world.assert_exact(again, behaviours_of(180, seed=1))
-    assert not world.cache.peek(world.outbox.answered["r2"][0].span.key).hbm_behaviours
+    assert not world.cache.peek(world.outbox.answered["r2"][0].prefix.key).hbm_behaviours

@@ -25,10 +25,9 @@ from relaygr.schemas.messages import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.work import JobWork, RankingWork
-from relaygr.worker.handler import WorkerHandler
+from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.results import ResultWriter
-from relaygr.worker.status import QueueWaits
 from tests.workers.kafka_fakes import FakeDeadLetters, FakeProducer, received
 
 PARTITIONS = 12
@@ -39,6 +38,8 @@ PREINFER, RANKING, RESULTS = "relaygr.preinfer", "relaygr.ranking", "relaygr.res
 
 @dataclass
 class Sink:
+    """The executor, as the handler uses it."""
+
     rankings: list[RankingWork] = field(default_factory=list)
     jobs: list[JobWork] = field(default_factory=list)
 
@@ -58,15 +59,24 @@ class World:
         self.finished: list[Token] = []
         self.owned: list[frozenset[int]] = []
         self.registry = CollectorRegistry()
-        metrics = WorkerMetrics(self.registry)
-        self.answers = ResultWriter(
-            self.producer, "worker-00", SKEW_US // 1000, self.finished.append, metrics, QueueWaits(),
-            self.clock,
-        )  # fmt: skip
+        self.writer = ResultWriter(
+            self.producer, "worker-00", SKEW_US // 1000, self.finished.append, WorkerMetrics(self.registry), self.clock
+        )
         self.handler = WorkerHandler(
-            PREINFER, RANKING, PARTITIONS, RESULTS, self.sink, self.answers, self.letters, metrics, self.clock,
-            SKEW_US // 1000, REPLY_MARGIN_MS, on_ownership=self.owned.append, on_tick=lambda now_us: None,
-        )  # fmt: skip
+            HandlerSettings(
+                ranking_topic=RANKING,
+                results_topic=RESULTS,
+                partitions=PARTITIONS,
+                max_clock_skew_ms=SKEW_US // 1000,
+                reply_margin_ms=REPLY_MARGIN_MS,
+            ),
+            self.sink,
+            self.writer,
+            self.letters,
+            self.clock,
+            on_ownership=self.owned.append,
+            on_tick=lambda now_us: None,
+        )
 
     def headers(self, **changes) -> RankingHeaders:
         values = {

@@ -197,7 +197,7 @@ def second_model(world: World, kind: str = "plain"):
 
 def assert_of(world: World, request_id: str, checkpoint, behaviours) -> None:
     work, _ = world.outbox.answered[request_id]
-    assert work.span.revision == checkpoint.revision
+    assert work.prefix.revision == checkpoint.revision
     world.assert_exact(work, behaviours, checkpoint)
 
 
@@ -298,8 +298,7 @@ class Reloading:
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.parts = SimpleNamespace(
             arena=self.prepared.engine.device.empty_bytes(1, self.prepared.engine.geometry.page_bytes),
-            device=SimpleNamespace(call=self.calls.append),
-            executor=SimpleNamespace(serve_with=lambda engine: None),
+            executor=SimpleNamespace(post=self.calls.append, serve_with=lambda engine: None),
             metrics=self.metrics,
             cache=SimpleNamespace(keep_only=lambda namespace: 0, weigh_by=self.weighs.append),
         )

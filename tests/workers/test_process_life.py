@@ -93,7 +93,8 @@ class FakeParts:
     def __init__(self, loop: FakeLoop, on_end: OnEnd) -> None:
         self.loop = loop
         self.on_end = on_end
-        self.device = SimpleNamespace(call=lambda work: None, is_stuck=lambda: False)
+        self.executor = SimpleNamespace(post=lambda work: None)
+        self.device = SimpleNamespace(is_stuck=lambda: False)
         self.status = SimpleNamespace(state=WorkerState.STARTING)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.sent_the_rest = False

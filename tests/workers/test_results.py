@@ -25,7 +25,6 @@ from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
 from relaygr.worker.results import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, ResultWriter
-from relaygr.worker.status import QueueWaits
 from tests.workers.kafka_fakes import FakeProducer, received, refused
 
 SKEW_US = 5_000
@@ -37,20 +36,21 @@ class World:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.producer = FakeProducer()
         self.finished: list[Token] = []
-        self.waits = QueueWaits()
         self.registry = CollectorRegistry()
-        self.answers = ResultWriter(
+        self.writer = ResultWriter(
             self.producer, "worker-00", SKEW_US // 1000, self.finished.append,
-            WorkerMetrics(self.registry), self.waits, self.clock,
+            WorkerMetrics(self.registry), self.clock,
         )  # fmt: skip
+        self.waits = self.writer.waits
 
     def work(self, tokens: int = 10, budget_us: int = BUDGET_US) -> RankingWork:
-        deadline_us = self.clock.wall_us() + budget_us
-        request = RankingRequest("r", "u", 123, deadline_us, 0, np.arange(4), Behaviours.empty())
-        reply = RankingHeaders("r", "g", "relaygr.results", 2, deadline_us)
+        wall_deadline_us = self.clock.wall_us() + budget_us
+        request = RankingRequest("r", "u", 123, wall_deadline_us, 0, np.arange(4), Behaviours.empty())
+        reply = RankingHeaders("r", "g", "relaygr.results", 2, wall_deadline_us)
         message = received("relaygr.ranking", b"", b"u", received_us=self.clock.monotonic_us())
-        work = RankingWork(request, reply, message, self.clock.wall_us(), self.clock.monotonic_us() + budget_us)
-        work.span = ResolvedPrefix(
+        deadline_us = self.clock.monotonic_us() + budget_us
+        work = RankingWork(request, reply, message, self.clock.wall_us(), deadline_us, deadline_us)
+        work.prefix = ResolvedPrefix(
             key=None,  # type: ignore[arg-type]
             features=np.empty(0, "<i8"),
             behaviours=Behaviours.empty(),
@@ -67,12 +67,12 @@ class World:
 
     def rank(self, scores=None, **fields) -> RankingWork:
         work = self.work(**fields)
-        self.answers.ranked(work, RankOutputs(np.ones((4, 2), np.float32) if scores is None else scores))
+        self.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32) if scores is None else scores))
         return work
 
     def tick(self, after_us: int = 0) -> None:
         self.clock.advance_us(after_us)
-        self.answers.tick(self.clock.monotonic_us())
+        self.writer.tick(self.clock.monotonic_us())
 
     @property
     def result(self) -> RankingResult:
@@ -96,7 +96,7 @@ def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: World):
     work.ready_us = work.started_us = world.clock.monotonic_us()
     work.reload_us, work.rank_us = 1_500, 300
     world.clock.advance_us(300)
-    world.answers.ranked(work, RankOutputs(np.arange(8, dtype=np.float32).reshape(4, 2)))
+    world.writer.ranked(work, RankOutputs(np.arange(8, dtype=np.float32).reshape(4, 2)))
     result = world.result
     assert result.outcome is Outcome.RANKED
     assert (result.path, result.prefix_source) == (Path.DRAM, PrefixSource.DRAM)
@@ -115,7 +115,7 @@ def test_time_to_compute_is_not_counted_as_time_to_wait(world: World):
     work.looked_up_us = world.clock.monotonic_us()
     world.clock.advance_us(2_000)
     work.ready_us, work.pre_infer_us = world.clock.monotonic_us(), 1_200
-    world.answers.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
     assert (world.result.timings.wait_us, world.result.timings.pre_infer_us) == (800, 1_200)
 
 
@@ -224,22 +224,22 @@ def test_many_undelivered_answers_are_each_tried_once_a_tick(world: World):
     [("a\nb\x00c", "a b c"), ("", None), ("ü" * 600, "ü" * 250), ("\ud800", " ")],
 )
 def test_details_are_made_to_fit_their_field(world: World, detail: str, said: str | None):
-    world.answers.failed(world.work(), FailureReason.OVERLOADED, detail)
+    world.writer.failed(world.work(), FailureReason.OVERLOADED, detail)
     assert world.result.detail == said
     assert world.result.reason is FailureReason.OVERLOADED
     work = world.work()
-    world.answers.without_work(work.reply, work.received, Outcome.FAILED, FailureReason.UNDECODABLE, detail)
+    world.writer.without_work(work.reply, work.received, Outcome.FAILED, FailureReason.UNDECODABLE, detail)
     assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
 
 
 def test_expired_work_is_said_and_counted(world: World):
-    world.answers.expired(world.work())
+    world.writer.expired(world.work())
     assert (world.result.outcome, world.result.reason) == (Outcome.EXPIRED, None)
     assert world.count("relaygr_worker_unranked_total", outcome="expired") == 1
 
 
 def test_a_job_is_counted_by_its_outcome_and_its_offset_finished(world: World):
     message = received("relaygr.preinfer", b"", b"u")
-    world.answers.job_done(message, JobOutcome.NO_ROOM)
+    world.writer.job_done(message, JobOutcome.NO_ROOM)
     assert world.finished == [message.token]
     assert world.count("relaygr_worker_preinfer_jobs_total", outcome="no_room") == 1

@@ -71,7 +71,7 @@ def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> 
     world.run()
     assert (hurried.done, hurried.path) == (True, Path.TRUNCATED)
     assert (patient.done, patient.path) == (True, Path.PENDING)
-    assert world.cache.peek(patient.span.key).hbm_behaviours == 400
+    assert world.cache.peek(patient.prefix.key).hbm_behaviours == 400
 
 
 def test_the_first_waiter_for_a_reload_gives_up_and_the_second_hits() -> None:

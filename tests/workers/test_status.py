@@ -15,8 +15,8 @@ from relaygr.schemas import codec
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.process.housekeeping import StatusReport, StatusSources
+from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
-from relaygr.worker.status import QueueWaits
 from tests.workers.kafka_fakes import FakeProducer, refused
 
 GEOMETRY = KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32)

@@ -1,16 +1,19 @@
-"""The poll thread's side of a worker: decodes, checks, answers what needs no work, and hands the rest over.
+"""The poll thread's part of a worker: decodes and checks messages, and hands them to the executor.
 
-It never computes and never blocks. A ranking message is looked at in this order: its headers (without a
-reply address there is nobody to answer: dead letter), its deadline (after an outage most of a backlog
-has expired, and is answered undecoded), its body, its partition. Work goes to the device thread.
+The handler never computes and never blocks. It checks a ranking message in this order:
+
+1. its headers: without a reply address nobody can be answered, so the message becomes a dead letter;
+2. its deadline: after an outage most of a backlog has expired, and is answered without being decoded;
+3. its body;
+4. its partition.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from relaygr.consumer import Received
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -19,20 +22,24 @@ from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
-from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
 FURTHEST_US = MAX_BUDGET_MS * 1000
-"""No time of a message is taken to lie further ahead: what waits for it, and its offset, may not wait for years."""
+"""A time in a message counts as at most this far ahead, so that no work and no offset waits for years."""
 
 
-class WorkSink(Protocol):
-    """The device thread, as the poll thread sees it. Both calls return at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerSettings:
+    """The topics and times of a handler. Every topic of pre-infer jobs and rankings has `partitions` partitions."""
 
-    def take_ranking(self, work: RankingWork) -> None: ...
-    def take_job(self, work: JobWork) -> None: ...
+    ranking_topic: str
+    results_topic: str
+    partitions: int
+    max_clock_skew_ms: int
+    reply_margin_ms: float
 
 
 class WorkerHandler:
@@ -40,38 +47,29 @@ class WorkerHandler:
 
     def __init__(
         self,
-        preinfer_topic: str,
-        ranking_topic: str,
-        partition_count: int,
-        results_topic: str,
-        sink: WorkSink,
-        answers: ResultWriter,
+        settings: HandlerSettings,
+        executor: Executor,
+        results: ResultWriter,
         dead_letters: DeadLetterWriter,
-        metrics: WorkerMetrics,
         clock: Clock,
-        max_clock_skew_ms: int,
-        reply_margin_ms: float,
+        *,
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
     ) -> None:
-        self._preinfer_topic = preinfer_topic
-        self._ranking_topic = ranking_topic
-        self._partition_count = partition_count
-        self._results_topic = results_topic
-        self._sink = sink
-        self._answers = answers
+        self._settings = settings
+        self._executor = executor
+        self._results = results
         self._dead_letters = dead_letters
-        self._metrics = metrics
         self._clock = clock
-        self._skew_us = max_clock_skew_ms * 1000
-        self._reply_margin_us = int(reply_margin_ms * 1000)
+        self._skew_us = settings.max_clock_skew_ms * 1000
+        self._reply_margin_us = int(settings.reply_margin_ms * 1000)
         self._on_ownership = on_ownership
         self._on_tick = on_tick
         self._unwritten: deque[Callable[[], None]] = deque()
         self._rewrite_at_us = 0
 
     def on_message(self, message: Received) -> None:
-        if message.topic == self._ranking_topic:
+        if message.topic == self._settings.ranking_topic:
             self._ranking(message)
         else:
             self._preinfer(message)
@@ -80,13 +78,13 @@ class WorkerHandler:
         self._on_ownership(partitions)
 
     def on_revoked(self, partitions: frozenset[int]) -> None:
-        """Nothing yet: classic range revokes all and gives most back; `on_assigned` tells what stays."""
+        """Nothing yet: the classic protocol revokes all partitions and gives most of them back in `on_assigned`."""
 
     def on_lost(self, partitions: frozenset[int]) -> None:
-        """As `on_revoked`: what is in flight ends, and touches no offset."""
+        """As `on_revoked`. The work in flight ends, and commits no offset."""
 
     def on_tick(self, now_us: int) -> None:
-        self._answers.tick(now_us)
+        self._results.tick(now_us)
         self._dead_letters.poll()
         if self._unwritten and now_us >= self._rewrite_at_us:
             self._rewrite_at_us = now_us + REWRITE_INTERVAL_US
@@ -99,42 +97,43 @@ class WorkerHandler:
     def _ranking(self, received: Received) -> None:
         try:
             reply = RankingHeaders.decode(received.headers)
-            if reply.reply_topic != self._results_topic:
-                raise DecodeError(DecodeReason.INVALID_FIELD, f"header reply_topic is not {self._results_topic}")
+            if reply.reply_topic != self._settings.results_topic:
+                raise DecodeError(
+                    DecodeReason.INVALID_FIELD, f"header reply_topic is not {self._settings.results_topic}"
+                )
         except DecodeError as error:
             return self._dead_letter(received, error.reason.value, f"nobody to answer: {error}")
         now_wall_us = self._clock.wall_us()
         if now_wall_us > reply.deadline_us + self._skew_us:
-            return self._answers.without_work(reply, received, Outcome.EXPIRED)
+            return self._results.without_work(reply, received, Outcome.EXPIRED)
         try:
             request = decode(RankingRequest, received.value)
-            _agree(reply, request)
+            if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
+                raise DecodeError(
+                    DecodeReason.INVALID_FIELD,
+                    "RankingRequest: request_id or deadline_us is not what the headers say",
+                )
         except DecodeError as error:
             detail = f"{error.reason}: {error}"
             answer = partial(
-                self._answers.without_work, reply, received, Outcome.FAILED, FailureReason.UNDECODABLE, detail
+                self._results.without_work, reply, received, Outcome.FAILED, FailureReason.UNDECODABLE, detail
             )
             return self._dead_letter(received, error.reason.value, str(error), answer)
-        if not self._routed_right(received, request.user_id):
-            return self._answers.without_work(
+        partition = self._partition_of(request.user_id)
+        if not _is_routed_to(partition, received, request.user_id):
+            return self._results.without_work(
                 reply,
                 received,
                 Outcome.FAILED,
                 FailureReason.WRONG_PARTITIONER,
-                f"user {request.user_id!r} belongs to partition {self._partition_of(request.user_id)}, the message "
-                f"came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key",
+                f"user {request.user_id!r} belongs to partition {partition}, the message came on "
+                f"{received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key",
             )
-        self._sink.take_ranking(
-            RankingWork(
-                request=request,
-                reply=reply,
-                received=received,
-                received_wall_us=now_wall_us,
-                deadline_us=self._monotonic(request.deadline_us, now_wall_us),
-                reply_margin_us=self._reply_margin_us,
-            )
+        deadline_us = _monotonic(received, request.deadline_us, now_wall_us)
+        answer_by_us = deadline_us - self._reply_margin_us
+        return self._executor.take_ranking(
+            RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
         )
-        return None
 
     # -- pre-infer ---------------------------------------------------------------------------------
 
@@ -142,31 +141,26 @@ class WorkerHandler:
         try:
             job = decode(PreInferJob, received.value)
         except DecodeError as error:
-            self._metrics.job_done(JobOutcome.UNDECODABLE)
+            self._results.undecodable_job()
             return self._dead_letter(received, error.reason.value, str(error))
         now_wall_us = self._clock.wall_us()
-        if not self._routed_right(received, job.user_id):
-            return self._answers.job_done(received, JobOutcome.MISROUTED)
+        if not _is_routed_to(self._partition_of(job.user_id), received, job.user_id):
+            return self._results.job_done(received, JobOutcome.MISROUTED)
         if now_wall_us > job.expires_at_us + self._skew_us:
-            return self._answers.job_done(received, JobOutcome.EXPIRED)
-        self._sink.take_job(
-            JobWork(
-                job=job,
-                received=received,
-                expected_ranking_us=self._monotonic(job.expected_ranking_at_us, now_wall_us),
-                expires_us=self._monotonic(job.expires_at_us, now_wall_us),
-            )
+            return self._results.job_done(received, JobOutcome.EXPIRED)
+        expected_us = _monotonic(received, job.expected_ranking_at_us, now_wall_us)
+        return self._executor.take_job(
+            JobWork(job, received, expected_us, _monotonic(received, job.expires_at_us, now_wall_us))
         )
-        return None
 
     # -- both --------------------------------------------------------------------------------------
 
     def _dead_letter(
         self, received: Received, reason: str, detail: str, then: Callable[[], None] | None = None
     ) -> None:
-        """Writes a dead letter, again until it is delivered; only then the offset is finished, or answered.
+        """Writes a dead letter, again until it is delivered. Only then calls `then`, or finishes the offset.
 
-        How many can wait is bounded by the loop's `max_span` of unfinished messages a partition.
+        The loop's `max_span` of unfinished messages a partition bounds how many dead letters wait.
         """
 
         def written(delivered: bool) -> None:
@@ -175,26 +169,21 @@ class WorkerHandler:
             elif then is not None:
                 then()
             else:
-                self._answers.finish(received.token)
+                self._results.finish(received.token)
 
         def write() -> None:
             self._dead_letters.write(received.message, reason, detail, on_done=written)
 
         write()
 
-    def _routed_right(self, received: Received, user_id: str) -> bool:
-        return received.key == user_id.encode() and received.partition == self._partition_of(user_id)
-
     def _partition_of(self, user_id: str) -> int:
-        return partition_for(user_id.encode(), self._partition_count)
-
-    def _monotonic(self, wall_us: int, now_wall_us: int) -> int:
-        """A wall-clock time of a message on this process's monotonic clock: converted once, then kept to."""
-        return self._clock.monotonic_us() + min(wall_us - now_wall_us, FURTHEST_US)
+        return partition_for(user_id.encode(), self._settings.partitions)
 
 
-def _agree(reply: RankingHeaders, request: RankingRequest) -> None:
-    if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
-        raise DecodeError(
-            DecodeReason.INVALID_FIELD, "RankingRequest: request_id or deadline_us is not what the headers say"
-        )
+def _is_routed_to(partition: int, received: Received, user_id: str) -> bool:
+    return received.partition == partition and received.key == user_id.encode()
+
+
+def _monotonic(received: Received, wall_us: int, now_wall_us: int) -> int:
+    """A wall-clock time of a message on the monotonic clock of this process. The message was received now."""
+    return received.received_us + min(wall_us - now_wall_us, FURTHEST_US)

@@ -1,11 +1,11 @@
-"""ResultWriter: each ranking request's one result, produced until it is delivered or its deadline has passed.
+"""Writes each ranking request's one result, and produces it until it is delivered or its deadline has passed.
 
-A ranking offset is finished when the delivery report of its result succeeded. A failed report is
-answered by producing again, until deadline + skew; then the offset is finished all the same, and
-counted as undelivered: nobody waits for that answer any more, and the client counts it as lost.
+The offset of a ranking request is finished when the delivery report of its result says success. After a failed report
+the result is produced again, until deadline + skew. Then the offset is finished too, and the result is counted as
+undelivered: the client has counted the request as lost by then.
 
-`ranked`, `expired` and `failed` are called on the device thread, `without_work` and `tick` on the poll
-thread; delivery reports arrive inside `tick`.
+The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `without_work` and `tick`;
+delivery reports arrive inside `tick`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -26,15 +27,14 @@ from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, Rank
 from relaygr.worker.executor.work import JobOutcome, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.status import QueueWaits
 
 log = structlog.get_logger()
 
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
-"""However far away a deadline is said to be: the offset waits for the answer."""
+"""The longest time that an offset waits for its result, however late the deadline."""
 NOWHERE_PATIENCE_US = 5_000_000
-"""How long a reply topic or partition may be unknown: a broker that just started does not know its topics yet."""
+"""How long a reply topic or partition may be unknown. A broker that has just started does not know its topics yet."""
 _NOWHERE: Final = frozenset(
     (
         KafkaError._UNKNOWN_TOPIC,
@@ -47,8 +47,25 @@ _NOWHERE: Final = frozenset(
 )
 
 
+class QueueWaits:
+    """The P99 of the latest waits of ranking requests. One thread writes; any thread reads."""
+
+    def __init__(self, window: int = 512) -> None:
+        self._waits_us: deque[int] = deque(maxlen=window)
+
+    def observe(self, wait_us: int) -> None:
+        self._waits_us.append(wait_us)
+
+    def p99_us(self) -> int:
+        """0 before the first wait."""
+        waits = sorted(self._waits_us.copy())
+        return waits[min(len(waits) - 1, int(0.99 * len(waits)))] if waits else 0
+
+
 @dataclass(slots=True, eq=False)
 class _Outgoing:
+    """A result on its way. Times are monotonic."""
+
     reply: RankingHeaders
     value: bytes
     token: Token
@@ -58,7 +75,7 @@ class _Outgoing:
 
 
 class ResultWriter:
-    """Builds results, produces them, and finishes offsets. `finish` is thread-safe."""
+    """Builds results, produces them, and finishes offsets."""
 
     def __init__(
         self,
@@ -67,27 +84,27 @@ class ResultWriter:
         max_clock_skew_ms: int,
         finish: Callable[[Token], None],
         metrics: WorkerMetrics,
-        waits: QueueWaits,
         clock: Clock,
     ) -> None:
+        """`finish` may be called from any thread."""
+        self.finish = finish
+        """Finishes an offset that needs no result."""
+        self.waits = QueueWaits()
         self._producer = producer
         self._worker_id = worker_id
         self._skew_us = max_clock_skew_ms * 1000
-        self._finish = finish
         self._metrics = metrics
-        self._waits = waits
         self._clock = clock
         self._failed: deque[_Outgoing] = deque()
 
-    # -- the outbox of the executor ----------------------------------------------------------------
+    # -- the device thread -------------------------------------------------------------------------
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        """Answers with scores, path and timings."""
-        assert work.span is not None
+        """Writes a result with scores, path and timings."""
+        prefix, scores = work.prefix, outputs.scores
+        assert prefix is not None
         now_us = self._clock.monotonic_us()
-        timings = self._timings(work, now_us)
-        scores = outputs.scores
-        with_prefix = work.span.tokens > 0
+        timings = _timings(work, now_us)
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
@@ -97,44 +114,40 @@ class ResultWriter:
             sent_at_us=self._clock.wall_us(),
             timings=timings,
             path=work.path,
-            prefix_source=work.prefix_source if with_prefix else None,
+            prefix_source=work.prefix_source if prefix.tokens > 0 else None,
             num_tasks=int(scores.shape[1]),
             scores=scores.reshape(-1),
-            prefix_tokens=work.span.tokens,
+            prefix_tokens=prefix.tokens,
             tokens_cached=work.tokens_cached,
-            history_version=work.span.version,
-            history_stale=work.span.stale,
-            history_loading=work.span.loading,
+            history_version=prefix.version,
+            history_stale=prefix.stale,
+            history_loading=prefix.loading,
             unknown_items=work.unknown_items,
-            model_revision=work.span.revision,
+            model_revision=prefix.revision,
         )
         try:
             value = encode(result)
         except EncodeError as error:
-            # Scores that are not finite are the model's fault, not the request's.
+            # The model, not the request, causes scores that are not finite.
             return self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
         self._metrics.ranked(work.path, timings.total_us, timings.queue_us, work.unknown_items)
-        self._waits.observe(timings.queue_us)
-        self._send(work.reply, value, work.received.token, work.deadline_us)
+        self.waits.observe(timings.queue_us)
+        self._send(work.reply, value, work.received.token, work.deadline_us, now_us)
 
     def expired(self, work: RankingWork) -> None:
-        """Answers that the deadline had passed before any device work could end."""
+        """Writes the result of a request whose deadline passed before it was ranked."""
         self._metrics.expired()
         self._unranked(work, Outcome.EXPIRED, None, None)
 
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        """Answers with a reason."""
+        """Writes the result of a request that failed."""
         self._metrics.failed(reason)
         self._unranked(work, Outcome.FAILED, reason, detail)
 
     def job_done(self, received: Received, outcome: JobOutcome) -> None:
-        """Counts how a pre-infer job ended, and finishes its offset."""
+        """Counts the outcome of a pre-infer job, and finishes its offset."""
         self._metrics.job_done(outcome)
-        self._finish(received.token)
-
-    def finish(self, token: Token) -> None:
-        """The offset needs no answer."""
-        self._finish(token)
+        self.finish(received.token)
 
     # -- the poll thread ---------------------------------------------------------------------------
 
@@ -146,13 +159,13 @@ class ResultWriter:
         reason: FailureReason | None = None,
         detail: str | None = None,
     ) -> None:
-        """Answers a request that never became work: expired on receipt, undecodable or misrouted."""
+        """Writes the result of a request that the executor never had: expired on receipt, undecodable or misrouted."""
         if reason is None:
             self._metrics.expired()
         else:
             self._metrics.failed(reason)
-        now_wall_us = self._clock.wall_us()
-        waited_us = max(0, self._clock.monotonic_us() - received.received_us)
+        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
+        waited_us = max(0, now_us - received.received_us)
         result = RankingResult(
             request_id=reply.request_id,
             worker_id=self._worker_id,
@@ -164,11 +177,15 @@ class ResultWriter:
             reason=reason,
             detail=_printable(detail),
         )
-        deadline_us = self._clock.monotonic_us() + max(0, reply.deadline_us - now_wall_us)
-        self._send(reply, encode(result), received.token, deadline_us)
+        deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
+        self._send(reply, encode(result), received.token, deadline_us, now_us)
+
+    def undecodable_job(self) -> None:
+        """Counts a pre-infer job that could not be decoded. Its dead letter finishes the offset."""
+        self._metrics.job_done(JobOutcome.UNDECODABLE)
 
     def tick(self, now_us: int) -> None:
-        """Takes delivery reports, and produces again what failed and still has time."""
+        """Takes delivery reports, and produces failed results again that still have time."""
         self._producer.poll(0)
         for _ in range(len(self._failed)):
             outgoing = self._failed.popleft()
@@ -188,6 +205,7 @@ class ResultWriter:
     # -- sending -----------------------------------------------------------------------------------
 
     def _unranked(self, work: RankingWork, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> None:
+        now_us = self._clock.monotonic_us()
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
@@ -195,37 +213,17 @@ class ResultWriter:
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
             sent_at_us=self._clock.wall_us(),
-            timings=self._timings(work, self._clock.monotonic_us()),
+            timings=_timings(work, now_us),
             reason=reason,
             detail=_printable(detail),
         )
-        self._send(work.reply, encode(result), work.received.token, work.deadline_us)
+        self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us)
 
-    def _timings(self, work: RankingWork, now_us: int) -> StageTimings:
-        started_us = work.started_us if work.started_us is not None else now_us
-        ready_us = work.ready_us if work.ready_us is not None else now_us
-        looked_up_us = work.looked_up_us if work.looked_up_us is not None else now_us
-        return StageTimings(
-            queue_us=max(0, started_us - work.received.received_us),
-            wait_us=max(0, ready_us - looked_up_us - work.pre_infer_us),
-            pre_infer_us=work.pre_infer_us,
-            reload_us=work.reload_us,
-            rank_us=work.rank_us,
-            total_us=max(0, now_us - work.received.received_us),
-        )
-
-    def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int) -> None:
-        now_us = self._clock.monotonic_us()
+    def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int, now_us: int) -> None:
         give_up_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
         self._produce(_Outgoing(reply, value, token, give_up_us, now_us))
 
     def _produce(self, outgoing: _Outgoing) -> None:
-        def reported(error: Any, _: Any) -> None:
-            if error is None:
-                self._finish(outgoing.token)
-            else:
-                self._retry_later(outgoing, error)
-
         reply = outgoing.reply
         try:
             self._producer.produce(
@@ -234,12 +232,19 @@ class ResultWriter:
                 reply.request_id.encode(),
                 partition=reply.reply_partition,
                 headers=ResultHeaders(reply.request_id, reply.gateway_id).encode(),
-                on_delivery=reported,
+                on_delivery=partial(self._reported, outgoing),
             )
         except BufferError:
             self._retry_later(outgoing)
         except KafkaException as exception:
             self._retry_later(outgoing, exception.args[0])
+
+    def _reported(self, outgoing: _Outgoing, error: Any, _: Any) -> None:
+        """The delivery report of one result."""
+        if error is None:
+            self.finish(outgoing.token)
+        else:
+            self._retry_later(outgoing, error)
 
     def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
         if error is not None and error.code() in _NOWHERE:
@@ -248,9 +253,23 @@ class ResultWriter:
         self._failed.append(outgoing)
 
     def _give_up(self, outgoing: _Outgoing) -> None:
-        log.debug("an answer was not delivered", reply_topic=outgoing.reply.reply_topic)
+        log.debug("a result was not delivered", reply_topic=outgoing.reply.reply_topic)
         self._metrics.result_undelivered()
-        self._finish(outgoing.token)
+        self.finish(outgoing.token)
+
+
+def _timings(work: RankingWork, now_us: int) -> StageTimings:
+    started_us = work.started_us if work.started_us is not None else now_us
+    ready_us = work.ready_us if work.ready_us is not None else now_us
+    looked_up_us = work.looked_up_us if work.looked_up_us is not None else now_us
+    return StageTimings(
+        queue_us=max(0, started_us - work.received.received_us),
+        wait_us=max(0, ready_us - looked_up_us - work.pre_infer_us),
+        pre_infer_us=work.pre_infer_us,
+        reload_us=work.reload_us,
+        rank_us=work.rank_us,
+        total_us=max(0, now_us - work.received.received_us),
+    )
 
 
 def _printable(detail: str | None) -> str | None:

@@ -13,12 +13,14 @@ import relaygr.bench
 
 _BENCHMARKS = str(Path(next(iter(relaygr.bench.__path__))))
 _PRODUCT = "relaygr."
+_MODEL = "relaygr.worker.model."
 
 
 class Trace:
-    """Calls of product code, which is the namespace `relaygr` without its benchmarks, on the thread of `begin`.
+    """Calls of product code on the thread of `begin`: the namespace `relaygr` without benchmarks and without the model.
 
-    Only what the functions `within` call is counted, and they themselves. A *move* is a call into another file than
+    The model is left out because a null engine takes its place. Only the functions `within` are counted, and all that
+    they call. A *move* is a call into another file than
     that of the call before.
     """
 
@@ -76,4 +78,4 @@ def _is_product(frame: FrameType) -> bool:
     """Written code of the product. What dataclasses and enums generate has no file."""
     file = frame.f_code.co_filename
     module = str(frame.f_globals.get("__name__", ""))
-    return module.startswith(_PRODUCT) and not file.startswith(("<", _BENCHMARKS))
+    return module.startswith(_PRODUCT) and not module.startswith(_MODEL) and not file.startswith(("<", _BENCHMARKS))

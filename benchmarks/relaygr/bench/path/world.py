@@ -40,9 +40,9 @@ from relaygr.worker.cache import CacheConfig, PrefixCache
 from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.thread import DeviceThread
-from relaygr.worker.handler import WorkerHandler
+from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.kv import DramGeometry, KvDtype
 from relaygr.worker.metrics import WorkerMetrics
@@ -52,7 +52,6 @@ from relaygr.worker.model.null_engine import NullEngine
 from relaygr.worker.model.options import Family
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.status import QueueWaits
 
 PREINFER, RANKING, RESULTS = "preinfer", "ranking", "results"
 PARTITIONS = 8
@@ -215,42 +214,42 @@ class World:
         scratch = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
         engine.bind(torch.zeros((PAGES + scratch, engine.geometry.page_bytes), dtype=torch.uint8))
         cache = PrefixCache(CacheConfig(DramGeometry(engine.geometry), engine.layout, PAGES, PAGES), FakeMover())
-        answers = ResultWriter(
+        results = ResultWriter(
             cast(Producer, self.producer),
-            "worker-00",
+            settings.worker_id,
             settings.max_clock_skew_ms,
             finish=lambda token: self.loop.finish(token),
             metrics=metrics,
-            waits=QueueWaits(),
             clock=self.clock,
         )
         self.executor = Executor(
             engine,
-            cache,
-            np.arange(PAGES, PAGES + scratch, dtype=np.int32),
-            self.histories,
-            lambda _: None,
-            Corrector(LatencyModel(LATENCY)),
-            settings,
-            admission,
-            answers,
-            metrics,
-            self.clock,
-            JobAdmission(admission, PAGES * engine.geometry.page_bytes, engine.geometry, self.clock),
+            ExecutorParts(
+                cache=cache,
+                scratch_pages=np.arange(PAGES, PAGES + scratch, dtype=np.int32),
+                copy_page=lambda _: None,
+                histories=self.histories,
+                corrector=Corrector(LatencyModel(LATENCY)),
+                settings=settings,
+                admission_settings=admission,
+                admission=JobAdmission(admission, PAGES * engine.geometry.page_bytes, engine.geometry, self.clock),
+                results=results,
+                metrics=metrics,
+                clock=self.clock,
+            ),
         )
-        device = DeviceThread(self.executor, lambda: None, self.clock, settings.watchdog_s, lambda: None)
         handler = WorkerHandler(
-            PREINFER,
-            RANKING,
-            PARTITIONS,
-            RESULTS,
-            device,
-            answers,
+            HandlerSettings(
+                ranking_topic=RANKING,
+                results_topic=RESULTS,
+                partitions=PARTITIONS,
+                max_clock_skew_ms=settings.max_clock_skew_ms,
+                reply_margin_ms=settings.reply_margin_ms,
+            ),
+            self.executor,
+            results,
             cast(DeadLetterWriter, FakeDeadLetters()),
-            metrics,
             self.clock,
-            settings.max_clock_skew_ms,
-            settings.reply_margin_ms,
             on_ownership=lambda _: None,
             on_tick=lambda _: None,
         )

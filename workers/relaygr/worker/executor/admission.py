@@ -1,8 +1,8 @@
-"""The worker's own look at a pre-infer job: the trigger's policy again, with what only the worker knows.
+"""A worker's admission of pre-infer jobs: the trigger's buckets again, with the worker's own knowledge.
 
-What HBM holds already is not charged, only the tail is; what comes back from DRAM is charged its copy, and is never
-refused. The trigger has judged risk and lead time; here it is footprint and load that count, since several triggers and
-a stale status can add up to too much.
+A job is charged for the tokens that HBM does not hold. A reload from DRAM is charged for its copy and is never refused.
+The trigger has checked risk and lead time already. The worker checks footprint and load again, because several triggers
+and a stale status can admit too much.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JobAdmission:
     def refuse(
         self,
         work: JobWork,
-        span: ResolvedPrefix,
+        prefix: ResolvedPrefix,
         cached_tokens: int,
         scored_tokens: int,
         prepare_us: float,
@@ -45,15 +45,16 @@ class JobAdmission:
     ) -> JobOutcome | None:
         """Why the job is not admitted; None admits and charges it.
 
-        `scored_tokens`: of its request, as expected. `prepare_us`: device time of what is not cached.
+        `scored_tokens`: suffix tokens and candidates of the expected request. `prepare_us`: device time of the tokens
+        that are not cached.
         """
         now_us = self._clock.monotonic_us()
-        tail_tokens = span.tokens - cached_tokens
+        tail_tokens = prefix.tokens - cached_tokens
         estimate = Estimate(
-            prefix_tokens=span.tokens,
+            prefix_tokens=prefix.tokens,
             scored_tokens=scored_tokens,
-            full_us=latency.full_us(span.tokens, scored_tokens),
-            hit_us=latency.hit_us(span.tokens, scored_tokens),
+            full_us=latency.full_us(prefix.tokens, scored_tokens),
+            hit_us=latency.hit_us(prefix.tokens, scored_tokens),
             prepare_us=prepare_us,
             new_bytes=tail_tokens * self._geometry.bytes_per_token,
             lead_us=work.expected_ranking_us - now_us,
@@ -63,15 +64,15 @@ class JobAdmission:
         return None if refusal is None else _OUTCOMES[refusal]
 
     def charge_reload(self, work: JobWork, tokens: int, latency: LatencyModel) -> None:
-        """A copy of so many tokens from DRAM has begun for the job."""
+        """Charges the copy of `tokens` tokens from DRAM that has begun for the job."""
         now_us = self._clock.monotonic_us()
         size_bytes = tokens * self._geometry.bytes_per_token
         self._buckets.charge(float(size_bytes) * self._alive_us(work, now_us), latency.reload_us(size_bytes), now_us)
 
-    def count_ranking(self, device_us: float) -> None:
-        """Device time that a ranking request took: what is left is for pre-infer."""
-        self._buckets.count_ranking(device_us, self._clock.monotonic_us())
+    def count_ranking(self, device_us: float, at_us: int) -> None:
+        """Counts the device time of a ranking pass that ended at `at_us`. Pre-infer gets a part of the rest."""
+        self._buckets.count_ranking(device_us, at_us)
 
     def _alive_us(self, work: JobWork, now_us: int) -> int:
-        """How long its pages stay taken: to its request, and the lease's margin."""
+        """How long the job's pages stay taken: until its request, and the margin of the lease."""
         return max(0, work.expected_ranking_us - now_us) + self._lease_margin_us

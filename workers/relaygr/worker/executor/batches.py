@@ -1,107 +1,102 @@
-"""The ranking pass: which ready requests go together, what else fits beside them, and what comes of it.
+"""Ranking passes: which ready requests are ranked together, and which chunk of pre-infer runs in the same forward.
 
-A batch is ready requests in laxity order, as long as none misses its deadline for company. Where the earliest of
-its deadlines leaves time, the next piece of pre-infer work may run in the same forward (`worker.mix_chunks`): an
-accelerator that a few candidates do not fill does both in the time of one.
+A batch takes ready requests in the order of their latest start, as long as none of them misses its deadline because of
+the others. If the earliest of its deadlines leaves time, the next chunk of pre-infer runs in the same forward
+(`worker.mix_chunks`). A few candidates do not fill an accelerator, which then does both in the time of one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from relaygr.admission.latency import Stage
-from relaygr.worker.executor.context import Shared
+from relaygr.worker.executor.context import Context
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.pieces import Piece, PieceFlow
+from relaygr.worker.executor.prefixes import Chunk, Prefixes
+from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.work import PrefixWork, RankingWork
 from relaygr.worker.model.interface import RankOutputs
 
 log = structlog.get_logger()
 
 
-class Answering(Protocol):
-    """What becomes of a request of a batch (`relaygr.worker.executor.requests`)."""
-
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None: ...
-    def reject(self, work: RankingWork) -> None: ...
-    def fail_on(self, work: RankingWork, error: Exception) -> None: ...
-
-
 @dataclass(slots=True)
 class _Batch:
-    """Requests of one forward. Times predicted, in µs on the worker's monotonic clock."""
+    """The requests of one forward. Times are predicted, in µs on the worker's monotonic clock."""
 
     works: list[RankingWork]
     ends_us: float
     must_end_us: float
-    """When the first of them, or of those that are left in the queue, would be late."""
+    """When the first of the batch, or of the requests that stay in the queue, would be late."""
 
 
-class BatchFlow:
+class Batches:
     """Belongs to the device thread."""
 
-    def __init__(self, shared: Shared, pieces: PieceFlow, requests: Answering) -> None:
-        self._shared = shared
-        self._pieces = pieces
+    def __init__(self, context: Context, prefixes: Prefixes, requests: Requests) -> None:
+        self._context = context
+        self._parts = context.parts
+        self._prefixes = prefixes
         self._requests = requests
-        self._mixes = shared.settings.mixes_chunks(shared.engine.device.is_cpu)
+        self._mixes = context.parts.settings.mixes_chunks(context.engine.device.is_cpu)
 
-    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None:
-        """Ranks `first`, if one is given, and what goes with it."""
-        batch = self._take(now_us, first)
-        self._rank(batch, batch.must_end_us - batch.ends_us)
-
-    def rank_beside(self, now_us: int) -> bool:
-        """It is pre-infer's turn: whether requests that are ready could go with its next piece, and did.
-
-        They end no later than behind that piece, which they would else have waited for.
+    def rank(self, now_us: int, first: RankingWork | None = None) -> PrefixWork | None:
+        """Ranks `first`, if given, and the ready requests that fit beside it. Returns a prefix whose chunk has to run
+        by itself now, because the forward with both failed.
         """
-        if not self._mixes or not isinstance(self._shared.scheduler.ranking.peek(), RankingWork):
-            return False
-        return self._rank(self._take(now_us, None), float("inf"))
+        batch = self._take(now_us, first)
+        return self._rank(batch, batch.must_end_us - batch.ends_us, now_us) if batch.works else None
 
-    def _rank(self, batch: _Batch, slack_us: float) -> bool:
+    def can_rank_beside_chunk(self) -> bool:
+        """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
+        return self._mixes and isinstance(self._context.scheduler.ranking.peek(), RankingWork)
+
+    def rank_beside_chunk(self, now_us: int) -> tuple[bool, PrefixWork | None]:
+        """Ranks ready requests in the forward of the next pre-infer chunk, whose turn it is. They end no later than
+        they would behind the chunk. Returns whether any request was ranked, and a prefix as `rank` does.
+        """
+        batch = self._take(now_us, None)
         if not batch.works:
-            return False
-        started_us = self._shared.now_us()
-        for work in batch.works:
-            work.started_us = work.started_us or started_us
-        piece = self._pieces.within(slack_us, started_us) if self._mixes and slack_us > 0 else None
-        outputs = self._forward_mixed(batch.works, piece, started_us) if piece is not None else None
-        mixed = outputs is not None
+            return False, None
+        return True, self._rank(batch, float("inf"), now_us)
+
+    def _rank(self, batch: _Batch, slack_us: float, now_us: int) -> PrefixWork | None:
+        works = batch.works
+        for work in works:
+            work.started_us = work.started_us or now_us
+        chunk = self._prefixes.chunk_within(slack_us, now_us) if self._mixes and slack_us > 0 else None
+        outputs = self._forward_mixed(works, chunk, now_us) if chunk is not None else None
+        is_mixed = outputs is not None
         if outputs is None:
-            outputs = self._forward(batch.works)
-        ended_us = self._shared.now_us()
-        if not mixed:
-            self._shared.corrector.observe(Stage.HIT, self._predicted_us(batch.works), ended_us - started_us)
-            self._shared.charge(WorkClass.RANKING, ended_us - started_us, ended_us)
-        for work, output in zip(batch.works, outputs, strict=True):
-            work.rank_us = ended_us - started_us
+            outputs = self._forward(works)
+        ended_us = self._parts.clock.monotonic_us()
+        if not is_mixed:
+            self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us)
+            self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
+        for work, output in zip(works, outputs, strict=True):
+            work.rank_us = ended_us - now_us
             if isinstance(output, RankOutputs):
                 self._requests.ranked(work, output)
             else:
                 self._requests.fail_on(work, output)
-        if piece is not None and not mixed:
-            self._pieces.run(piece.prefix, ended_us)
-        return True
+        return chunk.work if chunk is not None and not is_mixed else None
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
-        settings, queue = self._shared.settings, self._shared.scheduler.ranking
+        """Takes the requests of the next forward out of the queue."""
+        settings, queue = self._parts.settings, self._context.scheduler.ranking
         batch = _Batch([], float(now_us), float("inf"))
         passed_over: list[PrefixWork | RankingWork] = []
         rows = 0
+        if first is not None:
+            queue.remove(first)
         while max(len(batch.works), len(passed_over)) < settings.max_batch_requests:
-            work: PrefixWork | RankingWork | None = first if first is not None else queue.pop()
-            if first is not None:
-                queue.remove(first)
-                first = None
+            work, first = first if first is not None else queue.pop(), None
             if work is None:
                 break
             if isinstance(work, PrefixWork):
-                # It goes on right after this batch, which may not grow until that is too late.
+                # The prefix goes on right after this batch, which must not grow until that is too late.
                 passed_over.append(work)
                 batch.must_end_us = min(batch.must_end_us, work.latest_start_us)
                 continue
@@ -109,7 +104,7 @@ class BatchFlow:
                 self._requests.reject(work)
                 continue
             # The fixed part of a pass is paid once.
-            shared_us = self._shared.latency.coefficients.c0 if batch.works else 0.0
+            shared_us = self._parts.corrector.model.coefficients.c0 if batch.works else 0.0
             ends_us = batch.ends_us + work.predicted_us - shared_us
             must_end_us = min(batch.must_end_us, work.answer_by_us)
             rows += work.scored_tokens
@@ -126,41 +121,43 @@ class BatchFlow:
         return batch
 
     def _forward_mixed(
-        self, batch: list[RankingWork], piece: Piece, started_us: int
+        self, batch: list[RankingWork], chunk: Chunk, started_us: int
     ) -> list[RankOutputs | Exception] | None:
-        """Requests and piece in one forward; None if it failed, and the piece is as before."""
-        shared = self._shared
-        calibrated = shared.corrector.calibrated
-        rank_us, piece_us = self._predicted_us(batch), piece.predicted_us(calibrated)
+        """Requests and chunk in one forward; None if it failed, and the chunk is not computed."""
+        engine = self._context.engine
+        calibrated = self._parts.corrector.calibrated
+        rank_us, chunk_us = self._calibrated_us(batch), chunk.predicted_us(calibrated)
         try:
-            outputs = shared.engine.forward([piece.chunk], [work.inputs for work in batch if work.inputs is not None])
-            # What is published must be written.
-            shared.engine.device.current_stream().record().wait()
+            outputs = engine.forward([chunk.inputs], [work.inputs for work in batch if work.inputs is not None])
+            # A prefix must be written before it is published.
+            engine.device.current_stream().record().wait()
         except Exception as error:
-            # Whose fault it was shows when each runs alone.
-            shared.engine.device.settle()
+            # Each runs alone next, which shows the cause.
+            engine.device.settle()
             log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
             return None
-        ended_us = shared.now_us()
+        ended_us = self._parts.clock.monotonic_us()
         duration_us = ended_us - started_us
-        share = rank_us / (rank_us + piece_us) if rank_us + piece_us else 0.5
-        shared.metrics.mixed_pass()
-        shared.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
-        self._pieces.computed(piece, round(duration_us * (1 - share)), ended_us)
+        share = rank_us / (rank_us + chunk_us) if rank_us + chunk_us else 0.5
+        self._parts.metrics.mixed_pass()
+        self._context.charge(WorkClass.RANKING, round(duration_us * share), ended_us)
+        self._prefixes.count(chunk, round(duration_us * (1 - share)), ended_us)
         return list(outputs)
 
     def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
-        """One forward; if it fails, each request alone, so that one cannot fail its neighbours."""
+        """One forward. If it fails, each request is ranked alone, so that one cannot fail the others."""
         try:
-            return list(self._shared.engine.rank([work.inputs for work in batch if work.inputs is not None]))
+            return list(self._context.engine.rank([work.inputs for work in batch if work.inputs is not None]))
         except Exception as error:
             log.warning("a ranking batch failed", requests=len(batch), error=repr(error))
             if len(batch) == 1:
                 return [error]
         return [output for work in batch for output in self._forward([work])]
 
-    def _predicted_us(self, batch: list[RankingWork]) -> float:
-        """What the calibration says of one forward of these."""
-        model = self._shared.corrector.calibrated
-        each = [model.hit_us(work.ranked_prefix_tokens, work.scored_tokens) for work in batch]
-        return sum(each) - model.coefficients.c0 * (len(batch) - 1)
+    def _calibrated_us(self, batch: list[RankingWork]) -> float:
+        """The calibrated time of one forward of these requests."""
+        model = self._parts.corrector.calibrated
+        total_us = -model.coefficients.c0 * (len(batch) - 1)
+        for work in batch:
+            total_us += model.hit_us(work.ranked_prefix_tokens, work.scored_tokens)
+        return total_us

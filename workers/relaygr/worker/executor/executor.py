@@ -1,77 +1,53 @@
-"""The executor's loop: what was posted, what is due, then one piece of device work."""
+"""The executor's loop: runs what was posted and the timers that are due, then one piece of device work."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from relaygr.admission.latency import Corrector, LatencyModel
-from relaygr.admission.settings import AdmissionSettings
-from relaygr.runtime.clock import Clock
-from relaygr.worker.cache import PageCopy, PrefixCache
-from relaygr.worker.executor.admission import JobAdmission
-from relaygr.worker.executor.batches import BatchFlow
-from relaygr.worker.executor.context import DeviceCompletions, Outbox, Shared
-from relaygr.worker.executor.jobs import JobFlow
+from relaygr.admission.latency import LatencyModel
+from relaygr.worker.executor.batches import Batches
+from relaygr.worker.executor.context import Context, DeviceCompletions, ExecutorParts
+from relaygr.worker.executor.jobs import Jobs
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.prefixes import PrefixFlow
-from relaygr.worker.executor.requests import RankingFlow
-from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import JobWork, RankingWork
-from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.executor.prefixes import Computed, Failed, Prefixes, Prepared, TailIsSuffix, TooLate, Undone
+from relaygr.worker.executor.requests import Requests
+from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
-from relaygr.worker.settings import WorkerSettings
 
 LEASE_CHECK_INTERVAL_US = 100_000
 
 
 class Executor:
-    """One worker's device work. Only `post` and the properties may be used from other threads."""
+    """One worker's device work. `take_ranking`, `take_job`, `post` and the properties are for any thread; all other
+    methods are for the device thread.
+    """
 
-    def __init__(
-        self,
-        engine: Engine,
-        cache: PrefixCache,
-        scratch_pages: NDArray[np.int32],
-        histories: HistoryReader,
-        copy_page: Callable[[PageCopy], None],
-        corrector: Corrector,
-        settings: WorkerSettings,
-        admission_settings: AdmissionSettings,
-        outbox: Outbox,
-        metrics: WorkerMetrics,
-        clock: Clock,
-        admission: JobAdmission,
-    ) -> None:
-        """`scratch_pages` are arena pages outside the cache, enough for the longest prefix."""
+    def __init__(self, engine: Engine, parts: ExecutorParts) -> None:
         self._mailbox: deque[Callable[[], None]] = deque()
         self.mail_arrived = threading.Event()
-        self._shared = Shared(
-            engine=engine,
-            cache=cache,
-            spans=PrefixResolver(histories, engine, settings.anchor_behaviours),
-            corrector=corrector,
-            settings=settings,
-            admission_settings=admission_settings,
-            admission=admission,
-            outbox=outbox,
-            metrics=metrics,
-            clock=clock,
-            post=self.post,
-        )
-        self._prefixes = PrefixFlow(self._shared, scratch_pages, copy_page)
-        self._requests = RankingFlow(self._shared, self._prefixes)
-        self._batches = BatchFlow(self._shared, self._prefixes.pieces, self._requests)
-        self._jobs = JobFlow(self._shared, self._prefixes, self._requests.answered)
-        self._prefixes.connect(self._requests, self._jobs, self._batches)
+        self._parts = parts
+        self._context = Context(engine, parts, self.post)
+        self._prefixes = Prefixes(self._context)
+        self._requests = Requests(self._context, self._prefixes)
+        self._batches = Batches(self._context, self._prefixes, self._requests)
+        self._jobs = Jobs(self._context, self._prefixes)
         self._completions = DeviceCompletions(engine.device)
         self._expire_leases()
 
-    # -- from any thread ---------------------------------------------------------------------------
+    # -- any thread ----------------------------------------------------------------------------------
+
+    def take_ranking(self, work: RankingWork) -> None:
+        """Takes a ranking request; its result goes to the result writer."""
+        self._mailbox.append(partial(self._requests.submit, work))
+        self.mail_arrived.set()
+
+    def take_job(self, work: JobWork) -> None:
+        """Takes a pre-infer job; its outcome goes to the result writer."""
+        self._mailbox.append(partial(self._jobs.submit, work))
+        self.mail_arrived.set()
 
     def post(self, call: Callable[[], None]) -> None:
         """Runs `call` on the device thread, before its next piece of work."""
@@ -86,12 +62,12 @@ class Executor:
     @property
     def last_progress_us(self) -> int:
         """When the loop last moved, monotonic."""
-        return self._shared.last_progress_us
+        return self._context.last_progress_us
 
     @property
     def engine(self) -> Engine:
         """The model that answers now."""
-        return self._shared.engine
+        return self._context.engine
 
     @property
     def ranking_outstanding(self) -> int:
@@ -100,7 +76,7 @@ class Executor:
 
     @property
     def ranking_outstanding_bytes(self) -> int:
-        """About what those hold."""
+        """About the memory that those take."""
         return self._requests.outstanding_bytes
 
     @property
@@ -110,74 +86,136 @@ class Executor:
 
     @property
     def latency_of_prefixes(self) -> LatencyModel:
-        """Predictions as of now, for who sees prefixes only whole: the trigger. From any thread."""
-        shared = self._shared
-        longest = shared.engine.layout.tokens(shared.engine.limits.max_prefix_behaviours)
-        return shared.chunking.for_whole_prefixes(shared.latency, longest)
+        """The predictions of now, for a reader that knows nothing of chunks: the trigger."""
+        engine = self._context.engine
+        longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
+        return self._context.chunking.for_whole_prefixes(self._parts.corrector.model, longest)
 
-    # -- the device thread -------------------------------------------------------------------------
+    # -- the device thread ---------------------------------------------------------------------------
 
     def step(self) -> int | None:
-        """One round. Returns how long nothing will happen by itself, µs: 0 after device work, None for ever."""
-        while self._mailbox:
-            self._mailbox.popleft()()
-        shared = self._shared
-        now_us = shared.last_progress_us = shared.now_us()
-        shared.timers.run_due(now_us)
-        # All of the above went on beside the piece that the device was given last.
-        self._prefixes.pieces.settle()
-        now_us = shared.now_us()
-        work = shared.scheduler.pick(now_us)
+        """One round. Returns how long nothing will happen by itself, µs: 0 after device work, None: for ever."""
+        self.take_mail()
+        context, prefixes = self._context, self._prefixes
+        now_us = context.last_progress_us = self._parts.clock.monotonic_us()
+        context.timers.run_due(now_us)
+        if prefixes.running is not None:
+            # Mail and timers ran beside the chunk that the device was given last.
+            prefixes.settle()
+            self._handle_events()
+            now_us = self._parts.clock.monotonic_us()
+        work = context.scheduler.pick(now_us)
         if work is None:
-            return shared.timers.next_in_us(now_us)
+            return context.timers.next_in_us(now_us)
         if isinstance(work, RankingWork):
-            self._batches.rank_batch(now_us)
-        elif work.work_class is WorkClass.RANKING or not self._batches.rank_beside(now_us):
-            self._prefixes.pieces.run(work, now_us)
+            self._rank(now_us)
+        elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
+            self._run_chunk(work, now_us)
         return 0
 
-    def submit_ranking(self, work: RankingWork) -> None:
-        """Takes a ranking request; its answer goes to the outbox."""
-        self._requests.submit(work)
-
-    def submit_job(self, work: JobWork) -> None:
-        """Takes a pre-infer job; its outcome goes to the outbox."""
-        self._jobs.submit(work)
+    def take_mail(self) -> None:
+        """Runs all that was posted."""
+        while self._mailbox:
+            self._mailbox.popleft()()
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:
-        """Wakes what waits for these users' histories."""
-        for user_id in user_ids:
-            for parked in self._shared.parked.take_all(user_id):
-                parked.on_change()
+        """Wakes the work that waits for these users' histories."""
+        self._context.histories_changed(user_ids)
 
     def user_deleted(self, user_id: str) -> None:
-        """A tombstone: what is cached of this user goes, and what is about to be is not kept."""
-        self._shared.cache.invalidate_user(user_id)
+        """A tombstone: the user's cached prefixes are removed, and one that is being computed is not kept."""
+        self._parts.cache.invalidate_user(user_id)
         self._prefixes.forget_user(user_id)
 
     def serve_with(self, engine: Engine) -> None:
-        """From now on this model, bound to the same arena, answers. Old prefixes no longer match.
+        """From now on this model answers, bound to the same arena. Old prefixes no longer match.
 
-        What is in flight begins again: every answer is of one model alone. The latency model stays, and is corrected
-        as ever. Raises ValueError for a model whose K,V do not fit the pages and the tiers' books.
+        All work in flight begins again, so that every result is of one model alone. The latency model stays, and is
+        corrected as before. Raises ValueError for a model whose K,V do not fit the pages and the tiers' ledgers.
         """
-        shared = self._shared
-        now = shared.engine
+        context, now = self._context, self._context.engine
         if (engine.geometry, engine.layout) != (now.geometry, now.layout):
             raise ValueError("the new model's K,V have another form than the arena")
-        self._prefixes.pieces.settle()
-        shared.engine, shared.spans = engine, shared.spans.for_engine(engine)
-        shared.cache.admit_only(engine.namespace)
-        for work in [*shared.scheduler.ranking, *shared.scheduler.preinfer]:
+        self._prefixes.settle()
+        self._handle_events()
+        context.use(engine)
+        self._parts.cache.admit_only(engine.namespace)
+        for work in [*context.scheduler.ranking, *context.scheduler.preinfer]:
             if isinstance(work, RankingWork):
-                shared.scheduler.remove(work)
+                context.scheduler.remove(work)
                 self._requests.start_over(work)
-            else:
-                self._prefixes.start_over(work)
+                continue
+            self._prefixes.discard(work)
+            for waiter in work.waiters:
+                self._requests.start_over(waiter)
+            for job in work.jobs:
+                self._jobs.submit(job)
+
+    # -- pieces of device work -----------------------------------------------------------------------
+
+    def _rank(self, now_us: int, first: RankingWork | None = None) -> None:
+        alone = self._batches.rank(now_us, first)
+        if self._prefixes.events:
+            self._handle_events()
+        if alone is not None:
+            self._run_chunk(alone, self._parts.clock.monotonic_us())
+
+    def _rank_beside_chunk(self, now_us: int) -> bool:
+        """It is pre-infer's turn: ranks ready requests in the same forward. False if there is none to rank."""
+        if not self._batches.can_rank_beside_chunk():
+            return False
+        has_ranked, alone = self._batches.rank_beside_chunk(now_us)
+        self._handle_events()
+        if alone is not None:
+            self._run_chunk(alone, self._parts.clock.monotonic_us())
+        return has_ranked
+
+    def _run_chunk(self, work: PrefixWork, now_us: int) -> None:
+        """Gives the device the next chunk of the prefix, if the prefix is still needed and has its pages."""
+        prepared = self._prefixes.prepare(work, now_us)
+        self._handle_events()
+        if prepared is Prepared.READY:
+            self._prefixes.run(work, now_us)
+            self._handle_events()
+        elif prepared is Prepared.SCRATCH_BUSY:
+            self._free_scratch(now_us)
+
+    def _free_scratch(self, now_us: int) -> None:
+        """The scratch pages serve one request at a time: runs the next piece of that request."""
+        user = self._prefixes.scratch_user
+        if isinstance(user, PrefixWork):
+            self._run_chunk(user, now_us)
+        elif user is not None:
+            self._rank(now_us, user)
+
+    def _handle_events(self) -> None:
+        """Tells the requests and jobs what happened to the prefixes that they wait for."""
+        while self._prefixes.events:
+            match self._prefixes.events.popleft():
+                case Computed(work, handle) as computed:
+                    # Requests use the prefix first. A job whose request has gone by then may count it as wasted.
+                    for request in work.waiters:
+                        self._requests.prefix_computed(request, computed)
+                    for job in work.jobs:
+                        self._jobs.prefix_computed(job, work.prefix)
+                    if handle is not None:
+                        self._parts.cache.release(handle)
+                case Undone(requests, jobs, prefix):
+                    for request in requests:
+                        self._requests.look_up(request)
+                    for job in jobs:
+                        self._jobs.pre_infer(job, prefix)
+                case Failed(requests, error):
+                    for request in requests:
+                        self._requests.fail_on(request, error)
+                case TooLate(request, at_us):
+                    self._requests.cut_short(request, at_us)
+                case TailIsSuffix(request, handle):
+                    self._requests.rank_on_cached_part(request, handle)
 
     def _expire_leases(self) -> None:
-        now_us = self._shared.now_us()
-        self._shared.cache.expire_leases(now_us)
-        self._shared.cache.expire_prefixes(now_us)
-        self._shared.cache.revoke_overdue(now_us, self._completions.after_work())
-        self._shared.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)
+        now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
+        cache.expire_leases(now_us)
+        cache.expire_prefixes(now_us)
+        cache.revoke_overdue(now_us, self._completions.after_work())
+        self._context.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)

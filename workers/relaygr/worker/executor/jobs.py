@@ -1,15 +1,21 @@
-"""Pre-infer jobs, from receipt to how they ended."""
+"""Pre-infer jobs, from their receipt to their outcome.
+
+received -> refused: disabled | overtaken | expired | not_usable | undecodable | no_history
+         -> waits for a version of its history
+         -> already_cached
+         -> reloaded from DRAM
+         -> queued (or over_footprint | over_load | shed) -> computed | no_room | failed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import structlog
 
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
-from relaygr.worker.executor.context import RecentIds, Shared
-from relaygr.worker.executor.prefixes import PrefixFlow
+from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
@@ -17,158 +23,161 @@ from relaygr.worker.history.resolve import HistoryMismatchError
 log = structlog.get_logger()
 
 LONGEST_LIFE_US = 60_000_000
-"""A publisher whose clock runs ahead, or counts in other units, may not park or lease for longer."""
+"""A job waits or holds a lease no longer than this, whatever its publisher's clock or unit of time."""
 
 
-class JobFlow:
+class Jobs:
     """Belongs to the device thread."""
 
-    def __init__(self, shared: Shared, prefixes: PrefixFlow, answered: RecentIds) -> None:
-        """`answered`: ids of impressions that have been ranked, whose jobs come too late."""
-        self._shared = shared
+    def __init__(self, context: Context, prefixes: Prefixes) -> None:
+        self._context = context
+        self._parts = context.parts
         self._prefixes = prefixes
-        self._answered = answered
+
+    # -- entry points: one job that fails must not end the process, and with it all others ------------
 
     def submit(self, work: JobWork) -> None:
-        """Takes a pre-infer job; its outcome goes to the outbox."""
-        self._guarded(work, self._submit)
-
-    def _guarded(self, work: JobWork, step: Callable[[JobWork], None]) -> None:
-        """One job may not take the process, and so its neighbours, with it."""
+        """Takes a job; its outcome goes to the result writer."""
         try:
-            step(work)
-        except Exception:
-            log.exception("a pre-infer job failed", request_id=work.job.request_id)
-            self._end(work, JobOutcome.FAILED)
+            self._submit(work)
+        except Exception as error:
+            self._failed(work, error)
+
+    def pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        """Makes sure that the prefix is in HBM or will be; or ends the job."""
+        try:
+            self._pre_infer(work, prefix)
+        except Exception as error:
+            self._failed(work, error)
+
+    def prefix_computed(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        """The prefix was published."""
+        self._lease(work, prefix)
+        self._end(work, JobOutcome.COMPUTED)
+
+    def _prefix_reloaded(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        try:
+            self._after_reload(work, prefix)
+        except Exception as error:
+            self._failed(work, error)
+
+    # -- looking up ----------------------------------------------------------------------------------
 
     def _submit(self, work: JobWork) -> None:
-        now_us = self._shared.now_us()
-        job = work.job
+        now_us = self._parts.clock.monotonic_us()
+        job, resolver = work.job, self._context.resolver
         work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
-        if not self._shared.settings.reuse_prefixes:
+        if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
-        if job.request_id in self._answered:
+        if job.request_id in self._context.answered:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
-        if job.expected_suffix and not self._shared.engine.rules.grows:
+        if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
         try:
-            resolved = self._shared.spans.resolve(
-                job.user_id, job.history_version, job.history, work.received.partition
-            )
+            history = resolver.history(job.user_id, job.history_version, job.history, work.received.partition)
         except HistoryMismatchError:
             return self._end(work, JobOutcome.UNDECODABLE)
-        if resolved.is_behind:
+        if history.is_behind:
             again, in_vain = partial(self.submit, work), partial(self._end, work, JobOutcome.NO_HISTORY)
-            if not self._shared.park(job.user_id, work.expires_us, again, in_vain):
+            if not self._context.wait_for_history(job.user_id, work.expires_us, again, in_vain):
                 in_vain()
             return None
-        if resolved.history is None:
+        if history.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
-        query_time_ms = job.retrieval_at_us // 1000
-        return self._pre_infer(work, self._shared.spans.span(job.user_id, resolved, query_time_ms, expected))
+        return self._pre_infer(work, resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected))
 
-    def pre_infer(self, work: JobWork, span: ResolvedPrefix) -> None:
-        """Sees to it that the prefix is, or will be, in HBM; or ends the job."""
-        self._guarded(work, lambda work: self._pre_infer(work, span))
-
-    def _pre_infer(self, work: JobWork, span: ResolvedPrefix) -> None:
-        if not self._shared.is_current(span):
+    def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        if prefix.revision != self._context.engine.revision:
             return self.submit(work)
-        now_us = self._shared.now_us()
-        if span.tokens == 0:
+        now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
+        if prefix.tokens == 0:
             return self._end(work, JobOutcome.ALREADY_CACHED)
-        coming = self._prefixes.coming_of(span.key.user_id)
-        if coming is not None and coming.span.key.chain.digest == span.key.chain.digest:
+        coming = self._prefixes.by_user.get(prefix.key.user_id)
+        if coming is not None and coming.prefix.key.chain.digest == prefix.key.chain.digest:
             return self._join(work, coming)
-        found = self._shared.cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
+        found = cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
         if isinstance(found, PendingPrefix):
-            return self._lease_after_reload(work, span, found)
+            return self._wait_for_reload(work, prefix, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None and handle.complete:
-            self.begin(work)
-            self.lease(work, span)
-            self._shared.cache.release(handle)
+            self._prefixes.begin_job(work)
+            self._lease(work, prefix)
+            cache.release(handle)
             return self._end(work, JobOutcome.ALREADY_CACHED)
         # A job for a prefix in DRAM is the signal to reload it.
-        pending = self._shared.reload_more(span, handle, work.expected_ranking_us)
-        if pending is not None:
-            copied = self._shared.engine.layout.tokens(pending.behaviours) - (
-                handle.tokens if handle is not None else 0
-            )
-            self._shared.admission.charge_reload(work, copied, self._shared.latency)
-            self._shared.release(handle)
-            return self._lease_after_reload(work, span, pending)
-        return self._queue_job(work, span, now_us, handle)
+        pending = self._prefixes.reload(prefix, handle, work.expected_ranking_us)
+        if pending is None:
+            return self._queue(work, prefix, now_us, handle)
+        in_hbm = handle.tokens if handle is not None else 0
+        copied = self._context.engine.layout.tokens(pending.behaviours) - in_hbm
+        self._context.count_ranking_passes()
+        self._parts.admission.charge_reload(work, copied, self._parts.corrector.model)
+        if handle is not None:
+            cache.release(handle)
+        return self._wait_for_reload(work, prefix, pending)
 
-    def begin(self, work: JobWork) -> None:
-        """The job is being served: computed, reloaded, or found ready."""
-        if not work.begun:
-            work.begun = True
-            self._shared.metrics.job_started(self._shared.clock.wall_us() - work.job.retrieval_at_us)
+    # -- waiting -------------------------------------------------------------------------------------
 
-    def _lease_after_reload(self, work: JobWork, span: ResolvedPrefix, pending: PendingPrefix) -> None:
-        self.begin(work)
+    def _wait_for_reload(self, work: JobWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
+        self._prefixes.begin_job(work)
+        pending.add_done_callback(lambda _: self._context.post(partial(self._prefix_reloaded, work, prefix)))
 
-        def arrived(work: JobWork) -> None:
-            if not self._shared.is_current(span):
-                return self.submit(work)
-            now_us = self._shared.now_us()
-            found = self._shared.cache.acquire(span.key, now_us, purpose=Purpose.PRE_INFER)
-            if not isinstance(found, Hit):
-                return self._queue_job(work, span, now_us, None)
-            if not found.handle.complete:
-                return self._queue_job(work, span, now_us, found.handle)
-            self.lease(work, span)
-            self._shared.cache.release(found.handle)
-            self._end(work, JobOutcome.RELOADED)
+    def _after_reload(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        if prefix.revision != self._context.engine.revision:
+            return self.submit(work)
+        now_us = self._parts.clock.monotonic_us()
+        found = self._parts.cache.acquire(prefix.key, now_us, purpose=Purpose.PRE_INFER)
+        if not isinstance(found, Hit):
+            return self._queue(work, prefix, now_us, None)
+        if not found.handle.complete:
+            return self._queue(work, prefix, now_us, found.handle)
+        self._lease(work, prefix)
+        self._parts.cache.release(found.handle)
+        return self._end(work, JobOutcome.RELOADED)
 
-        pending.add_done_callback(lambda _: self._shared.post(partial(self._guarded, work, arrived)))
+    def _join(self, work: JobWork, coming: PrefixWork) -> None:
+        coming.jobs.append(work)
+        self._context.scheduler.push(coming)
 
-    def _queue_job(self, work: JobWork, span: ResolvedPrefix, now_us: int, base: Handle | None) -> None:
-        """Queues the computation of what is missing, if footprint and load allow."""
-        coming = self._prefixes.coming_of(span.key.user_id)
+    # -- computing -----------------------------------------------------------------------------------
+
+    def _queue(self, work: JobWork, prefix: ResolvedPrefix, now_us: int, base: Handle | None) -> None:
+        """Queues the computation of the tokens that `base` lacks, if footprint and load allow it."""
+        coming = self._prefixes.by_user.get(prefix.key.user_id)
         if coming is not None:
-            # Another version of this user's prefix is on its way: what it leaves is the better start.
-            self._shared.release(base)
-            coming.then.append(partial(self.pre_infer, work, span))
+            # Another version of this user's prefix is being computed. Its result is the better start.
+            if base is not None:
+                self._parts.cache.release(base)
+            coming.then.append(partial(self.pre_infer, work, prefix))
             return None
-        refusal = self._refusal(work, span, now_us, base.tokens if base is not None else 0)
+        refusal = self._refusal(work, prefix, now_us, base.tokens if base is not None else 0)
         if refusal is not None:
-            self._shared.release(base)
+            if base is not None:
+                self._parts.cache.release(base)
             return self._end(work, refusal)
-        prefix = self._shared.prefix_work(span, base)
-        prefix.jobs.append(work)
-        self._prefixes.enqueue(prefix)
+        self._prefixes.compute(prefix, base, job=work)
         return self._shed()
 
-    def _refusal(self, work: JobWork, span: ResolvedPrefix, now_us: int, done_tokens: int) -> JobOutcome | None:
-        if work.job.request_id in self._answered:
+    def _refusal(self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int) -> JobOutcome | None:
+        if work.job.request_id in self._context.answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
-        shared, job = self._shared, work.job
-        scored_tokens = shared.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
-        prepare_us = shared.chunking.duration_us(done_tokens, span.tokens, shared.latency)
-        return shared.admission.refuse(work, span, done_tokens, scored_tokens, prepare_us, shared.latency)
-
-    def lease(self, work: JobWork, span: ResolvedPrefix) -> None:
-        """Keeps the prefix until its request has come, or should have."""
-        cache, request_id = self._shared.cache, work.job.request_id
-        until_us = work.expires_us + self._shared.admission_settings.lease_margin_ms * 1000
-        leased = cache.lease(span.key, request_id, until_us)
-        if leased and request_id in self._answered:
-            # It was ranked without: unless somebody else uses it, computing it was for nothing.
-            cache.end_lease(request_id, WasteReason.OVERTAKEN)
+        job, latency = work.job, self._parts.corrector.model
+        scored_tokens = self._context.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
+        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, latency)
+        self._context.count_ranking_passes()
+        return self._parts.admission.refuse(work, prefix, done_tokens, scored_tokens, prepare_us, latency)
 
     def _shed(self) -> None:
-        """At the bound of the pre-infer queue: expired jobs go first, then the one with the least time saved."""
-        queue = self._shared.scheduler.preinfer
-        if len(queue) <= self._shared.settings.preinfer_queue_max:
+        """At the bound of the pre-infer queue, expired jobs go first, then the job that saves the least time."""
+        queue = self._context.scheduler.preinfer
+        if len(queue) <= self._parts.settings.preinfer_queue_max:
             return
-        now_us = self._shared.now_us()
+        now_us = self._parts.clock.monotonic_us()
         waiting = [work for work in queue if isinstance(work, PrefixWork) and not work.started]
         if not waiting:
             return
@@ -178,9 +187,21 @@ class JobFlow:
         if not expired:
             self._prefixes.abandon(min(waiting, key=lambda work: work.remaining_us), JobOutcome.SHED)
 
-    def _join(self, work: JobWork, coming: PrefixWork) -> None:
-        coming.jobs.append(work)
-        self._shared.scheduler.push(coming)
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
+        """Keeps the prefix in HBM until its request has come, or should have come."""
+        cache, request_id = self._parts.cache, work.job.request_id
+        until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
+        leased = cache.lease(prefix.key, request_id, until_us)
+        if leased and request_id in self._context.answered:
+            # The request was ranked without the prefix. Unless another request uses it, the pre-infer was wasted.
+            cache.end_lease(request_id, WasteReason.OVERTAKEN)
+
+    def _failed(self, work: JobWork, error: Exception) -> None:
+        """An entry point let an exception out."""
+        log.error("a pre-infer job failed", request_id=work.job.request_id, exc_info=error)
+        self._end(work, JobOutcome.FAILED)
 
     def _end(self, work: JobWork, outcome: JobOutcome) -> None:
-        self._shared.outbox.job_done(work.received, outcome)
+        self._parts.results.job_done(work.received, outcome)

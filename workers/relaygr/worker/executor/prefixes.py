@@ -1,330 +1,465 @@
-"""Prefixes being computed, in chunks: single flight, shared by all who need them.
+"""Prefixes that are computed: which there are, where their K,V go, and their chunks on the device.
 
-A prefix is computed into cache pages, and published; where there is no room, into the scratch pages,
-which serve one request at a time. Between two chunks anything more urgent may run.
+A prefix is computed once for all who need it (single flight). It is computed in chunks, between which more urgent work
+may run, into cache pages, and then published. Where the cache has no room it is computed into the scratch pages, which
+serve one request at a time.
+
+    compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned
+
+Nothing here calls the requests and jobs that wait for a prefix. What happened to them is appended to `events`, and the
+executor handles the events after each call.
+
+An accelerator works on a chunk by itself while the host goes on with look-ups. `settle` waits for the chunk before the
+next piece of device work: only then it is written and its duration is known. On the CPU a chunk is complete when its
+call returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import enum
+from collections import deque
+from dataclasses import dataclass, replace
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import Path, PrefixSource
-from relaygr.worker.cache import Fill, Handle, Hit, PageCopy, PendingPrefix, PrefixKey, Purpose
+from relaygr.worker.cache import Fill, Handle, Hit, PendingPrefix, PrefixKey, Purpose
 from relaygr.worker.cache.identity import common_behaviours
-from relaygr.worker.executor.context import Shared
-from relaygr.worker.executor.pieces import PieceFlow
-from relaygr.worker.executor.plan import RoutePlan, plan_truncation
+from relaygr.worker.device import Event
+from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.model.interface import PrefixChunk
 
 log = structlog.get_logger()
 
 
-class Requests(Protocol):
-    """Ranking requests, as the prefixes that they wait for see them (`relaygr.worker.executor.requests`)."""
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The prefix is complete at `at_us`. `handle` pins it in the cache until the event is handled; None: it is on the
+    scratch pages.
+    """
 
-    def look_up(self, work: RankingWork) -> None: ...
-    def plan(self, work: RankingWork, span: ResolvedPrefix, handle: Handle | None, now_us: int) -> None: ...
-    def serve_in_full(self, work: RankingWork, span: ResolvedPrefix, plan: RoutePlan) -> None: ...
-    def ready(self, work: RankingWork) -> None: ...
-    def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool: ...
-    def start_over(self, work: RankingWork) -> None: ...
-    def fail_on(self, work: RankingWork, error: Exception) -> None: ...
-
-
-class Jobs(Protocol):
-    """Pre-infer jobs, likewise (`relaygr.worker.executor.jobs`)."""
-
-    def submit(self, work: JobWork) -> None: ...
-    def pre_infer(self, work: JobWork, span: ResolvedPrefix) -> None: ...
-    def begin(self, work: JobWork) -> None: ...
-    def lease(self, work: JobWork, span: ResolvedPrefix) -> None: ...
+    work: PrefixWork
+    handle: Handle | None
+    at_us: int
 
 
-class Batches(Protocol):
-    """The ranking pass, likewise (`relaygr.worker.executor.batches`)."""
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """The computation was discarded: these requests and jobs have to look for their prefix again."""
 
-    def rank_batch(self, now_us: int, first: RankingWork | None = None) -> None: ...
+    requests: list[RankingWork]
+    jobs: list[JobWork]
+    prefix: ResolvedPrefix
 
 
-class PrefixFlow:
-    """Belongs to the device thread."""
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The device failed at the prefix that these requests waited for."""
 
-    _requests: Requests
-    _jobs: Jobs
-    _batches: Batches
+    requests: list[RankingWork]
+    error: Exception
 
-    def __init__(self, shared: Shared, scratch_pages: NDArray[np.int32], copy_page: Callable[[PageCopy], None]) -> None:
-        """`scratch_pages` are arena pages outside the cache, enough for the longest prefix."""
-        self._shared = shared
-        self._scratch_pages = scratch_pages
-        self._copy_page = copy_page
-        self._scratch_user: PrefixWork | RankingWork | None = None
-        self._coming: dict[str, PrefixWork] = {}
-        self._pieces = PieceFlow(shared, self)
 
-    def connect(self, requests: Requests, jobs: Jobs, batches: Batches) -> None:
-        """Who waits for prefixes. Once, before any work."""
-        self._requests, self._jobs, self._batches = requests, jobs, batches
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """At `at_us` the prefix is predicted to be complete too late for this request."""
+
+    request: RankingWork
+    at_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailIsSuffix:
+    """There is no room to append. The request can be ranked on the cached part that `handle` pins."""
+
+    request: RankingWork
+    handle: Handle
+
+
+PrefixEvent = Computed | Undone | Failed | TooLate | TailIsSuffix
+
+
+class Prepared(enum.Enum):
+    """Whether the next chunk of a prefix can run."""
+
+    READY = enum.auto()
+    DROPPED = enum.auto()
+    """The prefix was lost, failed, or nobody needs it any more."""
+    SCRATCH_BUSY = enum.auto()
+    """Another prefix or request uses the scratch pages, and has to end first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of `work` from `done_tokens` up to `end_tokens`."""
+
+    work: PrefixWork
+    end_tokens: int
 
     @property
-    def pieces(self) -> PieceFlow:
-        """Their pieces, on the device."""
-        return self._pieces
+    def inputs(self) -> PrefixChunk:
+        """As the engine takes it."""
+        return PrefixChunk(self.work.inputs, self.work.done_tokens, self.end_tokens, self.work.pages)
+
+    def predicted_us(self, latency: LatencyModel) -> float:
+        """Device time of the chunk by itself."""
+        return latency.append_us(self.work.done_tokens, self.end_tokens - self.work.done_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A chunk that the device was given, and the event that completes with it."""
+
+    chunk: Chunk
+    started_us: int
+    event: Event
+
+
+class Prefixes:
+    """The prefixes under computation, at most one of each user in the cache. Belongs to the device thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._parts = context.parts
+        self.events: deque[PrefixEvent] = deque()
+        self.by_user: dict[str, PrefixWork] = {}
+        """Computations into cache pages, queued or under way."""
+        self.scratch_user: PrefixWork | RankingWork | None = None
+        """The computation, and then the request, that uses the scratch pages."""
+        self.running: _Running | None = None
+        """The chunk that the device has."""
 
     @property
     def preinfer_backlog_us(self) -> int:
         """Predicted device time of the prefixes that no request waits for yet. From any thread."""
-        return int(sum(work.remaining_us for work in list(self._coming.values()) if not work.waiters))
+        return int(sum(work.remaining_us for work in list(self.by_user.values()) if not work.waiters))
 
-    def coming_for(self, key: PrefixKey) -> PrefixWork | None:
-        """The computation under way, or queued, that gives a part of `key`, or all of it and more."""
-        coming = self._coming.get(key.user_id)
-        if coming is None:
+    def under_way(self, key: PrefixKey) -> PrefixWork | None:
+        """The computation, queued or begun, that gives a part of `key`, or all of `key` and more."""
+        work = self.by_user.get(key.user_id)
+        if work is None:
             return None
-        common = common_behaviours(key, coming.span.key)
-        return coming if 0 < common in (coming.span.key.length, key.length) else None
+        common = common_behaviours(key, work.prefix.key)
+        return work if 0 < common in (work.prefix.key.length, key.length) else None
 
-    def coming_of(self, user_id: str) -> PrefixWork | None:
-        """The user's computation under way or queued, of whatever history."""
-        return self._coming.get(user_id)
+    def reload(
+        self, prefix: ResolvedPrefix, handle: Handle | None, deadline_us: int, rank_us: float = 0.0
+    ) -> PendingPrefix | None:
+        """Starts a reload if DRAM holds more of the prefix than HBM does, and copying is faster than computing.
 
-    def free_scratch(self, work: PrefixWork | RankingWork) -> None:
-        """The work needs the scratch pages no more, if it had them."""
-        if self._scratch_user is work:
-            self._scratch_user = None
-
-    def forget_user(self, user_id: str) -> None:
-        """The user was deleted: a prefix that has not begun is computed for its requests alone."""
-        coming = self._coming.get(user_id)
-        if coming is None or coming.started:
-            return
-        if coming.waiters:
-            self._leave_cache(coming)
-            self._shared.scheduler.push(coming)
-        else:
-            self.abandon(coming, JobOutcome.NO_HISTORY)
-
-    def enqueue(self, prefix: PrefixWork) -> None:
-        self._predict(prefix)
-        if not prefix.on_scratch and prefix.span.key.user_id not in self._coming:
-            self._coming[prefix.span.key.user_id] = prefix
-        elif not prefix.on_scratch:
-            # Another version of this user's prefix is being computed; this one is not shared.
-            self._begin_anew_on_scratch(prefix)
-        self._shared.scheduler.push(prefix)
-
-    def begin(self, prefix: PrefixWork, now_us: int) -> bool:
-        """Before each piece: False if it is lost, if nobody wants it any more, or if there is no place; that is then
-        settled.
+        A ranking pass of `rank_us` may run beside the copy.
         """
-        if prefix.fill is not None and not prefix.fill.is_current:
-            self._lost(prefix)
-            return False
-        self._drop_hopeless(prefix, now_us)
-        if not prefix.waiters and all(job.expires_us < now_us for job in prefix.jobs):
-            self.abandon(prefix, JobOutcome.EXPIRED)
-            return False
-        if not prefix.started and not self._take_pages(prefix, now_us):
-            return False
-        for job in prefix.jobs:
-            self._jobs.begin(job)
-        for waiter in prefix.waiters:
-            waiter.started_us = waiter.started_us or now_us
-        return True
+        in_hbm = handle.behaviours if handle is not None else 0
+        in_dram = self._parts.cache.peek(prefix.key).dram_behaviours
+        if in_dram <= in_hbm:
+            return None
+        layout = self._context.engine.layout
+        cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
+        saved_us = self._context.chunking.duration_us(cached, stored, self._parts.corrector.model)
+        now_us = self._parts.clock.monotonic_us()
+        pending = self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
+        return pending if isinstance(pending, PendingPrefix) else None
 
-    def advance(self, prefix: PrefixWork, now_us: int) -> None:
-        """After each piece: queues the next one, or hands the prefix over."""
-        if prefix.fill is not None:
-            prefix.fill.progress(prefix.done_tokens)
-        if prefix.done_tokens < prefix.total_tokens:
-            self._predict(prefix)
-            self._shared.scheduler.push(prefix)
+    def compute(
+        self,
+        prefix: ResolvedPrefix,
+        base: Handle | None,
+        *,
+        request: RankingWork | None = None,
+        job: JobWork | None = None,
+        on_scratch: bool = False,
+    ) -> None:
+        """Queues the computation of the tokens that `base` lacks, for a request or a job. The computation releases
+        `base`.
+
+        Raises what the engine raises when it looks the prefix up; `base` is released then.
+        """
+        try:
+            inputs = self._context.engine.prefix_inputs(
+                prefix.features, prefix.behaviours, query_time_ms=prefix.query_time_ms
+            )
+        except Exception:
+            self._release(base)
+            raise
+        work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
+        work.on_scratch = on_scratch
+        if request is not None:
+            work.waiters.append(request)
+        if job is not None:
+            work.jobs.append(job)
+        user_id = prefix.key.user_id
+        if not on_scratch and user_id in self.by_user:
+            # Another version of this user's prefix is being computed. This one is not shared.
+            self._begin_anew_on_scratch(work)
         else:
-            self._complete(prefix, now_us)
+            self._predict(work)
+            if not on_scratch:
+                self.by_user[user_id] = work
+        self._context.scheduler.push(work)
 
-    def _take_pages(self, prefix: PrefixWork, now_us: int) -> bool:
-        """Reserves cache pages, or the scratch pages if there is no room; False if it cannot run now."""
-        if not prefix.on_scratch:
-            purpose = Purpose.RANKING if prefix.waiters else Purpose.PRE_INFER
-            if prefix.base is not None:
-                reserved = self._shared.cache.extend(prefix.base, prefix.span.key, now_us, purpose)
+    # -- chunks ------------------------------------------------------------------------------------
+
+    def prepare(self, work: PrefixWork, now_us: int) -> Prepared:
+        """Before each chunk: checks that the prefix is still needed, and takes its pages before the first."""
+        try:
+            return self._prepare(work, now_us)
+        except Exception as error:
+            # One prefix must not end the process, and with it the requests of all others.
+            self._context.engine.device.settle()
+            self._fail(work, error)
+            return Prepared.DROPPED
+
+    def run(self, work: PrefixWork, now_us: int) -> None:
+        """Gives the device the next chunk of a prefix that is READY."""
+        engine = self._context.engine
+        try:
+            chunk = self._next_chunk(work, self._context.chunking)
+            engine.pre_infer(chunk.inputs)
+            self.running = _Running(chunk, now_us, engine.device.current_stream().record())
+        except Exception as error:
+            engine.device.settle()
+            return self._fail(work, error)
+        if engine.device.is_cpu:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the chunk that the device has, and counts it."""
+        running, self.running = self.running, None
+        if running is None:
+            return
+        chunk = running.chunk
+        # An event that is complete already does not tell when it completed.
+        is_timed = self._context.engine.device.is_cpu or not running.event.done()
+        try:
+            running.event.wait()
+        except Exception as error:
+            return self._fail(chunk.work, error)
+        ended_us = self._parts.clock.monotonic_us()
+        duration_us = ended_us - running.started_us
+        if is_timed:
+            corrector = self._parts.corrector
+            corrector.observe(Stage.PRE, chunk.predicted_us(corrector.calibrated), duration_us)
+        self.count(chunk, duration_us, ended_us)
+
+    def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
+        """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
+        work = self._context.scheduler.preinfer.peek()
+        if not isinstance(work, PrefixWork):
+            return None
+        latency, chunking = self._parts.corrector.model, self._context.chunking
+        chunking = replace(chunking, chunk_us=min(chunking.chunk_us, slack_us))
+        if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
+            return None
+        if self.prepare(work, now_us) is not Prepared.READY:
+            return None
+        chunk = self._next_chunk(work, chunking)
+        return chunk if chunk.predicted_us(latency) <= slack_us else None
+
+    def count(self, chunk: Chunk, duration_us: int, now_us: int) -> None:
+        """The chunk is written, in so much device time: queues the next chunk, or publishes the prefix."""
+        work = chunk.work
+        self._context.charge(work.work_class, duration_us, now_us)
+        for waiter in work.waiters:
+            waiter.pre_infer_us += duration_us
+        work.done_tokens = chunk.end_tokens
+        if work.fill is not None:
+            work.fill.progress(work.done_tokens)
+        if work.done_tokens < work.total_tokens:
+            self._predict(work)
+            self._context.scheduler.push(work)
+        else:
+            self._complete(work, now_us)
+
+    def _next_chunk(self, work: PrefixWork, chunking: Chunking) -> Chunk:
+        return Chunk(work, chunking.end(work.done_tokens, work.total_tokens, self._parts.corrector.model))
+
+    # -- before a chunk ----------------------------------------------------------------------------
+
+    def _prepare(self, work: PrefixWork, now_us: int) -> Prepared:
+        if work.fill is not None and not work.fill.is_current:
+            self._lose(work)
+            return Prepared.DROPPED
+        self._drop_late(work, now_us)
+        if not work.waiters and all(job.expires_us < now_us for job in work.jobs):
+            self.abandon(work, JobOutcome.EXPIRED)
+            return Prepared.DROPPED
+        if not work.started:
+            prepared = self._take_pages(work, now_us)
+            if prepared is not Prepared.READY:
+                return prepared
+        for job in work.jobs:
+            self.begin_job(job)
+        for waiter in work.waiters:
+            waiter.started_us = waiter.started_us or now_us
+        return Prepared.READY
+
+    def begin_job(self, job: JobWork) -> None:
+        """Counts, once, that the job's prefix is computed, reloaded, or was found ready."""
+        if not job.begun:
+            job.begun = True
+            self._parts.metrics.job_started(self._parts.clock.wall_us() - job.job.retrieval_at_us)
+
+    def _drop_late(self, work: PrefixWork, now_us: int) -> None:
+        """Requests that would be answered too late wait no longer."""
+        kept = []
+        for waiter in work.waiters:
+            if now_us + work.remaining_us + waiter.predicted_us <= waiter.answer_by_us:
+                kept.append(waiter)
             else:
-                reserved = self._shared.cache.reserve(prefix.span.key, now_us, purpose)
+                self.free_scratch(work)
+                self.events.append(TooLate(waiter, now_us))
+        work.waiters[:] = kept
+
+    def _take_pages(self, work: PrefixWork, now_us: int) -> Prepared:
+        """Reserves cache pages, or the scratch pages if the cache has no room."""
+        if not work.on_scratch:
+            reserved = self._reserve(work, now_us)
             if isinstance(reserved, Fill):
-                prefix.fill, prefix.pages, prefix.done_tokens = reserved, reserved.pages, reserved.start_tokens
+                work.fill, work.pages, work.done_tokens = reserved, reserved.pages, reserved.start_tokens
                 if reserved.copy_page is not None:
-                    self._copy_page(reserved.copy_page)
-                return True
+                    self._parts.copy_page(reserved.copy_page)
+                return Prepared.READY
             if isinstance(reserved, PendingPrefix):
-                self._look_again(prefix)
-                return False
-            self._rank_on_what_is_cached(prefix, now_us)
-            if not prefix.waiters:
-                self.abandon(prefix, JobOutcome.NO_ROOM)
-                return False
-            self._leave_cache(prefix)
-        if self._scratch_user is not None:
-            # The scratch pages serve one request at a time: help that one along.
-            self._shared.scheduler.push(prefix)
-            if isinstance(self._scratch_user, PrefixWork):
-                self._pieces.run(self._scratch_user, now_us)
-            else:
-                self._batches.rank_batch(now_us, self._scratch_user)
-            return False
-        for extra in prefix.waiters[1:]:
-            self._requests.look_up(extra)
-        del prefix.waiters[1:]
-        self._scratch_user = prefix
-        prefix.pages = self._scratch_pages[: self._shared.engine.geometry.pages_for(prefix.total_tokens)]
-        return True
+                # The prefix has come, or is coming, by another way.
+                self.discard(work)
+                self.events.append(Undone(work.waiters, work.jobs, work.prefix))
+                return Prepared.DROPPED
+            self._rank_on_cached_part(work, now_us)
+            if not work.waiters:
+                self.abandon(work, JobOutcome.NO_ROOM)
+                return Prepared.DROPPED
+            self._leave_cache(work)
+        if self.scratch_user is not None:
+            self._context.scheduler.push(work)
+            return Prepared.SCRATCH_BUSY
+        if len(work.waiters) > 1:
+            self.events.append(Undone(work.waiters[1:], [], work.prefix))
+            del work.waiters[1:]
+        self.scratch_user = work
+        work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
+        return Prepared.READY
 
-    def _rank_on_what_is_cached(self, prefix: PrefixWork, now_us: int) -> None:
-        """There is no room to append: requests whose tail may be a suffix need none."""
-        if prefix.base is None:
+    def _reserve(self, work: PrefixWork, now_us: int) -> object:
+        purpose = Purpose.RANKING if work.waiters else Purpose.PRE_INFER
+        if work.base is not None:
+            return self._parts.cache.extend(work.base, work.prefix.key, now_us, purpose)
+        return self._parts.cache.reserve(work.prefix.key, now_us, purpose)
+
+    def _rank_on_cached_part(self, work: PrefixWork, now_us: int) -> None:
+        """There is no room to append. Requests whose tail may be a suffix need no room."""
+        if work.base is None:
             return
         kept = []
-        for waiter in prefix.waiters:
-            assert waiter.span is not None
-            found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.AGAIN)
-            if isinstance(found, Hit) and not self._requests.rank_with_tail(waiter, found.handle):
-                self._shared.cache.release(found.handle)
+        for waiter in work.waiters:
+            assert waiter.prefix is not None
+            found = self._parts.cache.acquire(waiter.prefix.key, now_us, join=False, purpose=Purpose.AGAIN)
+            if not isinstance(found, Hit):
                 kept.append(waiter)
-            elif not isinstance(found, Hit):
+            elif self._context.resolver.tail_as_suffix(waiter.prefix, found.handle.behaviours) is None:
+                self._parts.cache.release(found.handle)
                 kept.append(waiter)
-        prefix.waiters[:] = kept
+            else:
+                self.events.append(TailIsSuffix(waiter, found.handle))
+        work.waiters[:] = kept
 
-    def _leave_cache(self, prefix: PrefixWork) -> None:
-        self._forget(prefix)
-        for job in prefix.jobs:
-            self._shared.outbox.job_done(job.received, JobOutcome.NO_ROOM)
-        prefix.jobs.clear()
-        self._begin_anew_on_scratch(prefix)
+    def _leave_cache(self, work: PrefixWork) -> None:
+        self._forget(work)
+        for job in work.jobs:
+            self._parts.results.job_done(job.received, JobOutcome.NO_ROOM)
+        work.jobs.clear()
+        self._begin_anew_on_scratch(work)
 
-    def _begin_anew_on_scratch(self, prefix: PrefixWork) -> None:
-        """Nothing cached can serve it there: it is full inference from now on, and its requests say so."""
-        self._shared.release(prefix.base)
-        prefix.base = None
-        prefix.on_scratch = True
-        prefix.done_tokens = 0
-        for waiter in prefix.waiters:
+    def _begin_anew_on_scratch(self, work: PrefixWork) -> None:
+        """No cached part can serve a computation on the scratch pages, so this is full inference, and its requests
+        say so.
+        """
+        self._release(work.base)
+        work.base = None
+        work.on_scratch = True
+        work.done_tokens = 0
+        for waiter in work.waiters:
             if waiter.path is not Path.TRUNCATED:
                 waiter.path = Path.FULL
             waiter.prefix_source, waiter.tokens_cached = PrefixSource.COMPUTED, 0
-        self._predict(prefix)
+        self._predict(work)
 
-    def _look_again(self, prefix: PrefixWork) -> None:
-        """The prefix has come, or is coming, by another way: everybody who waits here asks the cache again."""
-        self._discard(prefix)
-        for waiter in prefix.waiters:
-            self._requests.look_up(waiter)
-        for job in prefix.jobs:
-            self._jobs.pre_infer(job, prefix.span)
+    # -- ends --------------------------------------------------------------------------------------
 
-    def _complete(self, prefix: PrefixWork, now_us: int) -> None:
-        self._shared.scheduler.remove(prefix)
-        self._forget(prefix)
-        if prefix.on_scratch:
-            (waiter,) = prefix.waiters
-            self._scratch_user = waiter
-            waiter.pages = prefix.pages
-            waiter.unknown_items += prefix.inputs.unknown_items
-            return self._requests.ready(waiter)
-        assert prefix.fill is not None
-        handle = prefix.fill.publish(now_us)
+    def _complete(self, work: PrefixWork, now_us: int) -> None:
+        self._context.scheduler.remove(work)
+        self._forget(work)
+        if work.on_scratch:
+            (self.scratch_user,) = work.waiters
+            self.events.append(Computed(work, None, now_us))
+            return
+        assert work.fill is not None
+        handle = work.fill.publish(now_us)
         if handle is None:
-            return self._lost(prefix)
-        self._shared.release(prefix.base)
-        prefix.base = None
-        # Those that wait use it first: a job whose request has gone by then may else count it as wasted.
-        for waiter in prefix.waiters:
-            self._continue_on(waiter, prefix, now_us)
-        for job in prefix.jobs:
-            self._jobs.lease(job, prefix.span)
-            self._shared.outbox.job_done(job.received, JobOutcome.COMPUTED)
-        self._shared.cache.release(handle)
-        return None
+            return self._lose(work)
+        self._release(work.base)
+        work.base = None
+        self.events.append(Computed(work, handle, now_us))
 
-    def _lost(self, prefix: PrefixWork) -> None:
-        """It was invalidated, or its pages were taken away: its jobs were in vain, its requests are looked up again."""
-        self._discard(prefix)
-        for job in prefix.jobs:
-            self._shared.outbox.job_done(job.received, JobOutcome.FAILED)
-        for waiter in prefix.waiters:
+    def _lose(self, work: PrefixWork) -> None:
+        """The prefix was invalidated, or its pages were taken away. Its jobs have failed, its requests look again."""
+        self._end(work, JobOutcome.FAILED)
+        for waiter in work.waiters:
             waiter.path = Path.FULL
-            self._requests.look_up(waiter)
+        self.events.append(Undone(work.waiters, [], work.prefix))
 
-    def _continue_on(self, waiter: RankingWork, prefix: PrefixWork, now_us: int) -> None:
-        """What a request does once the prefix that it waited for is there: rank, or compute its own tail."""
-        assert waiter.span is not None
-        found = self._shared.cache.acquire(waiter.span.key, now_us, join=False, purpose=Purpose.AGAIN)
-        if not isinstance(found, Hit):
-            return self._requests.look_up(waiter)
-        if not found.handle.complete:
-            return self._requests.plan(waiter, waiter.span, found.handle, now_us)
-        waiter.handle, waiter.pages = found.handle, found.handle.pages
-        waiter.unknown_items += prefix.inputs.unknown_items
-        return self._requests.ready(waiter)
+    def _fail(self, work: PrefixWork, error: Exception) -> None:
+        log.warning("pre-infer failed", tokens=work.total_tokens, error=repr(error))
+        self._end(work, JobOutcome.FAILED)
+        self.events.append(Failed(work.waiters, error))
 
-    def _drop_hopeless(self, prefix: PrefixWork, now_us: int) -> None:
-        """Requests that would be answered late get the newest part of the history that fits, or a refusal."""
-        kept = []
-        for waiter in prefix.waiters:
-            ends_us = now_us + prefix.remaining_us + waiter.predicted_us
-            if ends_us <= waiter.answer_by_us:
-                kept.append(waiter)
-                continue
-            assert waiter.span is not None
-            plan = plan_truncation(
-                waiter.span.tokens,
-                waiter.scored_tokens,
-                waiter.answer_by_us - now_us,
-                self._shared.latency,
-                self._shared.chunking,
-            )
-            self.free_scratch(prefix)
-            self._requests.serve_in_full(waiter, waiter.span, plan)
-        prefix.waiters[:] = kept
+    def abandon(self, work: PrefixWork, outcome: JobOutcome) -> None:
+        """Ends a computation that only jobs wait for, with this outcome."""
+        self._end(work, outcome)
 
-    def start_over(self, prefix: PrefixWork) -> None:
-        """Another model serves now: all who wait here begin again, with that one."""
-        self._discard(prefix)
-        for waiter in prefix.waiters:
-            self._requests.start_over(waiter)
-        for job in prefix.jobs:
-            self._jobs.submit(job)
+    def forget_user(self, user_id: str) -> None:
+        """The user was deleted. A prefix whose computation has not begun is computed for its requests only."""
+        work = self.by_user.get(user_id)
+        if work is None or work.started:
+            return
+        if work.waiters:
+            self._leave_cache(work)
+            self._context.scheduler.push(work)
+        else:
+            self.abandon(work, JobOutcome.NO_HISTORY)
 
-    def abandon(self, prefix: PrefixWork, outcome: JobOutcome) -> None:
-        self._discard(prefix)
-        for job in prefix.jobs:
-            self._shared.outbox.job_done(job.received, outcome)
+    def discard(self, work: PrefixWork) -> None:
+        """Gives back all that the computation holds. The caller answers its requests and jobs."""
+        self._context.scheduler.remove(work)
+        self._forget(work)
+        if work.fill is not None:
+            work.fill.abort()
+        self._release(work.base)
+        self.free_scratch(work)
 
-    def fail(self, prefix: PrefixWork, error: Exception) -> None:
-        self._discard(prefix)
-        for job in prefix.jobs:
-            self._shared.outbox.job_done(job.received, JobOutcome.FAILED)
-        for waiter in prefix.waiters:
-            self._requests.fail_on(waiter, error)
+    def free_scratch(self, work: PrefixWork | RankingWork) -> None:
+        """The work does not need the scratch pages any more, if it had them."""
+        if self.scratch_user is work:
+            self.scratch_user = None
 
-    def _discard(self, prefix: PrefixWork) -> None:
-        self._shared.scheduler.remove(prefix)
-        self._forget(prefix)
-        if prefix.fill is not None:
-            prefix.fill.abort()
-        self._shared.release(prefix.base)
-        self.free_scratch(prefix)
+    def _end(self, work: PrefixWork, outcome: JobOutcome) -> None:
+        self.discard(work)
+        for job in work.jobs:
+            self._parts.results.job_done(job.received, outcome)
 
-    def _forget(self, prefix: PrefixWork) -> None:
-        if self._coming.get(prefix.span.key.user_id) is prefix:
-            del self._coming[prefix.span.key.user_id]
-            for call in prefix.then:
-                self._shared.post(call)
-            prefix.then.clear()
+    def _forget(self, work: PrefixWork) -> None:
+        if self.by_user.get(work.prefix.key.user_id) is work:
+            del self.by_user[work.prefix.key.user_id]
+            for call in work.then:
+                self._context.post(call)
+            work.then.clear()
 
-    def _predict(self, prefix: PrefixWork) -> None:
-        shared = self._shared
-        prefix.remaining_us = shared.chunking.duration_us(prefix.done_tokens, prefix.total_tokens, shared.latency)
+    def _release(self, handle: Handle | None) -> None:
+        if handle is not None:
+            self._parts.cache.release(handle)
+
+    def _predict(self, work: PrefixWork) -> None:
+        latency = self._parts.corrector.model
+        work.remaining_us = self._context.chunking.duration_us(work.done_tokens, work.total_tokens, latency)

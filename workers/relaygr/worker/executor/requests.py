@@ -1,29 +1,32 @@
-"""Ranking requests, from receipt to their one answer.
+"""Ranking requests, from their receipt to their one result.
 
-received -> looked up -> ready ----------------------------> ranked
-               |-> waits for a history version (parked)  ^
-               |-> waits for a reload from DRAM ---------|
-               '-> waits for its prefix, in chunks ------'
-any of them -> expired | failed(overloaded) | truncated, then ranked
+    received -> looked up -> ready ------------------------------> ranked
+                   |-> waits for a version of its history ----^
+                   |-> waits for a reload from DRAM ----------|
+                   '-> waits for its prefix to be computed ---'
+    in any state  -> expired | failed | truncated, then ranked
+
+A request waits only as long as full inference would still end before its deadline. When that time is over, or when the
+wait has ended, the request is looked up or planned again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import structlog
 
 from relaygr.admission.latency import Stage
-from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource
-from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
-from relaygr.worker.executor.context import RecentIds, Shared
-from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking
-from relaygr.worker.executor.prefixes import PrefixFlow
+from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource, RankingRequest
+from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose, WasteReason
+from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
+from relaygr.worker.executor.prefixes import Computed, Prefixes
 from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.waiting import Waiting
-from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.executor.work import NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
 from relaygr.worker.memory import is_out_of_memory
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
@@ -31,295 +34,456 @@ from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongErr
 log = structlog.get_logger()
 
 MAX_LOOKUPS = 3
-"""A request whose prefix was lost under it this often is ranked on scratch pages."""
-REMEMBERED_ANSWERS = 65_536
+"""A request that lost its prefix this often is ranked on the scratch pages."""
+HELD_BYTES_PER_BEHAVIOUR = 64
+"""Memory of one behaviour of a resolved history: its copy (18 bytes), and its rows in the model's tables."""
 
 
-class RankingFlow:
-    """Belongs to the device thread. `outstanding` and its bytes may be read from others."""
+@dataclass(slots=True, eq=False)
+class _PrefixWait:
+    """A request that waits for a prefix under way. It ends once: the prefix came, its first layer came, or the time
+    is over.
+    """
 
-    def __init__(self, shared: Shared, prefixes: PrefixFlow) -> None:
-        self._shared = shared
+    work: RankingWork
+    pending: PendingPrefix
+    started_us: int
+    ended: bool = False
+
+
+class Requests:
+    """Belongs to the device thread. `outstanding` and `outstanding_bytes` may be read from other threads."""
+
+    def __init__(self, context: Context, prefixes: Prefixes) -> None:
+        self._context = context
+        self._parts = context.parts
         self._prefixes = prefixes
-        self._waiting = Waiting(shared, self)
-        self.answered = RecentIds(REMEMBERED_ANSWERS)
+        settings = context.parts.settings
+        self._skew_us = settings.max_clock_skew_ms * 1000
+        self._chunk_us = settings.chunk_ms * 1000
         self.outstanding = 0
+        """Requests that were taken and not answered."""
         self.outstanding_bytes = 0
+        """About the memory that they take."""
+
+    # -- entry points: one request that fails must not end the process, and with it all others --------
 
     def submit(self, work: RankingWork) -> None:
-        """Takes a ranking request; its answer goes to the outbox."""
+        """Takes a request; its result goes to the result writer."""
+        request = work.request
+        version = request.history_version
+        behaviours = version.length if version is not None else 0
+        work.held_bytes = 2 * len(work.received.value or b"") + HELD_BYTES_PER_BEHAVIOUR * behaviours
+        work.pages, work.suffix = NO_PAGES, request.suffix
         self.outstanding += 1
         self.outstanding_bytes += work.held_bytes
-        work.scored_tokens = self._shared.spans.scored_tokens(work.request.suffix, work.request.candidates.size)
-        too_long = _too_long(work, self._shared.engine.limits)
+        too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
-            return self.fail(work, FailureReason.TOO_LONG, too_long)
-        self.look_up(work)
+            return self._fail(work, FailureReason.TOO_LONG, too_long)
+        return self.look_up(work)
 
     def look_up(self, work: RankingWork) -> None:
-        """Finds the request's history and prefix, and the way to serve it."""
-        self.guarded(work, self._look_up)
-
-    def guarded(self, work: RankingWork, step: Callable[[RankingWork], None]) -> None:
-        """One request may not take the process, and so its neighbours, with it."""
+        """Finds the request's history and prefix, and a way to serve it."""
         try:
-            step(work)
+            self._look_up(work)
         except Exception as error:
-            log.exception("a ranking request failed", request_id=work.request.request_id)
-            if not work.done:
-                self.fail_on(work, error)
+            self._failed(work, error)
+
+    def start_over(self, work: RankingWork) -> None:
+        """Another model answers now: whatever was found or computed for the request is of no use any more."""
+        work.lookups = 0
+        self._look_up_again(work)
+
+    def prefix_computed(self, work: RankingWork, computed: Computed) -> None:
+        """The prefix that the request waited for is complete: ranks the request, or computes its own tail."""
+        try:
+            self._continue_on(work, computed)
+        except Exception as error:
+            self._failed(work, error)
+
+    def cut_short(self, work: RankingWork, now_us: int) -> None:
+        """The whole prefix would come too late: ranks on the newest part of the history that fits, or rejects."""
+        assert work.prefix is not None
+        plan = plan_truncation(
+            work.prefix.tokens,
+            work.scored_tokens,
+            work.answer_by_us - now_us,
+            self._parts.corrector.model,
+            self._context.chunking,
+        )
+        try:
+            self._serve_in_full(work, work.prefix, plan, now_us)
+        except Exception as error:
+            self._failed(work, error)
+
+    def rank_on_cached_part(self, work: RankingWork, handle: Handle) -> None:
+        """Ranks on the cached part, with the rest of the prefix in the suffix. The request releases `handle`."""
+        assert work.prefix is not None
+        suffix = self._context.resolver.tail_as_suffix(work.prefix, handle.behaviours)
+        assert suffix is not None
+        try:
+            self._rank_with_tail(work, handle, suffix, self._parts.clock.monotonic_us())
+        except Exception as error:
+            self._failed(work, error)
+
+    # -- looking up ----------------------------------------------------------------------------------
 
     def _look_up(self, work: RankingWork) -> None:
-        now_us = self._shared.now_us()
-        if now_us > work.deadline_us + self._shared.skew_us:
+        now_us = self._parts.clock.monotonic_us()
+        if now_us > work.deadline_us + self._skew_us:
             return self._expire(work)
-        if work.span is None or not self._shared.is_current(work.span):
-            request = work.request
-            try:
-                resolved = self._shared.spans.resolve(
-                    request.user_id, request.history_version, request.history, work.received.partition
-                )
-            except HistoryMismatchError as error:
-                return self.fail(work, FailureReason.UNDECODABLE, str(error))
-            if resolved.is_behind and self._waiting.for_history(work):
+        prefix = work.prefix
+        if prefix is None or prefix.revision != self._context.engine.revision:
+            prefix = self._resolve(work)
+            if prefix is None:
                 return None
-            scored = Scored(len(request.suffix), request.candidates.size)
-            work.span = self._shared.spans.span(
-                request.user_id, resolved, request.query_time_ms, scored, request.suffix
-            )
-        span = work.span
         work.lookups += 1
         work.looked_up_us = now_us
-        self._rank_on(work, span.tokens, span.suffix)
-        if span.tokens == 0:
-            return self.ready(work)
+        self._rank_on(work, prefix.tokens, prefix.suffix)
+        if prefix.tokens == 0:
+            return self._ready(work, now_us)
         if not self._uses_cache(work):
-            return self.plan(work, span, None, now_us)
-        coming = self._prefixes.coming_for(span.key)
-        if coming is not None and self._shared.cache.peek(span.key).hbm_behaviours < span.key.length:
-            return self._join(work, coming)
-        purpose = Purpose.RANKING if work.lookups == 1 else Purpose.AGAIN
-        found = self._shared.cache.acquire(span.key, now_us, purpose=purpose, arriving=True)
+            return self._plan(work, prefix, None, now_us)
+        cache, purpose = self._parts.cache, Purpose.RANKING if work.lookups == 1 else Purpose.AGAIN
+        if self._prefixes.by_user:
+            coming = self._prefixes.under_way(prefix.key)
+            if coming is not None and cache.peek(prefix.key).hbm_behaviours < prefix.key.length:
+                return self._join(work, coming)
+        found = cache.acquire(prefix.key, now_us, purpose=purpose, arriving=True)
         if isinstance(found, PendingPrefix):
-            return self._waiting.for_prefix(work, found)
+            return self._wait_for_prefix(work, prefix, found)
         handle = found.handle if isinstance(found, Hit) else None
         if handle is not None:
             if handle.complete:
-                return self.rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM)
+                return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
-        pending = self._shared.reload_more(span, handle, work.deadline_us, work.predicted_us)
+        pending = self._prefixes.reload(prefix, handle, work.deadline_us, work.predicted_us)
         if pending is not None:
-            self._shared.release(handle)
-            return self._waiting.for_prefix(work, pending)
-        return self.plan(work, span, handle, now_us)
+            if handle is not None:
+                cache.release(handle)
+            return self._wait_for_prefix(work, prefix, pending)
+        return self._plan(work, prefix, handle, now_us)
+
+    def _resolve(self, work: RankingWork) -> ResolvedPrefix | None:
+        """The request's prefix; None if the request waits for its history, or was answered."""
+        request, resolver = work.request, self._context.resolver
+        scored = Scored(len(request.suffix), request.candidates.size)
+        try:
+            history = resolver.history(
+                request.user_id, request.history_version, request.history, work.received.partition
+            )
+        except HistoryMismatchError as error:
+            self._fail(work, FailureReason.UNDECODABLE, str(error))
+            return None
+        if history.is_behind and self._waits_for_history(work, scored):
+            return None
+        work.prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
+        return work.prefix
 
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours) -> None:
-        """What the ranking pass itself will be: so many tokens in pages, this suffix, and the candidates."""
+        """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix = prefix_tokens, suffix
-        work.scored_tokens = self._shared.spans.scored_tokens(suffix, work.request.candidates.size)
-        work.predicted_us = self._shared.latency.hit_us(prefix_tokens, work.scored_tokens)
-
-    def rank_on_handle(self, work: RankingWork, handle: Handle, path: Path) -> None:
-        """Ranks on the whole prefix; the handle is the request's from here on."""
-        work.path, work.tokens_cached, work.prefix_source = path, handle.tokens, handle.source
-        work.handle, work.pages = handle, handle.pages
-        self.ready(work)
+        work.scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
+        work.predicted_us = self._parts.corrector.model.hit_us(prefix_tokens, work.scored_tokens)
+        work.latest_start_us = work.answer_by_us - int(work.predicted_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
-        return self._shared.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
+        return self._parts.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
 
-    def plan(self, work: RankingWork, span: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
-        """Computes what is missing of the prefix if there is time for it, else less, else nothing."""
+    def _look_up_again(self, work: RankingWork) -> None:
+        self._let_go(work)
+        work.pages, work.inputs, work.unknown_items = NO_PAGES, None, 0
+        work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
+        self.look_up(work)
+
+    # -- ways to serve it ----------------------------------------------------------------------------
+
+    def _plan(self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
+        """Computes the missing part of the prefix if there is time for it; else less, or nothing."""
+        suffix = self._context.resolver.tail_as_suffix(prefix, handle.behaviours) if handle is not None else None
         plan = plan_ranking(
-            span.tokens,
+            prefix.tokens,
             work.scored_tokens,
             handle.tokens if handle is not None else 0,
-            self._shared.time_left_us(work, now_us),
-            self._shared.latency,
-            self._shared.chunking,
-            handle is not None and self._shared.spans.tail_as_suffix(span, handle.behaviours) is not None,
+            self._time_left_us(work, now_us),
+            self._parts.corrector.model,
+            self._context.chunking,
+            suffix is not None,
         )
-        if handle is not None and plan.route is Route.TAIL_AS_SUFFIX:
-            self.rank_with_tail(work, handle)
-            return None
-        if handle is None or plan.route is not Route.WHOLE:
-            self._shared.release(handle)
-            return self.serve_in_full(work, span, plan)
-        return self._compute(work, span, handle)
+        if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
+            return self._rank_with_tail(work, handle, suffix, now_us)
+        if handle is not None and plan.route is Route.WHOLE:
+            return self._prefixes.compute(prefix, handle, request=work)
+        if handle is not None:
+            self._parts.cache.release(handle)
+        return self._serve_in_full(work, prefix, plan, now_us)
 
-    def rank_with_tail(self, work: RankingWork, handle: Handle) -> bool:
-        """Ranks on what is cached, with the rest of the prefix as part of the suffix; False where that may not be.
-
-        Exact, but nothing is kept of the tail. The handle is the request's from here on, if it may.
-        """
-        assert work.span is not None
-        suffix = self._shared.spans.tail_as_suffix(work.span, handle.behaviours)
-        if suffix is None:
-            return False
-        work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
+    def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path, now_us: int) -> None:
+        """Ranks on the pages of `handle`, which the request releases."""
+        work.path, work.tokens_cached, work.prefix_source = path, handle.tokens, handle.source
         work.handle, work.pages = handle, handle.pages
-        self._rank_on(work, handle.tokens, suffix)
-        self.ready(work)
-        return True
+        self._ready(work, now_us)
 
-    def serve_in_full(self, work: RankingWork, span: ResolvedPrefix, plan: RoutePlan) -> None:
-        """Full inference, over the whole prefix or its newest part; or a refusal."""
+    def _rank_with_tail(self, work: RankingWork, handle: Handle, suffix: Behaviours, now_us: int) -> None:
+        """Ranks on the cached part, with the tail of the prefix in `suffix`. Exact, but keeps no K,V of the tail."""
+        self._rank_on(work, handle.tokens, suffix)
+        self._rank_on_handle(work, handle, Path.HBM, now_us)
+
+    def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
+        """Full inference over the whole prefix or its newest part; or a rejection."""
         if plan.route is Route.REJECT:
             return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
-        on_scratch = not self._uses_cache(work)
+        work.path, on_scratch = Path.FULL, not self._uses_cache(work)
         if plan.route is Route.TRUNCATE:
-            shorter = self._shared.spans.shortened(span, plan.prefix_tokens)
-            if shorter.tokens >= span.tokens:
+            shorter = self._context.resolver.shortened(prefix, plan.prefix_tokens)
+            if shorter.tokens >= prefix.tokens:
                 return self.reject(work)
-            span, on_scratch = shorter, True
-        work.path = Path.TRUNCATED if plan.route is Route.TRUNCATE else Path.FULL
-        work.span = span
-        self._rank_on(work, span.tokens, span.suffix)
-        if span.tokens == 0:
-            return self.ready(work)
-        return self._compute(work, span, None, on_scratch)
-
-    def _compute(self, work: RankingWork, span: ResolvedPrefix, base: Handle | None, on_scratch: bool = False) -> None:
-        """Waits for what `base` lacks of the prefix, which is queued. The handle is the computation's from here on."""
-
-        def enqueue(work: RankingWork) -> None:
-            prefix = self._shared.prefix_work(span, base)
-            prefix.on_scratch = on_scratch
-            prefix.waiters.append(work)
-            self._prefixes.enqueue(prefix)
-
-        self.guarded(work, enqueue)
+            prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
+        if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
+            # The prediction of the look-up is of another prefix, or old.
+            self._rank_on(work, prefix.tokens, prefix.suffix)
+        work.prefix = prefix
+        if prefix.tokens == 0:
+            return self._ready(work, now_us)
+        return self._prefixes.compute(prefix, None, request=work, on_scratch=on_scratch)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
-        """Waits for the prefix that is being computed, or takes over what has not begun.
+        """Waits for the prefix under computation, or takes the computation over if it has not begun.
 
-        What is taken over is full inference, or an append where the beginning is cached.
+        A computation that is taken over is full inference, or an append where a part of the prefix is cached.
         """
         if work.path is not Path.DRAM:
             ready = coming.base is not None and not coming.started
             work.path = Path.HBM if ready else Path.PENDING if coming.started else Path.FULL
             work.prefix_source = coming.base.source if coming.base is not None else PrefixSource.COMPUTED
             work.tokens_cached = coming.done_tokens
-        if work.lookups == 1 and work.span is not None:
-            # It is a look-up as any other, and counted as what the cache knows: nothing, a part, or pages being filled.
-            found = self._shared.cache.acquire(work.span.key, self._shared.now_us())
+        if work.lookups == 1 and work.prefix is not None:
+            # The cache counts this look-up as any other: a miss, a partial hit, or one that joined a computation.
+            found = self._parts.cache.acquire(work.prefix.key, self._parts.clock.monotonic_us())
             if isinstance(found, Hit):
-                self._shared.cache.release(found.handle)
+                self._parts.cache.release(found.handle)
         coming.waiters.append(work)
-        self._shared.metrics.joined(overtaken=not coming.started)
-        self._shared.scheduler.push(coming)
+        self._parts.metrics.joined(overtaken=not coming.started)
+        self._context.scheduler.push(coming)
 
-    def start_over(self, work: RankingWork) -> None:
-        """Another model serves now: nothing that was found or computed for the request counts any more."""
-        work.lookups = 0
-        self._look_up_again(work)
+    def _continue_on(self, work: RankingWork, computed: Computed) -> None:
+        assert work.prefix is not None
+        if computed.handle is None:
+            work.pages = computed.work.pages
+        else:
+            found = self._parts.cache.acquire(work.prefix.key, computed.at_us, join=False, purpose=Purpose.AGAIN)
+            if not isinstance(found, Hit):
+                return self.look_up(work)
+            if not found.handle.complete:
+                return self._plan(work, work.prefix, found.handle, computed.at_us)
+            work.handle, work.pages = found.handle, found.handle.pages
+        work.unknown_items += computed.work.inputs.unknown_items
+        return self._ready(work, computed.at_us)
 
-    def _look_up_again(self, work: RankingWork) -> None:
-        self._let_go(work)
-        work.pages, work.inputs, work.unknown_items = np.empty(0, np.int32), None, 0
-        work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
-        self.look_up(work)
-
-    def ready(self, work: RankingWork) -> None:
-        """Its prefix is in its pages: what it brings itself is looked up, and it is queued for a ranking pass."""
-        self.guarded(work, self._ready)
-
-    def _ready(self, work: RankingWork) -> None:
-        assert work.span is not None
-        work.ready_us = self._shared.now_us()
+    def _ready(self, work: RankingWork, now_us: int) -> None:
+        """The prefix is in the request's pages: looks up suffix and candidates, and queues the ranking pass."""
+        assert work.prefix is not None
+        work.ready_us = now_us
         try:
-            work.inputs = self._shared.engine.rank_inputs(
+            inputs = self._context.engine.rank_inputs(
                 work.ranked_prefix_tokens,
                 work.pages,
                 work.suffix,
                 work.request.candidates,
-                query_time_ms=work.span.query_time_ms,
-                prefix_timestamps_ms=work.span.behaviours.timestamps_ms,
+                query_time_ms=work.prefix.query_time_ms,
+                prefix_timestamps_ms=work.prefix.behaviours.timestamps_ms,
             )
         except TooLongError as error:
-            return self.fail(work, FailureReason.TOO_LONG, str(error))
+            return self._fail(work, FailureReason.TOO_LONG, str(error))
         if work.handle is not None and work.handle.arrival is not None:
-            work.inputs = replace(work.inputs, layer_ready=work.handle.arrival.wait)
-        work.unknown_items += work.inputs.unknown_items
-        self._shared.scheduler.push(work)
+            inputs = replace(inputs, layer_ready=work.handle.arrival.wait)
+        work.inputs = inputs
+        work.unknown_items += inputs.unknown_items
+        self._context.scheduler.ranking.push(work)
+
+    # -- waiting -------------------------------------------------------------------------------------
+
+    def _waits_for_history(self, work: RankingWork, scored: Scored) -> bool:
+        """Waits for the version asked for; False if there is no time, or no place in the queue."""
+        resolver = self._context.resolver
+        work.scored_tokens = resolver.scored_tokens(scored.suffix_behaviours, scored.candidates)
+        needed_us = self._full_us(resolver.expected_tokens(work.request.history_version), work.scored_tokens)
+        until_us = work.answer_by_us - int(needed_us + self._chunk_us)
+        again = partial(self.look_up, work)
+        return self._context.wait_for_history(work.request.user_id, until_us, again, again)
+
+    def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
+        """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk."""
+        if pending.kind is PendingKind.LOAD:
+            work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
+            work.tokens_cached = self._context.engine.layout.tokens(pending.behaviours)
+        else:
+            work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
+        now_us = self._parts.clock.monotonic_us()
+        wait = _PrefixWait(work, pending, now_us)
+        pending.needed_by(work.deadline_us)
+        if pending.arrival is not None:
+            pending.arrival.add_begun_callback(self._posted(self._wait_first_layer, wait))
+        pending.add_done_callback(lambda _: self._context.post(partial(self._wait_done, wait)))
+        spare_us = self._time_left_us(work, now_us) - int(
+            self._full_us(prefix.tokens, work.scored_tokens) + self._chunk_us
+        )
+        self._context.timers.at(now_us + max(0, spare_us), partial(self._wait_overdue, wait))
+
+    def _posted(self, step: Callable[[_PrefixWait], None], wait: _PrefixWait) -> Callable[[], None]:
+        """A call, from any thread, that runs the step on the device thread."""
+        return partial(self._context.post, partial(step, wait))
+
+    def _wait_done(self, wait: _PrefixWait) -> None:
+        """The prefix came, failed, or was discarded: the request is looked up again."""
+        if wait.ended:
+            return
+        wait.ended = True
+        work, waited_for = wait.work, wait.work.path
+        if wait.pending.kind is PendingKind.LOAD:
+            work.reload_us += self._parts.clock.monotonic_us() - wait.started_us
+        self.look_up(work)
+        if work.path is Path.HBM:
+            work.path = waited_for
+
+    def _wait_first_layer(self, wait: _PrefixWait) -> None:
+        """The first layer of a reload is there: ranks beside the copy of the others, if the reload is of the whole
+        prefix.
+        """
+        work = wait.work
+        if wait.ended or work.prefix is None or work.prefix.revision != self._context.engine.revision:
+            return
+        now_us = self._parts.clock.monotonic_us()
+        found = self._parts.cache.acquire(work.prefix.key, now_us, purpose=Purpose.AGAIN, arriving=True)
+        if not isinstance(found, Hit):
+            return
+        if not found.handle.complete:
+            self._parts.cache.release(found.handle)
+            return
+        wait.ended = True
+        work.reload_us += now_us - wait.started_us
+        try:
+            self._rank_on_handle(work, found.handle, Path.DRAM, now_us)
+        except Exception as error:
+            self._failed(work, error)
+
+    def _wait_overdue(self, wait: _PrefixWait) -> None:
+        """There is no time left to wait: computes instead."""
+        work = wait.work
+        if wait.ended:
+            return
+        wait.ended = True
+        if work.prefix is None or work.prefix.revision != self._context.engine.revision:
+            return self.look_up(work)
+        try:
+            self._plan(work, work.prefix, None, self._parts.clock.monotonic_us())
+        except Exception as error:
+            self._failed(work, error)
+
+    def _time_left_us(self, work: RankingWork, now_us: int) -> int:
+        """Time until the result should leave, less the device time of more urgent work and of pre-infer's share."""
+        ahead_us, scheduler = 0.0, self._context.scheduler
+        if len(scheduler.ranking):
+            for other in scheduler.ranking:
+                if other.latest_start_us <= work.latest_start_us:
+                    ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
+            if ahead_us and len(scheduler.preinfer):
+                ahead_us /= 1 - self._parts.admission_settings.preinfer_share
+        return int(work.answer_by_us - now_us - ahead_us)
+
+    def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
+        """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
+        latency = self._parts.corrector.model
+        computed_us = self._context.chunking.duration_us(0, prefix_tokens, latency)
+        return computed_us + latency.hit_us(prefix_tokens, scored_tokens)
+
+    # -- ends ----------------------------------------------------------------------------------------
 
     def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        """Answers with the scores, if they are numbers, and of the prefix that they should be of."""
-        if _lost_its_prefix(work):
+        """Writes the scores as the result, if they are finite and the request still had its prefix."""
+        if work.handle is not None and _lost_its_prefix(work.handle):
             return self._look_up_again(work)
         if not np.isfinite(outputs.scores).all():
-            # What made them may be in the cached prefix, and would come again with it.
-            self._shared.cache.invalidate_user(work.request.user_id)
-            return self.fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
-        self._shared.outbox.ranked(work, outputs)
-        self._observe(work)
-        if work.handle is not None and work.handle.approximate:
-            self._shared.metrics.ranked_approximately()
-        self._finish_ranking(work, ranked=True)
-
-    def _observe(self, work: RankingWork) -> None:
-        """What full inference took: triggers predict it whole. Of a batch's time, its pass is the predicted part."""
+            # The cause may be in the cached prefix, and would come again with it.
+            self._parts.cache.invalidate_user(work.request.user_id)
+            return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+        self._parts.results.ranked(work, outputs)
         if work.path is Path.FULL and work.pre_infer_us:
-            size = work.ranked_prefix_tokens, work.scored_tokens
-            took_us = work.pre_infer_us + self._shared.latency.hit_us(*size)
-            corrector = self._shared.corrector
-            corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us)
+            self._observe_full(work)
+        if work.handle is not None and work.handle.approximate:
+            self._parts.metrics.ranked_approximately()
+        self._finish(work, ranked=True)
+
+    def _observe_full(self, work: RankingWork) -> None:
+        """Corrects the predictions of full inference. The ranking pass may have had company: its predicted time
+        counts.
+        """
+        size = work.ranked_prefix_tokens, work.scored_tokens
+        corrector = self._parts.corrector
+        took_us = work.pre_infer_us + corrector.model.hit_us(*size)
+        corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us)
 
     def reject(self, work: RankingWork) -> None:
-        """Answers that nothing could serve it in its time."""
-        if self._shared.now_us() > work.deadline_us:
+        """Answers that there is no way to serve the request before its deadline."""
+        if self._parts.clock.monotonic_us() > work.deadline_us:
             return self._expire(work)
-        return self.fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
+        return self._fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
 
     def fail_on(self, work: RankingWork, error: Exception) -> None:
-        """Answers that the device failed, and how; or tries another way, if what failed was a reload."""
-        if _lost_its_prefix(work):
+        """Answers that the device failed, and how. If a reload failed, looks the request up again instead."""
+        if work.handle is not None and _lost_its_prefix(work.handle):
             return self._look_up_again(work)
         reason = FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
-        self.fail(work, reason, str(error)[:500] or repr(error))
+        return self._fail(work, reason, str(error)[:500] or repr(error))
 
-    def fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        self._shared.outbox.failed(work, reason, detail)
-        self._finish_ranking(work, ranked=False)
+    def _failed(self, work: RankingWork, error: Exception) -> None:
+        """An entry point let an exception out."""
+        log.error("a ranking request failed", request_id=work.request.request_id, exc_info=error)
+        if not work.done:
+            self.fail_on(work, error)
+
+    def _fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        self._parts.results.failed(work, reason, detail)
+        self._finish(work, ranked=False)
 
     def _expire(self, work: RankingWork) -> None:
-        self._shared.outbox.expired(work)
-        self._finish_ranking(work, ranked=False)
+        self._parts.results.expired(work)
+        self._finish(work, ranked=False)
 
-    def _finish_ranking(self, work: RankingWork, ranked: bool) -> None:
+    def _finish(self, work: RankingWork, ranked: bool) -> None:
         work.done = True
         self.outstanding -= 1
         self.outstanding_bytes -= work.held_bytes
-        self.answered.add(work.request.request_id)
-        # What was pre-inferred for it and has served nobody: the request went before it, or did not come in time.
-        wasted = WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED
-        self._shared.cache.end_lease(work.request.request_id, wasted)
-        if work.handle is not None and work.span is not None and ranked:
-            if work.span.for_one_impression:
-                self._shared.cache.demote([work.request.user_id])
-            elif self._shared.settings.dram_bytes:
-                self._shared.cache.transfers.spill(work.handle)
+        cache, request_id = self._parts.cache, work.request.request_id
+        self._context.answered.add(request_id)
+        # Counts a pre-infer that served nobody: the request was ranked before it, or was not ranked in time.
+        cache.end_lease(request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
+        if ranked and work.handle is not None and work.prefix is not None:
+            if work.prefix.for_one_impression:
+                cache.demote([work.request.user_id])
+            elif self._parts.settings.dram_bytes:
+                cache.transfers.spill(work.handle)
         self._let_go(work)
 
     def _let_go(self, work: RankingWork) -> None:
-        self._prefixes.free_scratch(work)
-        self._shared.release(work.handle)
-        work.handle = None
+        if work.handle is not None:
+            self._parts.cache.release(work.handle)
+            work.handle = None
+        if self._prefixes.scratch_user is work:
+            self._prefixes.scratch_user = None
 
 
-def _lost_its_prefix(work: RankingWork) -> bool:
-    """Whether its handle was taken away, or the rest of its prefix did not arrive."""
-    handle = work.handle
-    return handle is not None and (not handle.is_held or (handle.arrival is not None and handle.arrival.failed))
+def _lost_its_prefix(handle: Handle) -> bool:
+    """Whether the handle was taken away, or the rest of its prefix did not arrive."""
+    return not handle.is_held or (handle.arrival is not None and handle.arrival.failed)
 
 
-def _too_long(work: RankingWork, limits: EngineLimits) -> str | None:
-    """What of the request the model does not take. Said before anything is computed for it."""
-    request = work.request
+def _too_long(request: RankingRequest, limits: EngineLimits) -> str | None:
+    """Says what the model does not take. Checked before anything is computed for the request."""
     for count, limit, what in (
         (int(request.candidates.size), limits.max_candidates, "candidates"),
-        (len(request.suffix), limits.max_suffix_behaviours, "suffix behaviours"),
+        (int(request.suffix.items.size), limits.max_suffix_behaviours, "suffix behaviours"),
     ):
         if count > limit:
             return f"{count} {what}, the model takes {limit}"

@@ -1,8 +1,8 @@
-"""From a message to its prefix: the history that it names or carries, cut to what the model takes, and its key.
+"""Resolves a message to its prefix: the history that it names or carries, cut to the model's limit, and its cache key.
 
-The model decides what may follow a prefix (`relaygr.worker.model.rules`). Where prefixes do not grow, a request's
-suffix is a part of the history: a prefix of its own, computed in full. Where K,V depend on the query time, the key
-holds it: the time of the retrieval event, which job and request both carry.
+The model's rules (`relaygr.worker.model.rules`) say what may follow a prefix. Where prefixes do not grow, the request's
+suffix becomes a part of the history, and that history is a prefix of its own, computed in full. Where K,V depend on the
+query time, the key covers it: the time of the retrieval event, which job and request both carry.
 """
 
 from __future__ import annotations
@@ -25,46 +25,41 @@ _NO_SUFFIX = Behaviours.empty()
 
 
 class HistoryReader(Protocol):
-    """The user-history store, as the worker reads it."""
+    """The user-history store, as the executor reads it."""
 
     def get(self, user_id: str) -> StoredHistory | None:
         """The newest history of the user that is known."""
 
     def is_loading(self, partition: int) -> bool:
-        """Whether the store has yet to catch up with the partition."""
+        """Whether the store has not caught up with the partition yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What is ranked behind a prefix."""
+    """How much is ranked after a prefix."""
 
     suffix_behaviours: int
     candidates: int
 
 
 class PrefixResolver:
-    """Resolves histories and names prefixes, for one engine."""
+    """Resolves histories and prefixes for one engine."""
 
     def __init__(self, histories: HistoryReader, engine: Engine, anchor_behaviours: int) -> None:
         self._histories = histories
         self._engine = engine
-        self._anchor_setting = anchor_behaviours
-        # A whole step goes at once: a large one would leave little of a history just above the limit.
+        # A history above the limit loses whole steps. A large step would leave little of one just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
-    def for_engine(self, engine: Engine) -> PrefixResolver:
-        """The same histories, for another model."""
-        return PrefixResolver(self._histories, engine, self._anchor_setting)
-
-    def resolve(
+    def history(
         self, user_id: str, wanted: HistoryVersion | None, inline: History | None, partition: int
     ) -> ResolvedHistory:
-        """The history to use. Raises HistoryMismatchError if the one carried is not the one named."""
+        """The history to use. Raises HistoryMismatchError if the message carries another history than it names."""
         if inline is not None:
             return resolve(None, wanted, inline, loading=False)
         return resolve(self._histories.get(user_id), wanted, None, self._histories.is_loading(partition))
 
-    def span(
+    def prefix(
         self,
         user_id: str,
         resolved: ResolvedHistory,
@@ -74,72 +69,64 @@ class PrefixResolver:
     ) -> ResolvedPrefix:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
-        `query_time_ms`: the time of the retrieval event. `scored`: how much the request brings, or is expected to,
-        which a model may hide features by. `suffix`: the request's; the span says what of it still follows the prefix.
+        `query_time_ms`: the time of the retrieval event. `scored`: the request's numbers, or the expected ones; a model
+        may hide features by them. `suffix`: the request's own; the prefix says what of it still follows.
         """
         history, chain = resolved.history, resolved.chain
         if history is None or chain is None:
             history = History(user_id, 0, np.empty(0, "<i8"), _NO_SUFFIX)
             chain = digest_chain(history.features, history.behaviours)
-        shown = self._engine.shown_features(
-            history.features, len(history.behaviours) + scored.suffix_behaviours, scored.candidates
-        )
+        engine, rules = self._engine, self._engine.rules
+        shown = engine.shown_features(history.features, chain.length + scored.suffix_behaviours, scored.candidates)
         if shown is not history.features:
             history = replace(history, features=shown)
             chain = history.chain()
-        rules = self._engine.rules
-        folded = len(suffix) > 0 and not rules.grows
+        folded = not rules.grows and len(suffix) > 0
         if folded:
             behaviours = history.behaviours + suffix
             history = History(user_id, history.number, history.features, behaviours)
             chain = extend_chain(chain, behaviours)
-        cut = window(history, chain, self._engine.limits.max_prefix_behaviours, self._anchor_behaviours)
+        cut = window(history, chain, engine.limits.max_prefix_behaviours, self._anchor_behaviours)
         behaviours, chain = cut.history.behaviours, cut.chain
         if rules.uses_query_time:
             chain = _chain_at(query_time_ms, chain, behaviours)
         return ResolvedPrefix(
-            key=PrefixKey(user_id, self._engine.namespace, chain, behaviours, growable=rules.grows),
+            key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=rules.grows),
             features=history.features,
             behaviours=behaviours,
             suffix=_NO_SUFFIX if folded else suffix,
             query_time_ms=query_time_ms,
-            tokens=self._engine.layout.tokens(len(behaviours)),
+            tokens=engine.layout.tokens(chain.length),
             version=resolved.version,
             stale=resolved.is_stale,
             loading=resolved.loading,
-            revision=self._engine.revision,
+            revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
         )
 
-    def shortened(self, span: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
-        """The newest behaviours that fit into `prefix_tokens`. Never cached: its key names nothing."""
+    def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
+        """The newest behaviours that fit into `prefix_tokens`. It is never cached: its key names nothing."""
         layout = self._engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
-        return ResolvedPrefix(
-            key=PrefixKey(span.key.user_id, b"", DigestChain(span.key.chain.seed, (), 0)),
-            features=span.features,
-            behaviours=span.behaviours[len(span.behaviours) - kept :],
-            suffix=span.suffix,
-            query_time_ms=span.query_time_ms,
+        return replace(
+            prefix,
+            key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, (), 0)),
+            behaviours=prefix.behaviours[len(prefix.behaviours) - kept :],
             tokens=layout.tokens(kept),
-            version=span.version,
-            stale=span.stale,
-            loading=span.loading,
-            revision=span.revision,
             for_one_impression=True,
         )
 
-    def tail_as_suffix(self, span: ResolvedPrefix, cached_behaviours: int) -> Behaviours | None:
-        """What follows the first `cached_behaviours`, up to the candidates; None where it may not be a suffix."""
-        tail = len(span.behaviours) - cached_behaviours
-        too_long = tail + len(span.suffix) > self._engine.limits.max_suffix_behaviours
+    def tail_as_suffix(self, prefix: ResolvedPrefix, cached_behaviours: int) -> Behaviours | None:
+        """The behaviours after the first `cached_behaviours`, with the suffix; None where they may not be a suffix."""
+        tail = len(prefix.behaviours) - cached_behaviours
+        too_long = tail + len(prefix.suffix) > self._engine.limits.max_suffix_behaviours
         if not self._engine.rules.grows or cached_behaviours == 0 or too_long:
             return None
-        return span.behaviours[cached_behaviours:] + span.suffix
+        return prefix.behaviours[cached_behaviours:] + prefix.suffix
 
-    def scored_tokens(self, suffix: Behaviours, candidates: int) -> int:
-        """Tokens that a ranking pass computes, as the latency model counts them."""
-        behaviours = len(suffix) if self._engine.rules.grows else 0
+    def scored_tokens(self, suffix_behaviours: int, candidates: int) -> int:
+        """The tokens of a ranking pass, as the latency model counts them."""
+        behaviours = suffix_behaviours if self._engine.rules.grows else 0
         return behaviours * self._engine.layout.tokens_per_behaviour + candidates
 
     def expected_tokens(self, wanted: HistoryVersion | None) -> int:
@@ -149,6 +136,6 @@ class PrefixResolver:
 
 
 def _chain_at(query_time_ms: int, chain: DigestChain, behaviours: Behaviours) -> DigestChain:
-    """The chain of a prefix that is good for one query time: its seed covers that, too."""
+    """The chain of a prefix that is valid for one query time: its seed covers that time, too."""
     seed = blake2b(chain.seed + struct.pack("<q", query_time_ms), digest_size=DIGEST_BYTES).digest()
     return extend_chain(DigestChain(seed, (), 0), behaviours)

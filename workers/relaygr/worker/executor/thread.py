@@ -1,9 +1,9 @@
 """The device thread: runs the executor, sleeps when there is nothing to do, and is watched.
 
-A device that hangs is a black hole: the poll thread would go on heartbeating, and keep the partitions. The thread
-moves every second, idle or not, so one that has not moved for `watchdog_s` hangs in a piece of work. `is_stuck` says
-so to whoever asks a few times a second, and the process exits. Whoever has not asked for long was stopped itself,
-with the whole process perhaps, and blames nobody yet.
+A device that hangs would stop all work, while the poll thread goes on sending heartbeats and keeps the partitions. The
+device thread moves every second, idle or not, so one that has not moved for `watchdog_s` hangs in a piece of work.
+`is_stuck` says so to a caller that asks a few times a second, and the process exits. A caller that has not asked for
+long was stopped itself, perhaps with the whole process, so the watch begins again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import structlog
 
 from relaygr.runtime.clock import Clock
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import JobWork, RankingWork
 
 log = structlog.get_logger()
 
@@ -23,7 +22,7 @@ LONGEST_SLEEP_S = 1.0
 
 
 class DeviceThread:
-    """Owns the executor. `take_*` and `call` return at once, from any thread."""
+    """Owns the executor."""
 
     def __init__(
         self,
@@ -33,7 +32,7 @@ class DeviceThread:
         watchdog_s: float,
         on_death: Callable[[], None],
     ) -> None:
-        """`bind_thread` makes the device the calling thread's; `on_death` is called if the executor lets an
+        """`bind_thread` makes the device the calling thread's device. `on_death` is called if the executor lets an
         exception out, which is a bug.
         """
         self._bind_thread = bind_thread
@@ -49,20 +48,8 @@ class DeviceThread:
     def start(self) -> None:
         self._thread.start()
 
-    def take_ranking(self, work: RankingWork) -> None:
-        """Hands a ranking request over."""
-        self.call(lambda: self._executor.submit_ranking(work))
-
-    def take_job(self, work: JobWork) -> None:
-        """Hands a pre-infer job over."""
-        self.call(lambda: self._executor.submit_job(work))
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Runs `function` on the device thread, before its next piece of work."""
-        self._executor.post(function)
-
     def is_stuck(self) -> bool:
-        """Whether the device has been seen not to move for `watchdog_s`. To be asked a few times a second."""
+        """Whether the device has not moved for `watchdog_s`. The caller asks a few times a second."""
         now_us = self._clock.monotonic_us()
         if now_us - self._asked_us > self._watchdog_us / 2:
             self._watched_since_us = now_us
@@ -70,7 +57,7 @@ class DeviceThread:
         return now_us - max(self._executor.last_progress_us, self._watched_since_us) > self._watchdog_us
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the piece of work that runs; whether it ended in time."""
+        """Ends the thread after the piece of work that runs. Returns whether it ended in time."""
         self._stopping = True
         self._executor.mail_arrived.set()
         self._thread.join(timeout_s)

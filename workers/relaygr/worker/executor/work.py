@@ -1,10 +1,11 @@
-"""The pieces of work that a worker holds between receiving a message and being done with it."""
+"""The work that a worker holds between the receipt of a message and its end: jobs, requests and prefixes."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,11 @@ from relaygr.worker.cache import Fill, Handle, PrefixKey
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.model.interface import PrefixInputs, RankInputs
 
-HELD_BYTES_PER_BEHAVIOUR = 64
-"""A behaviour of a resolved history: its copy (18 bytes), and its rows in the model's tables."""
+NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class JobOutcome(enum.StrEnum):
-    """How a pre-infer job ended: a metric label."""
+    """How a pre-infer job ended. A metric has it as its label."""
 
     COMPUTED = "computed"
     ALREADY_CACHED = "already_cached"
@@ -37,64 +37,73 @@ class JobOutcome(enum.StrEnum):
     UNDECODABLE = "undecodable"
     DISABLED = "disabled"
     NOT_USABLE = "not_usable"
-    """The request will bring a suffix, which this model takes only as a part of the prefix."""
+    """The request will bring a suffix, and this model takes a suffix only as a part of the prefix."""
     FAILED = "failed"
 
 
 @dataclass(slots=True, eq=False)
 class JobWork:
-    """A pre-infer job, with its times on the worker's monotonic clock."""
+    """A pre-infer job. Its times are on the worker's monotonic clock."""
 
     job: PreInferJob
     received: Received
     expected_ranking_us: int
     expires_us: int
     begun: bool = False
+    """The job was counted as begun: its prefix is computed, reloaded, or was found ready."""
 
 
 @dataclass(slots=True, eq=False)
 class ResolvedPrefix:
-    """What of a user's history is the prefix: resolved, windowed, and its identity; and what follows it."""
+    """A prefix with its identity, and the behaviours that follow it. It is resolved for one model."""
 
     key: PrefixKey
     features: NDArray[np.int64]
     behaviours: Behaviours
     suffix: Behaviours
-    """What is ranked after the prefix: a request's short-term behaviours, where they are not a part of the prefix."""
+    """The request's short-term behaviours, ranked after the prefix; empty where they are a part of the prefix."""
     query_time_ms: int
     tokens: int
     version: HistoryVersion | None
     stale: bool
     loading: bool
     revision: str
-    """The model that all this is cut for."""
+    """The revision of the model."""
     for_one_impression: bool
-    """Its K,V are of no use to the user's next requests."""
+    """The K,V are of no use to later requests of the user."""
 
 
 @dataclass(slots=True, eq=False)
 class RankingWork:
-    """A ranking request from receipt to its one answer. Times on the worker's monotonic clock."""
+    """A ranking request, from its receipt to its one result. Its times are on the worker's monotonic clock."""
+
+    work_class: ClassVar[WorkClass] = WorkClass.RANKING
 
     request: RankingRequest
     reply: RankingHeaders
     received: Received
     received_wall_us: int
     deadline_us: int
-    reply_margin_us: int = 0
-    """What the answer's way back takes: it should leave so long before the deadline."""
+    answer_by_us: int
+    """When the result should leave: the deadline less the time of the way back."""
+    held_bytes: int = 0
+    """About what the request takes in memory until it is answered."""
     scored_tokens: int = 0
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
-    span: ResolvedPrefix | None = None
+    """Device time of the ranking pass."""
+    latest_start_us: int = 0
+    """`answer_by_us` less `predicted_us`."""
+    prefix: ResolvedPrefix | None = None
     ranked_prefix_tokens: int = 0
-    """Tokens of the prefix that are in `pages` when it is ranked; the rest of it is then part of `suffix`."""
-    suffix: Behaviours = field(default_factory=Behaviours.empty)
+    """Tokens of the prefix that are in `pages` when it is ranked; the rest of the prefix is then a part of `suffix`.
+    Both are set from the first look-up on."""
+    suffix: Behaviours = field(init=False)
     path: Path = Path.FULL
     prefix_source: PrefixSource = PrefixSource.COMPUTED
     tokens_cached: int = 0
     handle: Handle | None = None
-    pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pages: NDArray[np.int32] = field(init=False)
     inputs: RankInputs | None = None
     unknown_items: int = 0
     started_us: int | None = None
@@ -106,56 +115,35 @@ class RankingWork:
     lookups: int = 0
     done: bool = False
 
-    @property
-    def work_class(self) -> WorkClass:
-        return WorkClass.RANKING
-
-    @property
-    def latest_start_us(self) -> int:
-        return self.answer_by_us - int(self.predicted_us)
-
-    @property
-    def held_bytes(self) -> int:
-        """About what the request holds until it is answered: its message, decoded, and its history, looked up."""
-        version = self.request.history_version
-        behaviours = version.length if version is not None else 0
-        return 2 * len(self.received.value or b"") + HELD_BYTES_PER_BEHAVIOUR * behaviours
-
-    @property
-    def answer_by_us(self) -> int:
-        """When the answer should leave."""
-        return self.deadline_us - self.reply_margin_us
-
 
 @dataclass(slots=True, eq=False)
 class PrefixWork:
-    """The computation of one prefix, or of the tail that a cached one lacks, in chunks.
+    """The computation of one prefix, or of the tail that a cached part lacks, in chunks.
 
-    It serves pre-infer jobs, ranking requests that wait for it, or both; it counts as ranking work as
-    soon as one request waits. `fill` is None while nothing is reserved, and for work on scratch pages.
+    It serves pre-infer jobs, ranking requests that wait for it, or both. It counts as ranking work as soon as one
+    request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages.
     """
 
-    span: ResolvedPrefix
+    prefix: ResolvedPrefix
     inputs: PrefixInputs
+    total_tokens: int
     done_tokens: int = 0
     jobs: list[JobWork] = field(default_factory=list)
     waiters: list[RankingWork] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
-    """Called, once, when this work is over, however it ended."""
+    """Calls to post once this computation has ended, well or not."""
     base: Handle | None = None
-    """What is cached of it, pinned until the computation ends."""
+    """The part of the prefix that is cached, pinned until the computation ends."""
     fill: Fill | None = None
     on_scratch: bool = False
-    pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
+    """Predicted device time of the chunks that are left."""
 
     @property
     def started(self) -> bool:
-        return self.fill is not None or self.pages.size > 0
-
-    @property
-    def total_tokens(self) -> int:
-        return self.span.tokens
+        """Whether it has its pages."""
+        return self.pages.size > 0
 
     @property
     def work_class(self) -> WorkClass:

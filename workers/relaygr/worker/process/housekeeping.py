@@ -18,8 +18,8 @@ from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig
-from relaygr.worker.status import QueueWaits
 
 log = structlog.get_logger()
 

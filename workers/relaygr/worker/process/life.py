@@ -133,7 +133,7 @@ class WorkerProcess:
         # The cache is restored while the consumer joins. The device thread waits for the cache, but only for a short
         # time: computing a prefix costs less than a long wait.
         restored = threading.Event()
-        parts.device.call(lambda: _wait(restored, RESTORE_PATIENCE_S))
+        parts.executor.post(lambda: _wait(restored, RESTORE_PATIENCE_S))
         parts.loop.start()
         with without_collection():
             self._prepared.handover.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())

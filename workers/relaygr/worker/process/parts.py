@@ -1,8 +1,8 @@
 """The parts of a worker, connected to each other, and the probes that read them.
 
-    poll thread      loop -> handler -> results and device (a queue), and housekeeping between polls
+    poll thread      loop -> handler -> results and executor (its mailbox), and housekeeping between polls
     device thread    device -> executor -> results -> loop.finish (any thread may call it)
-    follower         history topic -> store -> executor, through the device thread's queue
+    follower         history topic -> store -> executor, through the executor's mailbox
 
 The parts do nothing until `life` starts them.
 """
@@ -23,9 +23,10 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.thread import DeviceThread
-from relaygr.worker.handler import WorkerHandler
+from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.store import HistoryStore
@@ -36,7 +37,6 @@ from relaygr.worker.process.prepare import Prepared
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.status import QueueWaits
 
 # The process that asks may have just woken up on a busy machine; without an answer it takes the id back.
 _HOLDER_TIMEOUT_S = 3.0
@@ -80,7 +80,6 @@ class Parts:
     ) -> None:
         kafka, settings = config.kafka, config.worker
         engine, built = prepared.engine, memory.built
-        waits = QueueWaits()
         self._clock = clock
         self._prepared = prepared
         self.metrics = WorkerMetrics()
@@ -95,8 +94,8 @@ class Parts:
             prepared.store,
             prepared.follower_letters,
             f"{config.client_id}-history",
-            on_changed=lambda users: self.device.call(lambda: self.executor.histories_changed(users)),
-            on_deleted=lambda user: self.device.call(lambda: self.executor.user_deleted(user)),
+            on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
+            on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
         )
         self.results = ResultWriter(
             prepared.producer,
@@ -104,38 +103,39 @@ class Parts:
             settings.max_clock_skew_ms,
             finish=lambda token: self.loop.finish(token),
             metrics=self.metrics,
-            waits=waits,
             clock=clock,
         )
         self.executor = Executor(
             engine,
-            self.cache,
-            memory.scratch_pages,
-            _FollowedHistories(prepared.store, self.follower),
-            partial(copy_page, built.hbm_arena),
-            prepared.corrector,
-            settings,
-            config.admission,
-            self.results,
-            self.metrics,
-            clock,
-            JobAdmission(config.admission, int(settings.hbm_bytes), engine.geometry, clock),
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=memory.scratch_pages,
+                copy_page=partial(copy_page, built.hbm_arena),
+                histories=_FollowedHistories(prepared.store, self.follower),
+                corrector=prepared.corrector,
+                settings=settings,
+                admission_settings=config.admission,
+                admission=JobAdmission(config.admission, int(settings.hbm_bytes), engine.geometry, clock),
+                results=self.results,
+                metrics=self.metrics,
+                clock=clock,
+            ),
         )
         self.device = DeviceThread(
             self.executor, engine.device.bind_thread, clock, settings.watchdog_s, on_death=on_end.device_thread
         )
         handler = WorkerHandler(
-            kafka.topic(Topic.PREINFER),
-            kafka.topic(Topic.RANKING),
-            kafka.partitions,
-            kafka.topic(Topic.RESULTS),
-            self.device,
+            HandlerSettings(
+                ranking_topic=kafka.topic(Topic.RANKING),
+                results_topic=kafka.topic(Topic.RESULTS),
+                partitions=kafka.partitions,
+                max_clock_skew_ms=settings.max_clock_skew_ms,
+                reply_margin_ms=settings.reply_margin_ms,
+            ),
+            self.executor,
             self.results,
             prepared.dead_letters,
-            self.metrics,
             clock,
-            settings.max_clock_skew_ms,
-            settings.reply_margin_ms,
             on_ownership=lambda partitions: self.housekeeping.take_over(partitions),
             on_tick=lambda now_us: self.housekeeping.tick(now_us),
         )
@@ -154,7 +154,7 @@ class Parts:
                 holder=partial(holder_of, kafka, kafka.workers_group, settings.worker_id, _HOLDER_TIMEOUT_S),
             ),
         )
-        sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, waits)
+        sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, self.results.waits)
         self.status = StatusReport(config, sources, clock)
         self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics)
         CacheCollector(self.cache.stats)

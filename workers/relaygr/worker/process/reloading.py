@@ -138,7 +138,7 @@ class ModelReloading:
 
         self._swapping = True
         if parts is not None and is_active:
-            parts.device.call(swap)
+            parts.executor.post(swap)
         else:
             swap()
 
