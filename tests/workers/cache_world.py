@@ -17,9 +17,10 @@ from relaygr.schemas.digest import digest_chain
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache import CacheConfig, Fill, Handle, Hit, PageCopy, PrefixCache, PrefixKey, Purpose, Tier
 from relaygr.worker.cache.cache import LONGEST_HOLD_US
-from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest, SpillGate
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
 from relaygr.worker.cache.events import CacheListener
 from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16

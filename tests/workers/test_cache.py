@@ -31,13 +31,14 @@ from relaygr.worker.cache import (
     Tier,
     WasteReason,
 )
-from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, SpillGate, reload_pays
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
+from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry
 from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
 

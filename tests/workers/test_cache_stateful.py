@@ -27,10 +27,11 @@ from hypothesis.stateful import (
 )
 
 from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Presence, Purpose, SpillOutcome
-from relaygr.worker.cache.copies import CopyLimits, SpillGate
+from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.cache.transfers import SpillGate
 from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
 
 pytestmark = pytest.mark.slow

@@ -32,9 +32,9 @@ from relaygr.worker.cache import (
     Purpose,
     Tier,
 )
-from relaygr.worker.cache.copies import SpillGate
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, TierPolicies
+from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
 # A spill of a replay may always go: nothing else wants the link, and its queue is bounded.

@@ -26,7 +26,8 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.bench.cache.operations import BEHAVIOURS, LAYOUT, PAGES, key_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
 from relaygr.worker.cache import CacheConfig, Fill, Hit, PendingOutcome, PendingPrefix, PrefixCache, Tier
-from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline, SpillGate, reload_pays
+from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline
+from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry
 
 # 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 of them a second.

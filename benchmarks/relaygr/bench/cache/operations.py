@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
 from relaygr.worker.cache import CacheConfig, Fill, Hit, PrefixCache, PrefixKey
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest, SpillGate
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 BEHAVIOURS = 1024

@@ -5,8 +5,9 @@ do not import each other. `copies` is the contract between them, and `build` put
 """
 
 from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache
-from relaygr.worker.cache.handles import Handle, Hit, PendingPrefix, Presence
+from relaygr.worker.cache.entries import Handle, Hit, Presence
 from relaygr.worker.cache.identity import PrefixKey
+from relaygr.worker.cache.ledger import PendingPrefix
 from relaygr.worker.cache.results import (
     Declined,
     DeclineReason,

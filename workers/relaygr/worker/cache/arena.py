@@ -17,8 +17,7 @@ import torch
 
 from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.cache.copies import CopyPriority, CopyRequest, PageGuard, layer_groups
-from relaygr.worker.cache.pages import PageArray
-from relaygr.worker.cache.results import PageCopy, Tier
+from relaygr.worker.cache.results import PageArray, PageCopy, Tier
 from relaygr.worker.device import Device, Event, Stream
 from relaygr.worker.kv import DramGeometry
 

@@ -32,19 +32,18 @@ from typing import Protocol
 import structlog
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.copies import LayerArrival, Mover, NoMover, SpillGate
-from relaygr.worker.cache.entries import CacheEntry, Pin, WorkInFlight
+from relaygr.worker.cache.copies import LayerArrival, Mover, NoMover
+from relaygr.worker.cache.entries import CacheEntry, Handle, Hit, Pin, Presence, WorkInFlight
 from relaygr.worker.cache.events import CacheListener, EventKind, StoredEntry, TierJournal
-from relaygr.worker.cache.handles import Handle, Hit, PendingPrefix, Presence
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.ledger import AfterLock, TierLedger
+from relaygr.worker.cache.ledger import AfterLock, PendingPrefix, TierLedger
 from relaygr.worker.cache.metadata import TierMetadata, TierShape
-from relaygr.worker.cache.pages import PageArray
 from relaygr.worker.cache.policies import PolicyOptions, TierPolicies, make_policy
 from relaygr.worker.cache.results import (
     Miss,
     NoRoom,
     NoRoomReason,
+    PageArray,
     PageCopy,
     PendingKind,
     PendingOutcome,
@@ -53,7 +52,7 @@ from relaygr.worker.cache.results import (
     WasteReason,
 )
 from relaygr.worker.cache.stats import CacheStats, Counters, snapshot_of
-from relaygr.worker.cache.transfers import TierTransfers
+from relaygr.worker.cache.transfers import SpillGate, TierTransfers
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
 _log = structlog.get_logger()
@@ -212,13 +211,9 @@ class PrefixCache:
     def peek(self, key: PrefixKey) -> Presence:
         """Says what the tiers have of `key`. Changes and counts nothing."""
         with self.ledger.lock:
-            hbm, dram = self._hbm.index.find(key), self._dram.index.find(key)
-            return Presence(
-                hbm_behaviours=hbm.behaviours if hbm else 0,
-                dram_behaviours=dram.behaviours if dram else 0,
-                hbm_state=self._hbm.state(key),
-                dram_state=self._dram.state(key),
-            )
+            hbm_behaviours, hbm_state = self._hbm.presence(key)
+            dram_behaviours, dram_state = self._dram.presence(key)
+        return Presence(hbm_behaviours, dram_behaviours, hbm_state, dram_state)
 
     def acquire(
         self,
@@ -370,7 +365,7 @@ class PrefixCache:
             entry = found.entry if found else None
             if coming is not None and coming.behaviours > covered:
                 entry = coming.work.entry
-            if entry is None or not hbm.leases.begin(entry, request_id, until_us):
+            if entry is None or not hbm.begin_lease(entry, request_id, until_us):
                 return False
             if found is not None and entry is found.entry:
                 stale = hbm.give_up_truncation(found)
@@ -387,20 +382,14 @@ class PrefixCache:
         leases it.
         """
         with self.ledger.lock:
-            entry = self._hbm.leases.end(request_id)
-            if entry is not None and wasted is not None and not entry.leases:
-                self._hbm.count_waste(entry, wasted)
-            return entry is not None
+            return self._hbm.end_lease(request_id, wasted)
 
     def expire_leases(self, now_us: int) -> int:
         """Ends the leases that nobody ended in time, and counts them as leaked. Returns their number."""
         with self.ledger.section(now_us):
-            entries = self._hbm.leases.expire(now_us)
-            for entry in entries:
-                if not entry.leases:
-                    self._hbm.count_waste(entry, WasteReason.LEASE_EXPIRED)
-            self.ledger.counters.leases_leaked += len(entries)
-            return len(entries)
+            expired = self._hbm.expire_leases(now_us)
+            self.ledger.counters.leases_leaked += expired
+            return expired
 
     # Removing. Readers keep their pages, and work in flight is discarded when it ends.
 
@@ -498,7 +487,7 @@ class PrefixCache:
 
     def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
         """Pins the first `behaviours` of a ready entry, for a caller that asked for `key`."""
-        tokens = self._layout.tokens(behaviours)
+        tokens = entry.tokens if behaviours == entry.key.length else self._layout.tokens(behaviours)
         return self._handle(self._hbm.pin(entry, tokens), tokens, behaviours, key, entry.source, None)
 
     def _handle(

@@ -1,4 +1,4 @@
-"""Copies of pages between the tiers: the request, its order in the queue, its forecast, and when a copy pays.
+"""Copies of pages between the tiers: the request, its order in the queue, and its forecast.
 
 The cache asks for copies and a `Mover` makes them; this module is the contract between the two. It has no bytes and
 no torch, and the only lock in it is that of `LayerArrival`.
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from relaygr.worker.cache.pages import PageArray
-from relaygr.worker.cache.results import Tier
+from relaygr.worker.cache.results import PageArray, Tier
 
 # Each launch costs the host some microseconds, so the layers of a long prefix are reloaded in groups.
 _MOST_LAUNCHES = 2048
@@ -305,41 +304,3 @@ def _urgency(request: CopyRequest) -> tuple[CopyPriority, int]:
 def layer_groups(num_layers: int, pages: int) -> int:
     """Number of groups of layers in which `pages` pages are copied, for a copy that goes layer by layer."""
     return min(num_layers, max(1, _MOST_LAUNCHES // max(1, pages)))
-
-
-def reload_pays(forecast: CopyForecast, saved_us: float, groups: int = 1, rank_us: float = 0.0) -> bool:
-    """Whether `wait + copy < T_full - T_hit`. Otherwise full inference is as fast; equal times do not pay.
-
-    A copy in `groups` of layers runs beside a ranking that takes `rank_us` by itself. Only the part of the copy counts
-    for which the ranking waits: the first group, and the excess of each other group over its share of the ranking.
-    """
-    exposed_us = forecast.copy_us / groups + (1 - 1 / groups) * max(0.0, forecast.copy_us - rank_us)
-    return forecast.wait_us + exposed_us < saved_us
-
-
-class SpillGate:
-    """Admits spills while copies are fast: an average of the predicted wait, with hysteresis.
-
-    Closes above `close_above_us` and opens below `open_below_us`. Raises ValueError unless
-    0 < open_below_us <= close_above_us and 0 < weight <= 1.
-    """
-
-    def __init__(self, open_below_us: float, close_above_us: float, weight: float = 0.2) -> None:
-        if not 0 < open_below_us <= close_above_us:
-            raise ValueError(f"a gate can not close at {close_above_us} µs and open at {open_below_us} µs")
-        if not 0 < weight <= 1:
-            raise ValueError(f"the newest wait can not weigh {weight}")
-        self._open_below_us = open_below_us
-        self._close_above_us = close_above_us
-        self._weight = weight
-        self._average_us = 0.0
-        self._is_open = True
-
-    def admits(self, wait_us: float) -> bool:
-        """Adds the wait that a spill would meet now to the average, and says whether the spill may start."""
-        self._average_us += self._weight * (wait_us - self._average_us)
-        if self._average_us > self._close_above_us:
-            self._is_open = False
-        elif self._average_us < self._open_below_us:
-            self._is_open = True
-        return self._is_open

@@ -1,4 +1,4 @@
-"""Cached prefixes of one tier: their states, their pins and work in flight, and the indexes that find them.
+"""Cached prefixes of one tier: their states, pins, handles and work in flight, and the indexes that find them.
 
     EMPTY -> FILLING (computed here)      -> READY <-> SPILLING (readable, and being copied to DRAM)
     EMPTY -> LOADING (copied from DRAM)   -> READY  -> EVICTED
@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -24,8 +23,7 @@ import numpy as np
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.copies import LayerArrival
 from relaygr.worker.cache.identity import PrefixKey, common_behaviours
-from relaygr.worker.cache.pages import PageArray
-from relaygr.worker.cache.results import PageCopy, PendingKind, Purpose
+from relaygr.worker.cache.results import PageArray, PageCopy, PendingKind, Purpose
 
 
 class EntryState(enum.StrEnum):
@@ -65,8 +63,10 @@ class CacheEntry:
     number: int
     key: PrefixKey
     generation: int
+    pages: PageArray
     state: EntryState = EntryState.EMPTY
-    pages: PageArray = field(default_factory=lambda: np.empty(0, np.int32))
+    is_visible: bool = False
+    """Whether the state is READY or SPILLING."""
     tokens: int = 0
     pins: int = 0
     spills: int = 0
@@ -85,10 +85,7 @@ class CacheEntry:
         if state not in _STEPS[self.state]:
             raise ValueError(f"an entry can not go from {self.state} to {state}")
         self.state = state
-
-    @property
-    def is_visible(self) -> bool:
-        return self.state is EntryState.READY or self.state is EntryState.SPILLING
+        self.is_visible = state is EntryState.READY or state is EntryState.SPILLING
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +96,49 @@ class Pin:
     pages: PageArray
     open: bool = True
     revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """A pinned prefix in HBM. Its pages do not change until it is released, whatever happens to the entry.
+
+    `pages` is int32 [pages_for(tokens)]: token t lies in row t % page_tokens of pages[t // page_tokens].
+    The handle covers the first `behaviours` behaviours of the key; `complete` means all of them.
+    `approximate` means that a part of the K,V came from a DRAM tier that stores it in fewer bits.
+    With an `arrival`, the last layers may still be on their way from DRAM. The reader then calls
+    `arrival.wait(layer)` before it reads each layer, and discards its results if the arrival failed.
+    """
+
+    behaviours: int
+    tokens: int
+    pages: PageArray
+    complete: bool
+    source: PrefixSource
+    pin: Pin = field(repr=False)
+    approximate: bool = False
+    arrival: LayerArrival | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """False once the handle was released or revoked. Its pages may then hold other data."""
+        return self.pin.open and not self.pin.revoked
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """K,V in HBM, pinned until the caller releases the handle."""
+
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Ready behaviours of a key in each tier, and the state of each tier's best entry."""
+
+    hbm_behaviours: int
+    dram_behaviours: int
+    hbm_state: EntryState
+    dram_state: EntryState
 
 
 @dataclass(slots=True, eq=False)
@@ -210,41 +250,12 @@ class EntryIndex:
                     best, most = entry.work, behaviours
         return WorkMatch(best, most) if best is not None else None
 
-    def has_user(self, user_id: str, namespace: bytes | None = None) -> bool:
-        """Whether the user has an entry, in `namespace` if one is given."""
-        entries = self.by_user.get(user_id, ())
-        return any(namespace is None or entry.key.namespace == namespace for entry in entries)
-
     def of_user(self, user_id: str) -> list[CacheEntry]:
         return list(self.by_user.get(user_id, ()))
 
     def of_namespace(self, namespace: bytes, limit: int) -> list[CacheEntry]:
         """At most `limit` entries of the namespace."""
         return list(itertools.islice(self.by_namespace.get(namespace, {}).values(), limit))
-
-
-@dataclass(slots=True)
-class PageAccount:
-    """Number of pages by what holds them. `orphaned` pages have readers but no entry any more."""
-
-    held: Counter[Holding] = field(default_factory=Counter)
-    orphaned: int = 0
-    in_flight: int = 0
-
-    def reclassify(self, entry: CacheEntry) -> None:
-        """Counts the entry's pages under what holds them now."""
-        held = self.held
-        held[entry.holding] -= entry.counted_pages
-        entry.holding = holding_of(entry)
-        entry.counted_pages = entry.pages.size if entry.attached else 0
-        held[entry.holding] += entry.counted_pages
-
-
-def holding_of(entry: CacheEntry) -> Holding:
-    """What holds the entry's pages, computed from its pins and leases."""
-    if entry.pins:
-        return Holding.PINNED
-    return Holding.LEASED if entry.leases else Holding.EVICTABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +271,10 @@ class Leases:
     """Requests that protect entries of a tier from eviction, from the pre-infer to the ranking.
 
     A request leases at most one entry, and there are at most `limit` leases. A lease that nobody ends expires at
-    its time.
+    its time. The caller counts the pages of the entries that a method returns anew.
     """
 
-    def __init__(self, account: PageAccount, limit: int) -> None:
-        self._account = account
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_request: dict[str, Lease] = {}
         self._by_end: list[tuple[int, str]] = []
@@ -278,29 +288,30 @@ class Leases:
     def all(self) -> list[Lease]:
         return list(self._by_request.values())
 
-    def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> bool:
-        """Leases the entry to the request, instead of the one it had. False at `limit`, which changes nothing."""
+    def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> list[CacheEntry]:
+        """Leases the entry to the request, instead of the one it had. Returns both; none at `limit`."""
         previous = self._by_request.get(request_id)
         if previous is None and len(self._by_request) >= self._limit:
-            return False
+            return []
         self._by_request[request_id] = Lease(request_id, entry, until_us)
         heapq.heappush(self._by_end, (until_us, request_id))
         # Leases that ended or moved leave their times in the heap. It is rebuilt before they outnumber the others.
         if len(self._by_end) > 2 * len(self._by_request) + 64:
             self._by_end = [(lease.until_us, lease.request_id) for lease in self._by_request.values()]
             heapq.heapify(self._by_end)
+        changed = [entry]
         if previous is not None and previous.entry is not entry:
-            self._detach(previous)
+            previous.entry.leases.discard(request_id)
+            changed.append(previous.entry)
         entry.leases.add(request_id)
-        self._account.reclassify(entry)
-        return True
+        return changed
 
     def end(self, request_id: str) -> CacheEntry | None:
         """Ends the request's lease. Returns the entry that it had, or None without a lease."""
         lease = self._by_request.pop(request_id, None)
         if lease is None:
             return None
-        self._detach(lease)
+        lease.entry.leases.discard(request_id)
         return lease.entry
 
     def expire(self, now_us: int) -> list[CacheEntry]:
@@ -311,17 +322,12 @@ class Leases:
             lease = self._by_request.get(request_id)
             if lease is not None and lease.until_us == until_us:
                 del self._by_request[request_id]
-                ended.append(lease)
-        for lease in ended:
-            self._detach(lease)
-        return [lease.entry for lease in ended]
+                lease.entry.leases.discard(request_id)
+                ended.append(lease.entry)
+        return ended
 
     def end_all(self, entry: CacheEntry) -> None:
         """Ends all leases of an entry that has left the index."""
         for request_id in entry.leases:
             self._by_request.pop(request_id, None)
         entry.leases.clear()
-
-    def _detach(self, lease: Lease) -> None:
-        lease.entry.leases.discard(lease.request_id)
-        self._account.reclassify(lease.entry)

@@ -15,7 +15,7 @@ from relaygr.schemas.digest import DigestChain
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.pages import PageArray
+from relaygr.worker.cache.results import PageArray
 
 
 class EventKind(enum.StrEnum):

@@ -92,6 +92,8 @@ class PrefixKey:
 
     def held(self, marks: tuple[Mark, ...] = ()) -> PrefixKey:
         """The key as an entry keeps it: without behaviours, with the longest of its own marks and `marks`."""
+        if self.behaviours is None and not self.marks and not marks:
+            return self
         known = {mark.length: mark for mark in (*marks, *self.marks) if mark.length < self.length}
         kept = tuple(known[length] for length in sorted(known)[-MAX_MARKS:])
         return PrefixKey(self.user_id, self.namespace, self.chain, None, kept, self.growable)

@@ -11,9 +11,9 @@ from collections import Counter
 import numpy as np
 
 from relaygr.worker.cache.cache import PrefixCache
-from relaygr.worker.cache.entries import CacheEntry, EntryIndex, EntryState, Holding, holding_of
+from relaygr.worker.cache.entries import CacheEntry, EntryIndex, EntryState, Holding
 from relaygr.worker.cache.metadata import TierMetadata
-from relaygr.worker.cache.pages import PageArray
+from relaygr.worker.cache.results import PageArray
 
 
 def check_invariants(cache: PrefixCache) -> None:
@@ -67,8 +67,10 @@ def _check_entries(tier: TierMetadata) -> tuple[PageArray, Counter[Holding]]:
     for entry in tier.index.all():
         work = entry.work
         _require(work is None or (work in tier.works and work.is_current), "work has ended or is stale")
-        _require(entry.holding is holding_of(entry), "an entry's holding is stale")
-        if entry.is_visible:
+        _require(entry.holding is _holding_of(entry), "an entry's holding is stale")
+        visible = entry.state in (EntryState.READY, EntryState.SPILLING)
+        _require(entry.is_visible is visible, "visibility disagrees with the state")
+        if visible:
             _require(entry.pages.size == tier.shape.pages_for(entry.tokens), "a page table has the wrong length")
             _require(entry.tokens == tier.shape.layout.tokens(entry.key.length), "tokens disagree with behaviours")
         else:
@@ -80,6 +82,12 @@ def _check_entries(tier: TierMetadata) -> tuple[PageArray, Counter[Holding]]:
             lease = tier.leases.get(request_id)
             _require(lease is not None and lease.entry is entry, "a lease is missing from the book")
     return owners, held
+
+
+def _holding_of(entry: CacheEntry) -> Holding:
+    if entry.pins:
+        return Holding.PINNED
+    return Holding.LEASED if entry.leases else Holding.EVICTABLE
 
 
 def _check_references(tier: TierMetadata, owners: PageArray) -> PageArray:

@@ -12,16 +12,81 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import structlog
+
+from relaygr.worker.cache.copies import Deadline, LayerArrival
 from relaygr.worker.cache.entries import CacheEntry, WorkInFlight
 from relaygr.worker.cache.events import CacheEvent, CacheListener, EventKind
-from relaygr.worker.cache.handles import PendingPrefix
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.metadata import TierMetadata
-from relaygr.worker.cache.results import Miss, MissReason, PendingOutcome, WasteReason
+from relaygr.worker.cache.results import Miss, MissReason, PendingKind, PendingOutcome, WasteReason
 from relaygr.worker.cache.stats import Counters
+
+_log = structlog.get_logger()
 
 AfterLock = list[Callable[[], None]]
 """Calls to make once the lock is left."""
+
+
+class PendingPrefix:
+    """A fill or reload under way that several requests may wait for: one per user and identity.
+
+    It ends once, with an outcome; `behaviours` of the key will then be covered. Each waiter keeps its own
+    deadline elsewhere. A waiter that gives up ignores the callback, and the work goes on for the others.
+    """
+
+    def __init__(
+        self,
+        kind: PendingKind,
+        behaviours: int,
+        outcome: PendingOutcome | None = None,
+        arrival: LayerArrival | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        """`arrival` belongs to a reload that can be read before it has ended, `deadline` to its copy."""
+        self.kind = kind
+        self.behaviours = behaviours
+        self.arrival = arrival
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._outcome = outcome
+        self._callbacks: list[Callable[[PendingPrefix], None]] = []
+
+    @property
+    def outcome(self) -> PendingOutcome | None:
+        """None while the work is under way."""
+        return self._outcome
+
+    @property
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def needed_by(self, deadline_us: int) -> None:
+        """Moves the deadline of a reload forward, so that it starts before reloads with later deadlines."""
+        if self._deadline is not None:
+            self._deadline.bring_forward(deadline_us)
+
+    def add_done_callback(self, callback: Callable[[PendingPrefix], None]) -> None:
+        """Calls `callback(self)` once when the work ends, in the thread that ends it; at once if it has ended."""
+        with self._lock:
+            if self._outcome is None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, outcome: PendingOutcome) -> None:
+        """Ends the wait and calls the waiters. Only the cache calls it; later calls change nothing."""
+        with self._lock:
+            if self._outcome is not None:
+                return
+            self._outcome = outcome
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                # An exception of one waiter must not keep the others from being called.
+                _log.exception("a waiter for a prefix failed", kind=self.kind, outcome=outcome)
 
 
 class TierLedger:
@@ -80,11 +145,13 @@ class TierLedger:
         stored = self.dram.index.find(key)
         if stored is not None:
             return Miss(MissReason.IN_DRAM, stored.behaviours)
-        if any(tier.index.has_user(key.user_id, key.namespace) for tier in self.tiers):
-            return Miss(MissReason.OTHER_HISTORY)
-        if any(tier.index.has_user(key.user_id) for tier in self.tiers):
-            return Miss(MissReason.OTHER_MODEL)
-        return Miss(MissReason.ABSENT)
+        reason = MissReason.ABSENT
+        for tier in self.tiers:
+            for entry in tier.index.by_user.get(key.user_id, ()):
+                if entry.key.namespace == key.namespace:
+                    return Miss(MissReason.OTHER_HISTORY)
+                reason = MissReason.OTHER_MODEL
+        return Miss(reason)
 
     def remove(self, after: AfterLock, entries: Iterable[tuple[TierMetadata, CacheEntry]]) -> None:
         """Invalidates the entries. Requests that wait for work on them get INVALIDATED."""

@@ -20,8 +20,9 @@ Not thread-safe: the cache's lock guards it. Every time is passed in.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,21 +33,20 @@ from relaygr.worker.cache.entries import (
     EntryState,
     Holding,
     Leases,
-    PageAccount,
     Pin,
     PrefixMatch,
     WorkInFlight,
 )
 from relaygr.worker.cache.events import StoredEntry, TierJournal
 from relaygr.worker.cache.identity import Mark, PrefixKey
-from relaygr.worker.cache.pages import PageArray, PagePool
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
-from relaygr.worker.cache.results import NoRoomReason, PageCopy, PendingKind, Purpose, Tier, WasteReason
+from relaygr.worker.cache.results import NoRoomReason, PageArray, PageCopy, PendingKind, Purpose, Tier, WasteReason
 from relaygr.worker.cache.stats import Counters, TierStats
 from relaygr.worker.kv import PrefixLayout
 
 _EXPIRED_AT_ONCE = 256
 """Most entries that `expire` examines in one call: a section under the lock is short."""
+_NO_PAGES: PageArray = np.empty(0, np.int32)
 _NEVER = -1
 """A generation that no entry has."""
 MAX_ENTRIES_PER_USER = 4
@@ -67,6 +67,87 @@ class TierShape:
         return -(-tokens // self.page_tokens)
 
 
+class PagePool:
+    """Free list and reference counts of the pages of a tier. A page is a number below `capacity`.
+
+    A page leaves the free list with one reference, that of its owner (an entry or work in flight). Every reader adds
+    one. The page is free again when the last reference is dropped, so a reader keeps an evicted or replaced page alive.
+    Raises ValueError for a negative capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"a pool can not have {capacity} pages")
+        self.capacity = capacity
+        # A stack whose top is the lowest index: a fresh pool gives adjacent pages, which are copied in one run.
+        self._stack: PageArray = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self.free = capacity
+        """Number of free pages."""
+        self._references = np.zeros(capacity, dtype=np.int32)
+
+    def take(self, count: int) -> PageArray | None:
+        """Takes `count` free pages, with one reference each. None, without taking any, if there are fewer."""
+        if count > self.free:
+            return None
+        pages = self._stack[self.free - count : self.free][::-1].copy()
+        self.free -= count
+        self._references[pages] = 1
+        return pages
+
+    def claim(self, pages: PageArray) -> None:
+        """Takes these pages, with one reference each. Raises ValueError unless they are distinct and all free."""
+        ordered = np.sort(pages)
+        if (ordered[1:] == ordered[:-1]).any() or self._references[pages].any():
+            raise ValueError("a page that is not free was claimed")
+        self._references[pages] = 1
+        free = np.flatnonzero(self._references == 0)[::-1]
+        self.free = free.size
+        self._stack[: self.free] = free
+
+    def share(self, pages: PageArray) -> None:
+        """Adds a reference to each of `pages`, which are distinct and not free."""
+        self._references[pages] += 1
+
+    def drop(self, pages: PageArray) -> int:
+        """Drops a reference of each of `pages`, which are distinct. Returns the number of pages that became free.
+
+        Raises ValueError if one is free already.
+        """
+        left = self._references[pages] - 1
+        if left.size and int(left.min()) < 0:
+            raise ValueError("a free page was dropped again")
+        self._references[pages] = left
+        freed = pages[left == 0][::-1]
+        self._stack[self.free : self.free + freed.size] = freed
+        self.free += freed.size
+        return int(freed.size)
+
+    def free_pages(self) -> PageArray:
+        """A copy of the free list."""
+        return self._stack[: self.free].copy()
+
+    def references(self) -> PageArray:
+        """A copy of the reference counts, int32 [capacity]."""
+        return self._references.copy()
+
+
+@dataclass(slots=True)
+class PageAccount:
+    """Number of pages by what holds them. `orphaned` pages have readers but no entry any more."""
+
+    held: Counter[Holding] = field(default_factory=Counter)
+    orphaned: int = 0
+    in_flight: int = 0
+
+    def reclassify(self, entry: CacheEntry) -> None:
+        """Counts the entry's pages under what holds them now."""
+        held = self.held
+        held[entry.holding] -= entry.counted_pages
+        entry.holding = Holding.PINNED if entry.pins else Holding.LEASED if entry.leases else Holding.EVICTABLE
+        entry.counted_pages = entry.pages.size if entry.attached else 0
+        held[entry.holding] += entry.counted_pages
+
+
 class TierMetadata:
     """See the module."""
 
@@ -85,7 +166,7 @@ class TierMetadata:
         self.pool = PagePool(shape.capacity_pages)
         self.index = EntryIndex()
         self.account = PageAccount()
-        self.leases = Leases(self.account, lease_limit)
+        self.leases = Leases(lease_limit)
         self.works: set[WorkInFlight] = set()
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
@@ -96,17 +177,17 @@ class TierMetadata:
         self._counters = counters
         self._journal = journal
         self._is_open = journal is None
-        self._last_number = 0
+        self._numbers = itertools.count(1)
 
     # Reading.
 
-    def state(self, key: PrefixKey) -> EntryState:
-        """The state of the entry that serves `key`, or will serve it; EMPTY without one."""
+    def presence(self, key: PrefixKey) -> tuple[int, EntryState]:
+        """Ready behaviours of `key`, and the state of the entry that serves or will serve it; EMPTY without one."""
         match = self.index.find(key)
         if match is not None:
-            return match.entry.state
+            return match.behaviours, match.entry.state
         coming = self.index.find_work(key)
-        return coming.work.entry.state if coming is not None else EntryState.EMPTY
+        return 0, coming.work.entry.state if coming is not None else EntryState.EMPTY
 
     def stats(self) -> TierStats:
         account = self.account
@@ -147,6 +228,34 @@ class TierMetadata:
         if entry.unused_pre_infer:
             entry.unused_pre_infer = False
             self._counters.wasted[reason] += 1
+
+    # Leases.
+
+    def begin_lease(self, entry: CacheEntry, request_id: str, until_us: int) -> bool:
+        """Leases the entry to the request. False if there are too many leases."""
+        changed = self.leases.begin(entry, request_id, until_us)
+        for each in changed:
+            self.account.reclassify(each)
+        return bool(changed)
+
+    def end_lease(self, request_id: str, wasted: WasteReason | None) -> bool:
+        """Ends the request's lease, and counts waste if no other request leases the entry. False without a lease."""
+        entry = self.leases.end(request_id)
+        if entry is None:
+            return False
+        self.account.reclassify(entry)
+        if wasted is not None and not entry.leases:
+            self.count_waste(entry, wasted)
+        return True
+
+    def expire_leases(self, now_us: int) -> int:
+        """Ends every lease whose time has come, and counts waste. Returns their number."""
+        entries = self.leases.expire(now_us)
+        for entry in entries:
+            self.account.reclassify(entry)
+            if not entry.leases:
+                self.count_waste(entry, WasteReason.LEASE_EXPIRED)
+        return len(entries)
 
     # Pins. A pin keeps its pages whatever happens to their entry, and to the work that fills them.
 
@@ -218,14 +327,15 @@ class TierMetadata:
         tokens = self._layout.tokens(key.length)
         if key.length == 0 or tokens <= 0:
             return NoRoomReason.NOTHING_TO_CACHE
-        if self.shape.pages_for(tokens) > self.pool.capacity:
+        needed = self.shape.pages_for(tokens)
+        if needed > self.pool.capacity:
             return NoRoomReason.TOO_LARGE
         if not self._is_open:
             return NoRoomReason.FULL
         if base is not None and not self._may_grow(base, own_pins):
             base = None
         if base is None:
-            return self._begin_new(key, kind, purpose, tokens, now_us)
+            return self._begin_new(key, kind, purpose, tokens, needed, now_us)
         return self._begin_growth(key, kind, purpose, tokens, now_us, base, own_pins)
 
     def pages_needed(self, key: PrefixKey, base: PrefixMatch | None) -> int:
@@ -245,7 +355,6 @@ class TierMetadata:
         if work.base is None:
             entry.step(EntryState.READY)
             entry.pages = work.new_pages
-            entry.key = work.key.held()
             entry.source = source
             self._demote_others(entry)
         else:
@@ -274,10 +383,10 @@ class TierMetadata:
         if stored:
             self.pool.claim(np.concatenate([each.pages for each in stored]))
         for each in stored:
-            entry = CacheEntry(self._next_number(), each.key, self._next_number())
+            entry = CacheEntry(next(self._numbers), each.key, next(self._numbers), each.pages)
             entry.step(EntryState.LOADING)
             entry.step(EntryState.READY)
-            entry.pages, entry.tokens, entry.source = each.pages, each.tokens, each.source
+            entry.tokens, entry.source = each.tokens, each.source
             self.index.add(entry)
             self._show(entry, now_us)
 
@@ -345,23 +454,23 @@ class TierMetadata:
         return not (truncates and (entry.leases or entry.pins > own_pins))
 
     def _begin_new(
-        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, now_us: int
+        self, key: PrefixKey, kind: PendingKind, purpose: Purpose, tokens: int, needed: int, now_us: int
     ) -> WorkInFlight | NoRoomReason:
-        siblings = self.index.of_user(key.user_id)
+        siblings = self.index.by_user.get(key.user_id, ())
         surplus = None
         if len(siblings) >= MAX_ENTRIES_PER_USER:
             surplus = next((entry for entry in siblings if self._is_evictable(entry)), None)
             if surplus is None:
                 return NoRoomReason.FULL
-        pages = self._take(self.shape.pages_for(tokens), now_us)
+        pages = self._take(needed, now_us)
         if pages is None:
             return NoRoomReason.FULL
         if surplus is not None and surplus.attached:
             self._evict(surplus)
-        entry = CacheEntry(self._next_number(), key.held(), self._next_number())
+        entry = CacheEntry(next(self._numbers), key.held(), next(self._numbers), _NO_PAGES)
         entry.step(EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
         self.index.add(entry)
-        return self._open(WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages))
+        return self._open(WorkInFlight(next(self._numbers), kind, purpose, key, tokens, entry, entry.generation, pages))
 
     def _begin_growth(
         self,
@@ -386,7 +495,7 @@ class TierMetadata:
             self.unpin(pin)
             return NoRoomReason.FULL
         copies = partial and not in_place and kind is PendingKind.FILL
-        work = WorkInFlight(self._next_number(), kind, purpose, key, tokens, entry, entry.generation, pages)
+        work = WorkInFlight(next(self._numbers), kind, purpose, key, tokens, entry, entry.generation, pages)
         work.base = pin
         work.kept = kept
         work.start_behaviours = base.behaviours
@@ -450,7 +559,7 @@ class TierMetadata:
 
     def _demote_others(self, entry: CacheEntry) -> None:
         """Puts the user's older prefixes first in the order of eviction."""
-        for other in self.index.of_user(entry.key.user_id):
+        for other in self.index.by_user[entry.key.user_id]:
             if other is not entry:
                 self.policy.demote(other.number)
 
@@ -462,11 +571,7 @@ class TierMetadata:
         self.index.remove(entry)
         self.policy.remove(entry.number)
         entry.attached = False
-        entry.generation = self._next_number()
+        entry.generation = next(self._numbers)
         entry.work = None
         self.leases.end_all(entry)
         self.account.reclassify(entry)
-
-    def _next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number

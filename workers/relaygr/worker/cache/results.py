@@ -5,6 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+PageArray = NDArray[np.int32]
+"""Numbers of pages. The memory of page n is row n of the arena of the tier."""
+
 
 class Tier(enum.StrEnum):
     """The tier in which a page lies. On the CPU both tiers are plain memory."""

@@ -15,20 +15,18 @@ from functools import partial
 
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.copies import (
+    CopyForecast,
     CopyPriority,
     CopyRequest,
     Deadline,
     LayerArrival,
     Mover,
-    SpillGate,
     layer_groups,
-    reload_pays,
 )
-from relaygr.worker.cache.entries import CacheEntry, Pin, WorkInFlight
+from relaygr.worker.cache.entries import CacheEntry, Handle, Pin, WorkInFlight
 from relaygr.worker.cache.events import EventKind
-from relaygr.worker.cache.handles import Handle, PendingPrefix
 from relaygr.worker.cache.identity import PrefixKey
-from relaygr.worker.cache.ledger import TierLedger
+from relaygr.worker.cache.ledger import PendingPrefix, TierLedger
 from relaygr.worker.cache.results import (
     Declined,
     DeclineReason,
@@ -42,6 +40,44 @@ from relaygr.worker.cache.results import (
 )
 
 _FAR_FUTURE_US = 2**62
+
+
+def reload_pays(forecast: CopyForecast, saved_us: float, groups: int = 1, rank_us: float = 0.0) -> bool:
+    """Whether `wait + copy < T_full - T_hit`. Otherwise full inference is as fast; equal times do not pay.
+
+    A copy in `groups` of layers runs beside a ranking that takes `rank_us` by itself. Only the part of the copy counts
+    for which the ranking waits: the first group, and the excess of each other group over its share of the ranking.
+    """
+    exposed_us = forecast.copy_us / groups + (1 - 1 / groups) * max(0.0, forecast.copy_us - rank_us)
+    return forecast.wait_us + exposed_us < saved_us
+
+
+class SpillGate:
+    """Admits spills while copies are fast: an average of the predicted wait, with hysteresis.
+
+    Closes above `close_above_us` and opens below `open_below_us`. Raises ValueError unless
+    0 < open_below_us <= close_above_us and 0 < weight <= 1.
+    """
+
+    def __init__(self, open_below_us: float, close_above_us: float, weight: float = 0.2) -> None:
+        if not 0 < open_below_us <= close_above_us:
+            raise ValueError(f"a gate can not close at {close_above_us} µs and open at {open_below_us} µs")
+        if not 0 < weight <= 1:
+            raise ValueError(f"the newest wait can not weigh {weight}")
+        self._open_below_us = open_below_us
+        self._close_above_us = close_above_us
+        self._weight = weight
+        self._average_us = 0.0
+        self._is_open = True
+
+    def admits(self, wait_us: float) -> bool:
+        """Adds the wait that a spill would meet now to the average, and says whether the spill may start."""
+        self._average_us += self._weight * (wait_us - self._average_us)
+        if self._average_us > self._close_above_us:
+            self._is_open = False
+        elif self._average_us < self._open_below_us:
+            self._is_open = True
+        return self._is_open
 
 
 class TierTransfers:

@@ -32,7 +32,7 @@ from prometheus_client import Counter, Gauge
 
 from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.events import StoredEntry
-from relaygr.worker.cache.pages import PageArray
+from relaygr.worker.cache.results import PageArray
 from relaygr.worker.device import Device
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, Identity, index_bytes, slot_bytes

@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.worker.cache.pages import PageArray
+from relaygr.worker.cache.results import PageArray
 
 HEADER_BYTES: Final = 4096
 _HEADER: Final = struct.Struct("<16sII")

@@ -13,10 +13,10 @@ lock or counts bytes.
 | `ttl` | the longest unused; none stays longer | a bound on how long prefixes stay | the highest hit ratio |
 """
 
-from relaygr.worker.cache.policies.choose import Demoting, PolicyName, PolicyOptions, TierPolicies, make_policy
+from relaygr.worker.cache.policies.choose import PolicyName, PolicyOptions, TierPolicies, make_policy
 from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight, EvictionOrder, EvictionPolicy
 from relaygr.worker.cache.policies.cost_aware import CostAware
-from relaygr.worker.cache.policies.recency import Lru, Slru, Ttl
+from relaygr.worker.cache.policies.recency import Demoting, Lru, Slru, Ttl
 from relaygr.worker.cache.policies.s3fifo import S3Fifo
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Policies by recency: LRU, segmented LRU, and LRU with a time to live.
+"""Orders by recency: LRU, segmented LRU, LRU with a time to live, and demotion, which any order can have.
 
 `Slru`: a new entry enters the probation segment. An entry that is used in another visit moves to the protected
 segment, which has at most `protected_share` of the tier's pages. Entries that this pushes out of the old end of the
@@ -18,7 +18,54 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
+from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight, EvictionOrder
+
+
+class Demoting:
+    """An `EvictionPolicy` over `order`: demoted entries go first, in the order in which they were demoted.
+
+    A demoted entry keeps its place in `order`, which counts again once a touch has ended the demotion. If it goes
+    while it is demoted, `order` sees a removal and not an eviction, and so does not remember the entry.
+    """
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self._order = order
+        self._demoted: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None:
+        self._demoted.pop(entry_id, None)
+        self._order.add(entry_id, weight, now_us)
+
+    def touch(self, entry_id: int, now_us: int) -> None:
+        self._demoted.pop(entry_id, None)
+        self._order.touch(entry_id, now_us)
+
+    def demote(self, entry_id: int) -> None:
+        if entry_id in self._order:
+            self._demoted[entry_id] = None
+
+    def evict(self, entry_id: int) -> None:
+        if self._demoted.pop(entry_id, self) is self:
+            self._order.evict(entry_id)
+        else:
+            self._order.remove(entry_id)
+
+    def remove(self, entry_id: int) -> None:
+        self._demoted.pop(entry_id, None)
+        self._order.remove(entry_id)
+
+    def victims(self, now_us: int) -> Iterator[int]:
+        yield from self._demoted
+        yield from (entry_id for entry_id in self._order.victims(now_us) if entry_id not in self._demoted)
+
+    def expired(self, now_us: int) -> Iterator[int]:
+        return self._order.expired(now_us)
+
+    def __contains__(self, entry_id: int) -> bool:
+        return entry_id in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
 
 
 class Lru:
