@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
-from relaygr.worker.history.follower import MAX_STORE_AGE_MS, DeadLetters, HistoryFollower
+from relaygr.worker.history.follower import MAX_STORE_AGE_MS, HistoryFollower
 from relaygr.worker.history.store import HistoryBatch, HistoryStore
 
 pytestmark = pytest.mark.slow
@@ -66,33 +67,31 @@ class Publisher:
         return partition_for(user_id.encode(), self.kafka.partitions)
 
 
-class Told:
-    """What the follower told."""
+class Reported:
+    """The users that the follower reported."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
         self.deleted: list[str] = []
-        self.caught_up: list[int] = []
 
 
 @contextmanager
 def following(
     kafka: KafkaSettings,
     store: HistoryStore,
-    told: Told | None = None,
+    reported: Reported | None = None,
     partitions: frozenset[int] | None = None,
     clock: ManualClock | None = None,
-    dead_letters: DeadLetters | None = None,
+    dead_letters: SlowLetters | None = None,
 ) -> Iterator[HistoryFollower]:
-    told = told or Told()
+    reported = reported or Reported()
     follower = HistoryFollower(
         kafka,
         store,
-        dead_letters or DeadLetterWriter(kafka, "test-history"),
+        dead_letters or DeadLetterWriter(kafka, "test-history"),  # type: ignore[arg-type]
         "test-history",
-        on_changed=told.changed.extend,
-        on_deleted=told.deleted.append,
-        on_caught_up=told.caught_up.append,
+        on_changed=reported.changed.extend,
+        on_deleted=reported.deleted.append,
         clock=clock,
     )
     follower.follow(frozenset(range(kafka.partitions)) if partitions is None else partitions)
@@ -132,20 +131,19 @@ def dead_letters(kafka: KafkaSettings, count: int) -> list[Message]:
 def test_histories_written_before_and_after_the_start_are_stored(
     kafka_settings: KafkaSettings, store: HistoryStore
 ) -> None:
-    publisher, told = Publisher(kafka_settings), Told()
+    publisher, reported = Publisher(kafka_settings), Reported()
     before = [history(f"user-{i}") for i in range(60)]
     publisher.send(*before)
-    with following(kafka_settings, store, told) as follower:
+    with following(kafka_settings, store, reported) as follower:
         for one in before:
             stored = store.get(one.user_id)
             assert stored is not None and stored.history == one
-        assert sorted(told.changed) == sorted(one.user_id for one in before)
-        until(lambda: sorted(told.caught_up) == list(range(kafka_settings.partitions)), "every partition told")
+        assert sorted(reported.changed) == sorted(one.user_id for one in before)
         assert all(follower.caught_up(partition) for partition in range(kafka_settings.partitions))
         publisher.send(history("user-3", number=2), history("late"))
-        until(lambda: {"user-3", "late"} <= set(told.changed[60:]), "changes told")
-        version = store.version("user-3")
-        assert version is not None and version.number == 2
+        until(lambda: {"user-3", "late"} <= set(reported.changed[60:]), "changes reported")
+        stored = store.get("user-3")
+        assert stored is not None and stored.version.number == 2
 
 
 def test_empty_partitions_catch_up_too(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
@@ -155,13 +153,13 @@ def test_empty_partitions_catch_up_too(kafka_settings: KafkaSettings, store: His
     assert store.user_count == 0
 
 
-def test_a_tombstone_deletes_the_user_and_is_told(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
-    publisher, told = Publisher(kafka_settings), Told()
+def test_a_tombstone_deletes_the_user_and_is_reported(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
     publisher.send(history("gone"), history("kept"))
-    with following(kafka_settings, store, told):
+    with following(kafka_settings, store, reported):
         assert store.get("gone") is not None
         publisher.send_raw(b"gone", None)
-        until(lambda: told.deleted == ["gone"], "deletion told")
+        until(lambda: reported.deleted == ["gone"], "deletion reported")
         assert store.get("gone") is None
         assert store.get("kept") is not None
 
@@ -172,9 +170,9 @@ def test_a_restart_reads_on_from_the_stored_offset(kafka_settings: KafkaSettings
     with following(kafka_settings, store):
         pass
     publisher.send(history("new"), history("user-1", number=2))
-    told = Told()
-    with following(kafka_settings, store, told):
-        assert sorted(told.changed) == ["new", "user-1"]
+    reported = Reported()
+    with following(kafka_settings, store, reported):
+        assert sorted(reported.changed) == ["new", "user-1"]
     assert store.user_count == 31
 
 
@@ -194,11 +192,11 @@ def test_following_changes_without_a_break(kafka_settings: KafkaSettings, store:
         followed = [user for user in users if publisher.partition(user) in (3, 5)]
 
         def numbers() -> set[int]:
-            return {version.number for user in followed if (version := store.version(user)) is not None}
+            return {stored.version.number for user in followed if (stored := store.get(user)) is not None}
 
         until(lambda: numbers() == {2}, "followed partitions read on")
         left = [user for user in users if publisher.partition(user) in (0, 1, 2)]
-        assert {version.number for user in left if (version := store.version(user)) is not None} == {1}
+        assert {stored.version.number for user in left if (stored := store.get(user)) is not None} == {1}
 
 
 def test_what_is_no_history_goes_to_dead_letters_and_the_rest_is_stored(
@@ -212,8 +210,8 @@ def test_what_is_no_history_goes_to_dead_letters_and_the_rest_is_stored(
     publisher.send_raw(b"user", encode(history("user", number=2)), (partition + 1) % kafka_settings.partitions)
     publisher.send(history("user", number=3))
     with following(kafka_settings, store):
-        version = store.version("user")
-        assert version is not None and version.number == 3
+        stored = store.get("user")
+        assert stored is not None and stored.version.number == 3
         letters = dead_letters(kafka_settings, 3)
         until(lambda: store.next_offset(partition) == 4, "the offset passes the delivered letters")
     reasons = sorted(dict(letter.headers() or [])[DEAD_LETTER_REASON] for letter in letters)
@@ -265,9 +263,9 @@ def test_a_stored_offset_out_of_range_means_reading_from_the_beginning(
     with following(kafka_settings, store):
         pass
     store.apply_all([HistoryBatch(partition, (), 10_000)])
-    told = Told()
-    with following(kafka_settings, store, told):
-        assert told.changed == ["user"]
+    reported = Reported()
+    with following(kafka_settings, store, reported):
+        assert reported.changed == ["user"]
         assert store.next_offset(partition) == 1
 
 
@@ -280,12 +278,12 @@ def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(
     with following(kafka_settings, store, clock=clock):
         pass
     clock.advance_us((MAX_STORE_AGE_MS - 1) * 1000)
-    told = Told()
-    with following(kafka_settings, store, told, clock=clock):
-        assert told.changed == []
+    reported = Reported()
+    with following(kafka_settings, store, reported, clock=clock):
+        assert reported.changed == []
     clock.advance_us(MAX_STORE_AGE_MS * 1000)
-    with following(kafka_settings, store, told, clock=clock):
-        assert told.changed == ["user"]
+    with following(kafka_settings, store, reported, clock=clock):
+        assert reported.changed == ["user"]
 
 
 def test_while_it_follows_the_store_stays_current(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
@@ -294,14 +292,20 @@ def test_while_it_follows_the_store_stays_current(kafka_settings: KafkaSettings,
     with following(kafka_settings, store, clock=clock):
         clock.advance_us(400_000_000)
         now_ms = clock.wall_us() // 1000
-        until(lambda: {state.current_at_ms for state in store.states().values()} == {now_ms}, "marked current")
+        partitions = range(kafka_settings.partitions)
+
+        def is_current() -> bool:
+            states = [store.state(partition) for partition in partitions]
+            return all(state is not None and state.current_at_ms == now_ms for state in states)
+
+        until(is_current, "marked current")
 
 
 def test_after_a_failed_transaction_everything_is_read_again(
     kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
-    publisher, told = Publisher(kafka_settings), Told()
+    publisher, reported = Publisher(kafka_settings), Reported()
     users = [f"user-{i}" for i in range(30)]
     publisher.send(*map(history, users))
     apply_all, failures = store.apply_all, iter((True, True))
@@ -312,9 +316,10 @@ def test_after_a_failed_transaction_everything_is_read_again(
         return apply_all(batches)
 
     monkeypatch.setattr(store, "apply_all", fails_twice)
-    with following(kafka_settings, store, told) as follower:
-        assert sorted(told.changed) == sorted(users)
-        assert follower.is_alive
+    with following(kafka_settings, store, reported) as follower:
+        assert sorted(reported.changed) == sorted(users)
+        assert "history-follower" in {thread.name for thread in threading.enumerate()}
+        assert not follower.loading
     assert store.user_count == 30
 
 

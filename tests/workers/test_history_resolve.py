@@ -89,7 +89,7 @@ def test_an_inline_history_goes_before_the_stored_one() -> None:
 
 @pytest.mark.parametrize("other", [history(10, first_item=1), history(11), history(10, features=(1,))])
 def test_an_inline_history_that_is_not_the_version_named_is_refused(other: History) -> None:
-    with pytest.raises(HistoryMismatchError, match="publish the version of what is carried"):
+    with pytest.raises(HistoryMismatchError, match="name the version of the inline history"):
         resolve(None, other.version(), history(10), False)
 
 
@@ -125,5 +125,5 @@ def test_a_growing_history_keeps_its_window_start_until_a_whole_anchor_has_to_go
 
 
 def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="each is at least 1"):
+    with pytest.raises(ValueError, match="both must be at least 1"):
         window(history(3), history(3).chain(), 0, 1)

@@ -1,1 +1,1 @@
-"""User histories at a worker: an LMDB store, the follower that feeds it, and which version a request gets."""
+"""User histories in a worker: the LMDB store, the follower that fills it, and the version that a request gets."""

@@ -1,18 +1,18 @@
-"""Keeps the store equal to the history topic, for the partitions that this worker owns.
+"""The history follower: it copies the history topic into the store, for the partitions that this worker owns.
 
-A thread of its own with a consumer of its own (`assign`, no group). Contract:
+The follower has a thread and a consumer of its own (`assign`, no group). Contract:
 
-* `follow` names the partitions, from any thread; the thread takes it over at its next turn. Each is
-  read from the store's offset, or from the beginning where there is none, where that offset is out of
-  the log's range, or where the store is so old that deletions may have been compacted away.
-* Batches go into the store with their offsets in one transaction. What is not in the store is read
-  again, so every failure is answered in one way: begin again from the store's offsets, after a pause.
-* `caught_up(p)`: since `p` was taken over, everything up to an end of the log was stored. Compacted logs have
-  gaps, so the broker's end-of-partition mark decides, not a count of records.
-* What is no history record goes to dead letters. The stored offset does not pass it until its delivery
-  is reported; a failed report is tried again, and with too many undelivered ones reading waits.
-* The broker may be away: reading goes on by itself when it is back.
-* `on_changed`, `on_deleted` and `on_caught_up` are called in this thread after the commit. They must not block.
+* `follow` sets the partitions, from any thread; the follower's thread applies them at its next turn. It reads a
+  partition from the stored offset. It reads from the beginning if no offset is stored, if the stored offset is out of
+  the log's range, or if the store is so old that deletions may have been compacted away.
+* A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
+  from the stored offsets.
+* `caught_up(p)`: the follower has stored every record up to an end of the log since it began to follow `p`. Compacted
+  logs have gaps, so the broker's end-of-partition event decides, not a count of records.
+* A record that is not a history goes to dead letters. The stored offset does not pass that record until the dead
+  letter is delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
+* The broker may be away: reading continues when it is back.
+* The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from confluent_kafka import (
@@ -35,6 +35,7 @@ from confluent_kafka import (
 from prometheus_client import Counter, Gauge, Histogram
 
 from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
@@ -55,13 +56,13 @@ from relaygr.worker.history.store import (
 log = structlog.get_logger()
 
 POLL_S: Final = 0.1
-# Nothing is followed yet: how late the first partitions are noticed. A standby waits for hours, a worker for moments.
+# Poll interval while no partition is followed: a new worker must notice its first partitions quickly.
 IDLE_POLL_S: Final = 0.01
 RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 512
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
-# Brokers keep a tombstone for a day (`delete.retention.ms`); a store that slept longer may miss deletions.
+# Brokers keep a tombstone for a day (`delete.retention.ms`). An older store may have missed deletions.
 MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
 CURRENT_INTERVAL_US: Final = 300 * 1_000_000
 GAUGE_INTERVAL_US: Final = 1_000_000
@@ -69,12 +70,11 @@ REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
 
 _CONSUMER_OPTIONS: Final = {
-    # The end of a compacted log can not be told from offsets alone.
+    # Offsets alone do not show the end of a compacted log.
     "enable.partition.eof": True,
-    # An offset out of range means another log: said to us, not skipped over.
+    # An offset out of range means another log: the consumer must report it, not skip records.
     "auto.offset.reset": "error",
 }
-
 
 KEY_MISMATCH = "key_mismatch"
 WRONG_PARTITIONER = "wrong_partitioner"
@@ -87,26 +87,32 @@ _RECORDS = Counter(
     "refused (the store is full), rejected (to dead letters)",
     ["outcome"],
 )
-_REJECTED = Counter("relaygr_history_rejected_total", "Records sent to dead letters", ["reason"])
-_FAILURES = Counter("relaygr_history_failures_total", "Times the follower began again from the store's offsets")
+_REJECTED = Counter("relaygr_history_rejected_total", "History records sent to dead letters, by reason", ["reason"])
+_FAILURES = Counter(
+    "relaygr_history_failures_total", "Failures after which the follower read again from the stored offsets"
+)
 _RESTARTED_PARTITIONS = Counter(
-    "relaygr_history_restarted_partitions_total", "Partitions read again from their beginning", ["reason"]
+    "relaygr_history_restarted_partitions_total",
+    "Partitions that were read again from the beginning, by reason",
+    ["reason"],
 )
 _APPLY_SECONDS = Histogram(
     "relaygr_history_apply_seconds",
-    "One transaction of the store",
+    "Duration of one transaction of the history store",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
 )
-_PARTITIONS = Gauge("relaygr_history_partitions", "Followed partitions by state", ["state"])
-_USERS = Gauge("relaygr_history_users", "Users in the store")
-_BYTES = Gauge("relaygr_history_bytes", "Bytes of the store that hold records")
-_CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the store")
-_UNDELIVERED = Gauge("relaygr_history_undelivered_dead_letters", "Dead letters without a delivery report yet")
+_PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions by state", ["state"])
+_USERS = Gauge("relaygr_history_users", "Users in the history store")
+_BYTES = Gauge("relaygr_history_bytes", "Bytes in use in the history store")
+_CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the history store")
+_UNDELIVERED = Gauge(
+    "relaygr_history_undelivered_dead_letters", "Dead letters of the history topic that wait for their delivery report"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record for dead letters: a reason of `REASONS`, and a sentence."""
+    """Why a record goes to dead letters: one of `REASONS`, and a sentence."""
 
     reason: str
     detail: str
@@ -115,7 +121,7 @@ class Rejected:
 def read_record(
     key: bytes | None, value: bytes | None, partition: int, partition_count: int, offset: int
 ) -> HistoryRecord | Rejected:
-    """The record, or why it is none. A value of None is a tombstone; an empty one is not."""
+    """The decoded record, or why it is rejected. A value of None is a tombstone; an empty value is not."""
     if not key:
         return Rejected(DecodeReason.EMPTY, "a history record needs the user id as its key")
     try:
@@ -123,7 +129,7 @@ def read_record(
     except UnicodeDecodeError:
         return Rejected(DecodeReason.MALFORMED, "the key is not UTF-8")
     except FieldError as error:
-        return Rejected(DecodeReason.INVALID_FIELD, f"the key is no user id: {error}")
+        return Rejected(DecodeReason.INVALID_FIELD, f"the key is not a user id: {error}")
     right = partition_for(key, partition_count)
     if right != partition:
         return Rejected(
@@ -142,20 +148,8 @@ def read_record(
     return HistoryRecord(user_id, offset, history)
 
 
-class DeadLetters(Protocol):
-    """Where records go that are none: a `relaygr.kafka.dead_letters.DeadLetterWriter` of the follower's own."""
-
-    def write(
-        self, message: Message, reason: str, detail: str, on_done: Callable[[bool], None] | None = None
-    ) -> None: ...
-
-    def poll(self, timeout_s: float = 0.0) -> int: ...
-
-    def flush(self, timeout_s: float) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
-class _DeadHistoryRecord:
+class _DeadRecord:
     message: Message
     rejected: Rejected
 
@@ -166,36 +160,35 @@ class _DeadHistoryRecord:
 
 @dataclass(slots=True)
 class _Followed:
-    """One partition while it is followed."""
+    """The state of one followed partition."""
 
     read_to: int
-    """The offset after everything that was received."""
+    """The offset after the last received record."""
     stored_to: int
     records: list[HistoryRecord] = field(default_factory=list)
     end: int | None = None
-    """The end of the log as the first answer told it."""
+    """The end of the log when the first record arrived."""
     at_end: bool = False
     caught_up: bool = False
     undelivered: set[int] = field(default_factory=set)
 
     @property
     def may_store_to(self) -> int:
-        """The offset that a restart may begin from."""
+        """The offset from which a restart may read."""
         return min(self.undelivered, default=self.read_to)
 
 
 class HistoryFollower:
-    """See the module's contract. `start` it, `follow` partitions, `stop` it."""
+    """Implements the module's contract."""
 
     def __init__(
         self,
         kafka: KafkaSettings,
         store: HistoryStore,
-        dead_letters: DeadLetters,
+        dead_letters: DeadLetterWriter,
         client_id: str,
-        on_changed: Callable[[tuple[str, ...]], None] | None = None,
-        on_deleted: Callable[[str], None] | None = None,
-        on_caught_up: Callable[[int], None] | None = None,
+        on_changed: Callable[[tuple[str, ...]], None],
+        on_deleted: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
         self._kafka = kafka
@@ -204,46 +197,40 @@ class HistoryFollower:
         self._client_id = client_id
         self._on_changed = on_changed
         self._on_deleted = on_deleted
-        self._on_caught_up = on_caught_up
         self._clock = clock or SystemClock()
         self._topic = kafka.topic(Topic.HISTORY)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
         self._stopping = threading.Event()
-        # Replaced as a whole, so that readers need no lock.
+        # Both sets are replaced as a whole, so readers need no lock.
         self._wanted: frozenset[int] = frozenset()
         self._caught_up: frozenset[int] = frozenset()
-        # All that follows belongs to the thread.
+        # Only the thread uses the attributes below.
         self._followed: dict[int, _Followed] = {}
-        self._reports: deque[tuple[_DeadHistoryRecord, bool]] = deque()
-        self._failed_letters: list[_DeadHistoryRecord] = []
-        self._retry_letters_at_us = 0
+        self._reports: deque[tuple[_DeadRecord, bool]] = deque()
+        self._failed: list[_DeadRecord] = []
+        self._retry_at_us = 0
         self._current_at_us = self._clock.monotonic_us()
         self._gauges_at_us = 0
         self._refused = 0
         self._refused_at_us = 0
 
     def start(self) -> None:
-        """Starts the thread. It waits for the broker by itself."""
+        """Starts the thread, which waits for the broker."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Stores what was received and ends the thread. Answers whether it ended in time."""
+        """Stores the received records and ends the thread. Returns whether the thread ended in time."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs. It ends only by `stop`."""
-        return self._thread.is_alive()
-
     def follow(self, partitions: frozenset[int]) -> None:
-        """Replaces the followed partitions. Those that stay are read on without a break."""
+        """Replaces the set of followed partitions. Reading continues for partitions in both sets."""
         self._wanted = frozenset(partitions)
 
     def caught_up(self, partition: int) -> bool:
-        """Whether the partition is followed, and an end of its log was reached since it was taken over."""
+        """Whether the partition is followed and the follower has reached an end of its log."""
         return partition in self._caught_up and partition in self._wanted
 
     @property
@@ -256,7 +243,7 @@ class HistoryFollower:
             try:
                 self._store.trust(self._origin())
             except Exception as error:
-                # Whatever it was (no broker, no topic, a full disk): nothing is served until it is mended.
+                # The cause may be a missing broker or topic, or a full disk: no history is served until it is gone.
                 log.warning("history topic can not be read yet", topic=self._topic, cause=str(error))
                 self._stopping.wait(RETRY_S)
                 continue
@@ -270,7 +257,7 @@ class HistoryFollower:
                 self._collect_reports()
                 self._flush()
             except Exception:
-                log.exception("history follower begins again from the stored offsets")
+                log.exception("history follower failed: it reads again from the stored offsets")
                 _FAILURES.inc()
                 self._stopping.wait(RETRY_S)
             finally:
@@ -279,22 +266,22 @@ class HistoryFollower:
                 consumer.close()
 
     def _turn(self, consumer: Consumer) -> None:
-        self._take_over(consumer)
+        self._apply_wanted(consumer)
         self._collect_reports()
-        self._retry_letters()
+        self._retry_dead_letters()
         if self._undelivered < MAX_UNDELIVERED:
             for message in _drain(consumer, POLL_S if self._followed else IDLE_POLL_S):
                 self._receive(consumer, message)
         else:
             self._stopping.wait(POLL_S)
         self._flush()
-        self._tend(consumer)
+        self._do_periodic_work(consumer)
 
     def _origin(self) -> StoreOrigin:
         found = identify_topics(self._kafka, [self._topic], f"{self._client_id}-origin", METADATA_S)
         return StoreOrigin(found.cluster_id, self._topic, found.topic_ids[self._topic])
 
-    def _take_over(self, consumer: Consumer) -> None:
+    def _apply_wanted(self, consumer: Consumer) -> None:
         wanted = self._wanted
         lost = self._followed.keys() - wanted
         gained = wanted - self._followed.keys()
@@ -309,7 +296,7 @@ class HistoryFollower:
             log.info("history partitions taken over", partitions=sorted(gained))
 
     def _begin(self, partition: int) -> TopicPartition:
-        """Where to begin a partition; it is followed from now on."""
+        """Begins to follow a partition. Returns the position to read from."""
         now_ms = self._clock.wall_us() // 1000
         state = self._store.state(partition)
         if state is not None and state.current_at_ms < now_ms - MAX_STORE_AGE_MS:
@@ -318,7 +305,11 @@ class HistoryFollower:
         elif state is not None and state.refused and self._store.has_room:
             self._store.rewind(partition)
             _RESTARTED_PARTITIONS.labels("refused_before").inc()
-            log.info("history partition read again, there is room now", partition=partition, refused=state.refused)
+            log.info(
+                "history partition is read again: the store has free space now",
+                partition=partition,
+                refused=state.refused,
+            )
         if state is None:
             self._store.mark_current((partition,), now_ms)
         offset = self._store.next_offset(partition)
@@ -328,7 +319,7 @@ class HistoryFollower:
     def _restart(self, partition: int, reason: str) -> None:
         users = self._store.forget(partition)
         _RESTARTED_PARTITIONS.labels(reason).inc()
-        log.warning("history partition read from the beginning", partition=partition, reason=reason, forgotten=users)
+        log.warning("history partition is read from the beginning", partition=partition, reason=reason, forgotten=users)
 
     def _receive(self, consumer: Consumer, message: Message) -> None:
         error = message.error()
@@ -350,7 +341,7 @@ class HistoryFollower:
             followed.undelivered.add(offset)
             _RECORDS.labels("rejected").inc()
             _REJECTED.labels(record.reason).inc()
-            self._write_letter(_DeadHistoryRecord(message, record))
+            self._write_dead_letter(_DeadRecord(message, record))
         else:
             followed.records.append(record)
 
@@ -373,7 +364,7 @@ class HistoryFollower:
             log.warning("history topic not readable", partition=partition, error=error.name(), cause=error.str())
 
     def _flush(self) -> None:
-        """Stores what was received. What raises here is read again from the stored offsets."""
+        """Stores the received records. After an exception they are read again from the stored offsets."""
         batches = [
             HistoryBatch(partition, tuple(followed.records), followed.may_store_to)
             for partition, followed in self._followed.items()
@@ -384,16 +375,16 @@ class HistoryFollower:
                 with _APPLY_SECONDS.time():
                     outcome = self._store.apply_all(batches)
             except StoreFullError as error:
-                self._tell(error.done)
+                self._report(error.done)
                 raise
             for batch in batches:
                 followed = self._followed[batch.partition]
                 followed.records.clear()
                 followed.stored_to = batch.next_offset
-            self._tell(outcome)
+            self._report(outcome)
         self._note_ends()
 
-    def _tell(self, outcome: ApplyOutcome) -> None:
+    def _report(self, outcome: ApplyOutcome) -> None:
         for name, count in (
             ("applied", len(outcome.changed)),
             ("deleted", len(outcome.deleted)),
@@ -403,10 +394,9 @@ class HistoryFollower:
         ):
             _RECORDS.labels(name).inc(count)
         self._refused += len(outcome.refused)
-        if self._on_deleted is not None:
-            for user_id in outcome.deleted:
-                self._on_deleted(user_id)
-        if self._on_changed is not None and outcome.changed:
+        for user_id in outcome.deleted:
+            self._on_deleted(user_id)
+        if outcome.changed:
             self._on_changed(outcome.changed)
 
     def _note_ends(self) -> None:
@@ -420,15 +410,12 @@ class HistoryFollower:
         if reached:
             self._publish_caught_up()
             log.info("history partitions caught up", partitions=sorted(reached), loading=len(self.loading))
-            if self._on_caught_up is not None:
-                for partition in reached:
-                    self._on_caught_up(partition)
 
     def _publish_caught_up(self) -> None:
         self._caught_up = frozenset(partition for partition, followed in self._followed.items() if followed.caught_up)
 
-    def _tend(self, consumer: Consumer) -> None:
-        """What is due now and then."""
+    def _do_periodic_work(self, consumer: Consumer) -> None:
+        """Work at intervals: gauges, the log of refused records, the mark of current partitions."""
         now_us = self._clock.monotonic_us()
         if now_us - self._gauges_at_us >= GAUGE_INTERVAL_US:
             self._gauges_at_us = now_us
@@ -441,7 +428,7 @@ class HistoryFollower:
             _UNDELIVERED.set(self._undelivered)
         if self._refused and now_us - self._refused_at_us >= REFUSED_INTERVAL_US:
             log.error(
-                "history store is full: raise history_max_bytes",
+                "history store is full: raise worker.history_max_bytes",
                 refused=self._refused,
                 max_bytes=self._store.max_bytes,
             )
@@ -451,7 +438,7 @@ class HistoryFollower:
             self._mark_current(consumer)
 
     def _mark_current(self, consumer: Consumer) -> None:
-        """Asks the broker for the ends: only what is stored up to there is current."""
+        """Asks the broker for the ends of the logs, and marks the partitions that are stored up to their end."""
         now_ms = self._clock.wall_us() // 1000
         current = []
         try:
@@ -460,40 +447,40 @@ class HistoryFollower:
                 if tail is not None and followed.stored_to >= tail[1]:
                     current.append(partition)
         except KafkaException as error:
-            log.info("history ends not known", cause=error.args[0].str())
+            log.info("ends of the history logs not known", cause=error.args[0].str())
         if current:
             self._store.mark_current(current, now_ms)
 
-    def _write_letter(self, letter: _DeadHistoryRecord) -> None:
+    def _write_dead_letter(self, dead: _DeadRecord) -> None:
         def report(delivered: bool) -> None:
-            self._reports.append((letter, delivered))
+            self._reports.append((dead, delivered))
 
-        self._dead_letters.write(letter.message, letter.rejected.reason, letter.rejected.detail, report)
+        self._dead_letters.write(dead.message, dead.rejected.reason, dead.rejected.detail, report)
 
     def _collect_reports(self) -> None:
         self._dead_letters.poll()
         while self._reports:
-            letter, delivered = self._reports.popleft()
-            partition, offset = letter.place
+            dead, delivered = self._reports.popleft()
+            partition, offset = dead.place
             if delivered:
                 followed = self._followed.get(partition)
                 if followed is not None:
                     followed.undelivered.discard(offset)
             else:
-                if not self._failed_letters:
-                    self._retry_letters_at_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
-                self._failed_letters.append(letter)
+                if not self._failed:
+                    self._retry_at_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
+                self._failed.append(dead)
 
-    def _retry_letters(self) -> None:
-        if not self._failed_letters or self._clock.monotonic_us() < self._retry_letters_at_us:
+    def _retry_dead_letters(self) -> None:
+        if not self._failed or self._clock.monotonic_us() < self._retry_at_us:
             return
-        letters, self._failed_letters = self._failed_letters, []
-        for letter in letters:
-            partition, offset = letter.place
+        failed, self._failed = self._failed, []
+        for dead in failed:
+            partition, offset = dead.place
             followed = self._followed.get(partition)
-            # Of a partition that went, or was begun again, the record is read again anyway.
+            # A partition that was lost or begun again reads the record again.
             if followed is not None and offset in followed.undelivered:
-                self._write_letter(letter)
+                self._write_dead_letter(dead)
 
     @property
     def _undelivered(self) -> int:
@@ -501,13 +488,13 @@ class HistoryFollower:
 
 
 def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:
-    """What is there, up to a batch; waits for the first only."""
+    """Received messages, at most a batch. Waits only for the first one."""
     first = consumer.poll(timeout_s)
     if first is None:
         return []
     messages = [first]
     size_bytes = len(first.value() or b"")
-    # `consume` with a time-out would wait it out.
+    # `consume` with a time-out would wait for the whole time-out.
     while len(messages) < BATCH_RECORDS and size_bytes < BATCH_BYTES:
         more = consumer.consume(16, 0)
         if not more:

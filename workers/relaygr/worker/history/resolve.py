@@ -1,6 +1,6 @@
-"""Which history a request is ranked with: pure decisions over what is stored, asked for and carried inline.
+"""The history that a request is ranked with: pure decisions over the stored, the requested and the inline history.
 
-| inline | stored | wanted | status |
+| inline history | stored history | requested version | status |
 |---|---|---|---|
 | yes | any | none, or names the inline content | INLINE |
 | yes | any | names other content | `HistoryMismatchError` |
@@ -10,8 +10,8 @@
 | no | yes | names its first `length` behaviours | PREFIX_OF_NEWER |
 | no | yes | names anything else | STALE, with the newest known |
 
-Content decides, never the number alone: length and digest of behaviours and features. Whether to wait
-for a version that is not here yet (`is_behind`) is the caller's decision.
+Histories are compared by content (length and digest of behaviours and features), never by the version number alone. If
+the requested version is newer than the stored one (`is_behind`), the caller decides whether to wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relaygr.schemas.messages import History, HistoryVersion
 
 @dataclass(frozen=True, slots=True)
 class StoredHistory:
-    """A history with the digest chain of all of it."""
+    """A history and the digest chain of the whole history."""
 
     history: History
     chain: DigestChain
@@ -36,11 +36,11 @@ class StoredHistory:
 
 
 class HistoryMismatchError(ValueError):
-    """A message carries one history and names another. Its text says both."""
+    """A message carries one history and names another. The text names both."""
 
 
 class HistoryStatus(enum.StrEnum):
-    """How the history that is used relates to the one asked for."""
+    """How the chosen history relates to the requested version."""
 
     INLINE = "inline"
     EXACT = "exact"
@@ -52,37 +52,37 @@ class HistoryStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedHistory:
-    """The history to use. `history`, `chain` and `version` are None only if the status is UNKNOWN."""
+    """The chosen history. `history`, `chain` and `version` are None only if the status is UNKNOWN."""
 
     status: HistoryStatus
     history: History | None
     chain: DigestChain | None
     version: HistoryVersion | None
     is_behind: bool
-    """The version asked for is newer than what is known: it may still come."""
+    """The requested version is newer than the stored one and may still arrive."""
     loading: bool
-    """The store had not caught up with the user's partition."""
+    """The follower had not caught up with the user's partition."""
 
     @property
     def is_stale(self) -> bool:
-        """A version was asked for, and this is not it (`history_stale` in the result)."""
+        """The chosen history is not the requested version (`history_stale` in the result)."""
         return self.status is HistoryStatus.STALE
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryWindow:
-    """The newest part of a history, as a prefix of its own: positions and digests count from its start."""
+    """The newest part of a history. Positions and digests count from the start of the window."""
 
     history: History
     chain: DigestChain
     start: int
-    """Behaviours left out at the old end, a multiple of the anchor."""
+    """Number of oldest behaviours left out, a multiple of the anchor."""
 
 
 def resolve(
     stored: StoredHistory | None, wanted: HistoryVersion | None, inline: History | None, loading: bool
 ) -> ResolvedHistory:
-    """The history for a request. Raises HistoryMismatchError if `inline` is not what `wanted` names."""
+    """Chooses the history for a request. Raises HistoryMismatchError if `inline` is not the version `wanted`."""
     if inline is not None:
         return _inline(inline, wanted, loading)
     if stored is None:
@@ -102,15 +102,16 @@ def resolve(
 
 
 def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anchor_behaviours: int) -> HistoryWindow:
-    """The newest behaviours of `history`, at most `max_prefix_behaviours`, begun at a multiple of the anchor.
+    """The newest behaviours of `history`, at most `max_prefix_behaviours`, starting at a multiple of the anchor.
 
-    So a history that grows keeps its window's start until a whole anchor more has to go, and what was
-    computed for it stays a prefix. A window that starts later is a new prefix, hashed anew; one that
-    starts at 0 costs nothing. An anchor above the maximum counts as the maximum. Raises ValueError for
-    either below 1.
+    A growing history keeps the start of its window until a whole anchor of behaviours must be left out, so computed
+    prefixes stay valid until then. A window with a new start is a new prefix and is hashed again; a window that starts
+    at 0 costs nothing. An anchor above the maximum counts as the maximum. Raises ValueError if either is below 1.
     """
     if anchor_behaviours < 1 or max_prefix_behaviours < 1:
-        raise ValueError(f"a window of {max_prefix_behaviours} behaviours by {anchor_behaviours}: each is at least 1")
+        raise ValueError(
+            f"a window of {max_prefix_behaviours} behaviours, anchor {anchor_behaviours}: both must be at least 1"
+        )
     anchor = min(anchor_behaviours, max_prefix_behaviours)
     excess = len(history.behaviours) - max_prefix_behaviours
     if excess <= 0:
@@ -126,8 +127,8 @@ def _inline(inline: History, wanted: HistoryVersion | None, loading: bool) -> Re
     version = HistoryVersion(inline.number, chain.length, chain.digest)
     if wanted is not None and (wanted.length, wanted.digest) != (version.length, version.digest):
         raise HistoryMismatchError(
-            f"the history carried has {version.length} behaviours and digest {version.digest.hex()}, the version "
-            f"named has {wanted.length} and {wanted.digest.hex()}: publish the version of what is carried, or none"
+            f"the inline history has {version.length} behaviours and digest {version.digest.hex()}, but the named "
+            f"version has {wanted.length} and {wanted.digest.hex()}: name the version of the inline history, or none"
         )
     return ResolvedHistory(HistoryStatus.INLINE, inline, chain, wanted or version, False, loading)
 
@@ -143,7 +144,7 @@ def _begins_with(stored: StoredHistory, wanted: HistoryVersion) -> bool:
 
 
 def _cut(chain: DigestChain, wanted: HistoryVersion) -> DigestChain:
-    """The chain of the first `wanted.length` behaviours, of which `wanted.digest` is the last digest."""
+    """The chain of the first `wanted.length` behaviours. Its last digest is `wanted.digest`."""
     full = wanted.length // BLOCK
     tail = (wanted.digest,) if wanted.length % BLOCK else ()
     return DigestChain(chain.seed, chain.blocks[:full] + tail, wanted.length)

@@ -1,24 +1,29 @@
-"""The user histories that a worker knows: an LMDB file that several processes map.
+"""The history store: the newest history of each user, in an LMDB file that several processes map.
 
 Contract:
 
-* One process writes (`HistoryFollower` calls `apply`), any number read. LMDB orders several writers, so
-  a predecessor that is not quite dead does no harm: a record below the stored offset is skipped.
-* `apply` is one transaction: the records and the partition's next offset are there together or not at
-  all, whenever the process or the machine dies. The last batches may be missing then; they are read again.
-* The store is a copy of a topic and trusts nothing else: it remembers the cluster and topic that it
-  was read from, and `trust` empties it if they, or the layout, are not the same. Before `trust`, `get`
-  answers None.
-* Within one user the larger version number stays, and of equal numbers the later record. A tombstone
-  deletes.
-* `get` copies a record out of the map once and answers views of that copy. A lease may keep a history
-  for seconds, and a read transaction held that long would keep every page freed since from being reused.
-* Bounded: the file never grows past `max_bytes`. Nothing is evicted. A record that has no room is
-  refused: it is counted in the outcome and in its partition's state, and the user's older version is
-  deleted, so that nothing outdated is taken for the newest. A partition with refusals can be read again
-  from its beginning once there is room.
+* One process writes (`HistoryFollower` calls `apply_all`), any number read. LMDB serialises writers, so a predecessor
+  that is still alive does no harm: records below the stored offset are skipped.
+* `apply_all` is one transaction: after a crash of the process or the machine, the records and the next offset are both
+  stored or both missing. The last batches may be missing; the follower reads them again.
+* The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
+  or the layout differs. Before `trust`, `get` returns None.
+* For each user the store keeps the largest version number; of equal numbers the later record. A tombstone deletes.
+* `get` copies a record out of the map once and returns views of that copy. A lease may keep a history for seconds, and
+  a read transaction of that length would prevent LMDB from reusing freed pages.
+* The file never grows past `max_bytes`, and nothing is evicted. A record for which there is no space is refused: the
+  refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. A partition
+  with refused records can be read again from the beginning when there is free space.
 
-One `HistoryStore` per path and process; its methods may be called from any thread.
+The layout of a record, all little-endian, each part at a multiple of its element size:
+
+    number u64 | partition u32 | feature count u32 | length u64 | block count u32 | reserved u32
+    seed 16 bytes | block digests 16 bytes each
+    features i64 | items i64 | timestamps_ms i64 | actions u16
+
+The digest chain is stored, so that a request does not hash the history again.
+
+There is one `HistoryStore` for each path and process. Any thread may call its methods.
 """
 
 from __future__ import annotations
@@ -35,14 +40,14 @@ import structlog
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
-from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
 
 LAYOUT: Final = b"relaygr.history-store.1"
 LEAST_BYTES: Final = 1024 * 1024
-# A batch rewrites pages before the old ones are free: room that values may not take.
+# Values may not use this part of the file: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
 _MAX_READERS: Final = 512
 _STATE = struct.Struct("<QQQ")
@@ -73,7 +78,7 @@ class HistoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class HistoryBatch:
-    """Records of one partition in offset order, and the offset to go on from."""
+    """Records of one partition in offset order, and the offset to continue from."""
 
     partition: int
     records: tuple[HistoryRecord, ...]
@@ -86,14 +91,14 @@ class PartitionState:
 
     next_offset: int
     current_at_ms: int
-    """No deletion since then can have been missed; ms since the epoch, wall clock; 0: not known."""
+    """Last time when the store was known to be complete; ms since the epoch, wall clock; 0: never."""
     refused: int
-    """Records for which there was no room since it was last read from the beginning."""
+    """Records refused since the partition was last read from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyOutcome:
-    """What one batch did. Users are in the order of their records; counts are of records."""
+    """The effect of a transaction. Users are in the order of their records; `older` and `repeated` count records."""
 
     changed: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
@@ -103,9 +108,9 @@ class ApplyOutcome:
 
 
 class StoreFullError(Exception):
-    """Not even a deletion fits: readers hold old pages, or the file is full. Try again later.
+    """No page is free, not even for a deletion: readers hold old pages, or the file is full. The caller may retry.
 
-    What of the batches was stored before, offset included, is `done`.
+    `done`: the outcome of the records that were stored before, with their offsets.
     """
 
     def __init__(self, text: str, done: ApplyOutcome) -> None:
@@ -114,31 +119,34 @@ class StoreFullError(Exception):
 
 
 class HistoryStore:
-    """See the module's contract."""
+    """Implements the module's contract."""
 
-    def __init__(self, env: Any, path: Path, max_bytes: int, readonly: bool) -> None:
+    def __init__(self, env: Any, path: Path, max_bytes: int) -> None:
         self.path = path
         self.max_bytes = max_bytes
-        self.readonly = readonly
         self._env = env
-        self._meta = env.open_db(b"meta", create=not readonly)
-        self._partitions = env.open_db(b"partitions", create=not readonly)
-        self._users = env.open_db(b"users", create=not readonly)
+        self._meta = env.open_db(
+            b"meta",
+        )
+        self._partitions = env.open_db(
+            b"partitions",
+        )
+        self._users = env.open_db(
+            b"users",
+        )
         self._page_bytes = int(env.stat()["psize"])
         self._value_bytes = max_bytes - max_bytes // _RESERVE_FRACTION
         self._trusted = False
 
     @classmethod
-    def open(cls, path: Path | str, max_bytes: int, readonly: bool = False) -> HistoryStore:
-        """Opens or makes the store in folder `path`.
+    def open(cls, path: Path | str, max_bytes: int) -> HistoryStore:
+        """Opens or creates the store in folder `path`.
 
-        Raises RelayError if the folder holds something else, more than `max_bytes`, or (read-only) nothing.
+        Raises RelayError if the folder holds something else, or a store larger than `max_bytes`.
         """
         folder = Path(path)
         if max_bytes < LEAST_BYTES:
-            raise RelayError(f"history_max_bytes is {max_bytes}: give the history store at least {LEAST_BYTES} bytes")
-        if readonly and not (folder / "data.mdb").exists():
-            raise RelayError(f"no history store in {folder}: start the worker that follows the history topic first")
+            raise RelayError(f"worker.history_max_bytes is {max_bytes}: set it to at least {LEAST_BYTES}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             env = lmdb.open(
@@ -146,32 +154,31 @@ class HistoryStore:
                 map_size=max_bytes - max_bytes % 65536,
                 max_dbs=4,
                 max_readers=_MAX_READERS,
-                readonly=readonly,
-                # A commit survives the process at once and the machine soon after; never half of it.
+                # A commit survives a crash of the process at once, a crash of the machine soon after; never in part.
                 metasync=False,
             )
         except (lmdb.Error, OSError) as error:
-            raise RelayError(f"the history store in {folder} does not open: {error}. {_MEND}") from error
+            raise RelayError(f"the history store in {folder} can not be opened: {error}. {_REMEDY}") from error
         try:
             _check_size(env, folder, max_bytes)
-            # Readers that were killed would keep their pages for good.
+            # Frees the pages of readers that were killed.
             env.reader_check()
-            return cls(env, folder, max_bytes, readonly)
+            return cls(env, folder, max_bytes)
         except lmdb.Error as error:
             env.close()
-            raise RelayError(f"the history store in {folder} does not open: {error}. {_MEND}") from error
+            raise RelayError(f"the history store in {folder} can not be opened: {error}. {_REMEDY}") from error
         except RelayError:
             env.close()
             raise
 
     def close(self) -> None:
-        """Unmaps the file. No call may be running."""
+        """Unmaps the file. No other call may be running."""
         self._env.close()
 
     def trust(self, origin: StoreOrigin) -> bool:
-        """Serves what is stored if it was read from `origin`; else empties it first.
+        """Enables `get`. Empties the store first if it is a copy of another topic.
 
-        Answers whether what was stored is kept. A read-only store that was read from elsewhere stays untrusted.
+        Returns whether the content was kept.
         """
         with self._env.begin() as txn:
             layout = txn.get(b"layout", db=self._meta)
@@ -179,11 +186,8 @@ class HistoryStore:
         if layout == LAYOUT and stored == origin.encode():
             self._trusted = True
             return True
-        if self.readonly:
-            log.warning("history store is of another topic", path=str(self.path), **_told(stored, origin))
-            return False
         if stored is not None:
-            log.warning("history store rebuilt from the beginning", path=str(self.path), **_told(stored, origin))
+            log.warning("history store is emptied and read again", path=str(self.path), **_origins(stored, origin))
         with self._env.begin(write=True) as txn:
             for db in (self._users, self._partitions):
                 txn.drop(db, delete=False)
@@ -193,7 +197,7 @@ class HistoryStore:
         return False
 
     def get(self, user_id: str) -> StoredHistory | None:
-        """The newest history of a user that is known here."""
+        """The newest stored history of a user."""
         if not self._trusted:
             return None
         with self._env.begin(buffers=True) as txn:
@@ -201,24 +205,12 @@ class HistoryStore:
             data = None if found is None else bytes(found)
         return None if data is None else unpack(user_id, data)
 
-    def version(self, user_id: str) -> HistoryVersion | None:
-        """The version that `get` would answer; the arrays are not touched."""
-        if not self._trusted:
-            return None
-        with self._env.begin(buffers=True) as txn:
-            found = txn.get(_user_key(user_id), db=self._users)
-            return None if found is None else read_version(found)
-
-    def apply(self, partition: int, records: Sequence[HistoryRecord], next_offset: int) -> ApplyOutcome:
-        """`apply_all` of one partition."""
-        return self.apply_all((HistoryBatch(partition, tuple(records), next_offset),))
-
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
 
-        Records below the stored offset are skipped, and the offset never goes back (`forget` does that).
-        Where the batch has no room it is stored one record at a time. Raises StoreFullError if not even that is
-        possible, lmdb.Error if the disk fails.
+        Skips records below the stored offset, and never lowers the offset (`forget` and `rewind` do that). A batch
+        that does not fit is stored one record at a time. Raises StoreFullError if one record does not fit, lmdb.Error
+        if the disk fails.
         """
         try:
             return self._apply(batches)
@@ -228,16 +220,16 @@ class HistoryStore:
         try:
             for batch in batches:
                 for entry in batch.records:
-                    # One by one: what was stored before an error is told.
+                    # One by one, so that an error can report the records that were stored.
                     outcomes.append(self._apply_one(batch.partition, entry))  # noqa: PERF401
                 outcomes.append(self._apply((replace(batch, records=()),)))
         except lmdb.MapFullError as error:
-            text = f"the history store in {self.path} has no free page: raise history_max_bytes"
+            text = f"the history store in {self.path} has no free page: raise worker.history_max_bytes"
             raise StoreFullError(text, _joined(outcomes)) from error
         return _joined(outcomes)
 
     def forget(self, partition: int) -> int:
-        """Deletes a partition's users and its offset, to read it anew. Answers how many users."""
+        """Deletes a partition's users and its offset. Returns the number of users."""
         with self._env.begin(write=True, buffers=True) as txn:
             keys = [bytes(key) for key, value in txn.cursor(db=self._users) if read_head(value).partition == partition]
             for key in keys:
@@ -246,46 +238,38 @@ class HistoryStore:
         return len(keys)
 
     def rewind(self, partition: int) -> None:
-        """Lets a partition be read again from the beginning; its users stay meanwhile."""
+        """Resets a partition's offset to the beginning and keeps its users."""
         with self._env.begin(write=True) as txn:
             state = self._state(txn, partition)
             if state is not None:
                 self._put_state(txn, partition, replace(state, next_offset=0, refused=0))
 
     def mark_current(self, partitions: Iterable[int], now_ms: int) -> None:
-        """Notes that these partitions are, or from now on will be, read without a gap."""
+        """Records that these partitions are complete now, or are read without a gap from now on."""
         with self._env.begin(write=True) as txn:
             for partition in partitions:
                 state = self._state(txn, partition) or PartitionState(0, 0, 0)
                 self._put_state(txn, partition, replace(state, current_at_ms=now_ms))
 
     def next_offset(self, partition: int) -> int | None:
-        """Where to go on reading; None: from the beginning."""
+        """The offset to continue from; None: the beginning."""
         state = self.state(partition)
         return state.next_offset if state is not None and state.next_offset > 0 else None
 
     def state(self, partition: int) -> PartitionState | None:
-        """How far a partition has been read; None: not at all."""
+        """How far a partition has been read; None if it was never read."""
         with self._env.begin() as txn:
             return self._state(txn, partition)
 
-    def states(self) -> dict[int, PartitionState]:
-        """The state of every partition that has been read."""
-        with self._env.begin() as txn:
-            return {
-                _PARTITION_KEY.unpack(key)[0]: PartitionState(*_STATE.unpack(value))
-                for key, value in txn.cursor(db=self._partitions)
-            }
-
     @property
     def bytes_used(self) -> int:
-        """Bytes of the pages that hold records; free pages are not counted."""
+        """Bytes of the pages that hold records, without free pages."""
         with self._env.begin() as txn:
             return self._pages(txn) * self._page_bytes
 
     @property
     def has_room(self) -> bool:
-        """A quarter is free: worth reading a partition again that had refusals."""
+        """Whether a quarter of the space is free: enough to read a partition with refused records again."""
         return self.bytes_used < self._value_bytes * 3 // 4
 
     @property
@@ -328,7 +312,7 @@ class HistoryStore:
         return ApplyOutcome(tuple(changed), tuple(deleted), tuple(refused), older, repeated)
 
     def _apply_one(self, partition: int, entry: HistoryRecord) -> ApplyOutcome:
-        """One record in its own transaction; refused if that has no room. Raises lmdb.MapFullError."""
+        """Stores one record in its own transaction, or refuses it. Raises lmdb.MapFullError if neither is possible."""
         try:
             return self._apply((HistoryBatch(partition, (entry,), entry.offset + 1),))
         except lmdb.MapFullError:
@@ -357,27 +341,27 @@ class HistoryStore:
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
 
-_MEND: Final = "Stop the workers that use it and delete the folder: it is read again from the topic"
+_REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
 
 
 def _check_size(env: Any, folder: Path, max_bytes: int) -> None:
     info = env.info()
     if info["map_size"] > max_bytes:
         raise RelayError(
-            f"the history store in {folder} holds {info['map_size']} bytes, but history_max_bytes is {max_bytes}: "
-            f"raise it. Or: {_MEND[0].lower()}{_MEND[1:]}"
+            f"the history store in {folder} holds {info['map_size']} bytes, but worker.history_max_bytes is "
+            f"{max_bytes}: raise it. Or {_REMEDY[0].lower()}{_REMEDY[1:]}"
         )
     needed_bytes = (info["last_pgno"] + 1) * env.stat()["psize"]
     if (folder / "data.mdb").stat().st_size < needed_bytes:
-        # Reading past a cut file's end would kill the process.
-        raise RelayError(f"the history store in {folder} is cut short. {_MEND}")
+        # A read past the end of a truncated file would kill the process.
+        raise RelayError(f"the history store in {folder} is truncated. {_REMEDY}")
 
 
 def _user_key(user_id: str) -> bytes:
     return user_id.encode()
 
 
-def _told(stored: bytes | None, origin: StoreOrigin) -> dict[str, str]:
+def _origins(stored: bytes | None, origin: StoreOrigin) -> dict[str, str]:
     before = "nothing" if stored is None else stored.decode(errors="replace").replace("\n", " ")
     return {"was_of": before, "is_of": origin.encode().decode().replace("\n", " ")}
 
@@ -395,7 +379,7 @@ def _joined(outcomes: Iterable[ApplyOutcome]) -> ApplyOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """What a stored record says before its arrays."""
+    """The fields of a stored record before its arrays."""
 
     number: int
     partition: int
@@ -409,7 +393,7 @@ class RecordHead:
 
 
 def pack(history: History, partition: int) -> bytes:
-    """The stored form of `history`, hashed once."""
+    """The bytes of a record."""
     chain = history.chain()
     behaviours = history.behaviours
     return b"".join(
@@ -426,20 +410,13 @@ def pack(history: History, partition: int) -> bytes:
 
 
 def read_head(record: bytes | memoryview) -> RecordHead:
-    """The first fields; the arrays are not touched."""
+    """Reads the first fields only."""
     number, partition, feature_count, length, block_count, _ = _HEAD.unpack_from(record)
     return RecordHead(number, partition, feature_count, length, block_count)
 
 
-def read_version(record: bytes | memoryview) -> HistoryVersion:
-    """The version of a stored record; the arrays are not touched."""
-    head = read_head(record)
-    end = head.arrays_offset
-    return HistoryVersion(head.number, head.length, bytes(record[end - DIGEST_BYTES : end]))
-
-
 def unpack(user_id: str, record: bytes) -> StoredHistory:
-    """The history in `record`; its arrays are read-only views of `record`, which they keep alive."""
+    """The history in `record`. Its arrays are read-only views, which keep `record` alive."""
     head = read_head(record)
     view = memoryview(record)
     digests = [
