@@ -17,7 +17,7 @@ from relaygr.schemas.digest import BLOCK, DigestChain
 from relaygr.schemas.messages import PrefixSource
 from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey
-from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, index_bytes, slot_bytes
+from relaygr.worker.shared.index import ArenaIndex, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.mapped_file import allocated_bytes, map_file
 from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
 
@@ -141,26 +141,26 @@ def test_a_flipped_bit_never_gives_another_record(at: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "difference"),
+    ("identity", "mismatch"),
     [
         (IDENTITY, None),
-        ({**IDENTITY, "num_pages": 13}, Difference(Distrust.OTHER_ARENA, ("num_pages",))),
-        ({**IDENTITY, "layout": "x"}, Difference(Distrust.OTHER_ARENA, ("layout",))),
+        ({**IDENTITY, "num_pages": 13}, IndexMismatch(IndexFault.OTHER_ARENA, ("num_pages",))),
+        ({**IDENTITY, "layout": "x"}, IndexMismatch(IndexFault.OTHER_ARENA, ("layout",))),
     ],
 )
-def test_an_index_is_its_own_identitys_alone(identity: dict[str, str | int], difference: Difference | None) -> None:
+def test_an_index_is_its_own_identitys_alone(identity: dict[str, str | int], mismatch: IndexMismatch | None) -> None:
     index, _ = make_index()
-    assert index.difference(identity) == difference
+    assert index.mismatch(identity) == mismatch
 
 
 def test_a_header_that_is_torn_or_of_another_format_is_not_trusted() -> None:
     index, file = make_index()
     file[30] ^= 1
-    assert index.difference(IDENTITY) == Difference(Distrust.TORN_HEADER)
+    assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.TORN_HEADER)
     file[:4096] = 65
-    assert index.difference(IDENTITY) == Difference(Distrust.OTHER_FORMAT)
+    assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.OTHER_FORMAT)
     file[:4096] = 0
-    assert index.difference(IDENTITY) == Difference(Distrust.NEW)
+    assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.NEW)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"7", b"{", b"\xff\xfe", b"[" * 4000])
@@ -168,7 +168,7 @@ def test_a_header_whose_checksum_is_right_and_whose_text_is_no_identity_is_torn(
     index, file = make_index()
     written = struct.pack("<II", len(text), zlib.crc32(text)) + text
     file[16 : 16 + len(written)] = np.frombuffer(written, np.uint8)
-    assert index.difference(IDENTITY) == Difference(Distrust.TORN_HEADER)
+    assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.TORN_HEADER)
 
 
 def test_formatting_empties_it() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced
 
 HOLDER = """
 import sys, time
@@ -153,7 +153,7 @@ def test_a_full_file_system_does_not_prevent_a_take_over(tmp_path: Path, monkeyp
 def test_one_object_takes_it_once(tmp_path: Path) -> None:
     lock = ArenaLock(tmp_path)
     lock.acquire()
-    with pytest.raises(ValueError, match="held already"):
+    with pytest.raises(ValueError, match="already holds the lock"):
         lock.acquire()
 
 
@@ -161,3 +161,32 @@ def test_a_folder_that_can_not_be_made_is_said_in_a_sentence(tmp_path: Path) -> 
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RelayError, match=r"worker\.shared_path"):
         ArenaLock(tmp_path / "file" / "worker-00")
+
+
+def next_holder(folder: Path, *, is_fenced: bool = False) -> bool:
+    """Acquires and releases the lock. Returns whether the previous holder left a note."""
+    lock = ArenaLock(folder)
+    lock.acquire()
+    found = predecessor_was_fenced(folder, lock)
+    if is_fenced:
+        note_fenced(folder, lock)
+    lock.release()
+    return found
+
+
+def test_only_the_next_holder_obeys_the_note_of_a_fenced_one(tmp_path: Path) -> None:
+    assert not next_holder(tmp_path, is_fenced=True)
+    assert next_holder(tmp_path)
+    assert not next_holder(tmp_path)
+
+
+def test_a_process_without_the_lock_leaves_no_note(tmp_path: Path) -> None:
+    note_fenced(tmp_path, ArenaLock(tmp_path))
+    assert not next_holder(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [b"", b"\xff", b"two"])
+def test_a_note_that_can_not_be_read_is_ignored(tmp_path: Path, torn: bytes) -> None:
+    next_holder(tmp_path, is_fenced=True)
+    (tmp_path / "fenced").write_bytes(torn)
+    assert not next_holder(tmp_path)

@@ -1,16 +1,18 @@
-"""What outlives a worker process: one folder per worker id, on tmpfs, and one writer.
+"""The shared folder of a worker id: files on tmpfs that outlive the worker's process and have one writer at a time.
 
     <shared_path>/<worker_id>/
-        lock                    held by the writer's process; its death frees it (`lock`)
-        epoch                   the arena_epoch: counts holders of the lock (`lock`)
-        dram-<shape>            the DRAM tier's pages, and nothing else (`dram_file`)
-        index-<shape>           which prefix lies in which pages, with checksums (`index`, `record`)
+        lock                    held by the writer's process; freed when that process dies (`lock`)
+        epoch                   the arena_epoch, which counts the holders of the lock (`lock`)
+        fenced                  a note that the holder of the lock was fenced (`lock`)
+        dram-<shape>            the pages of the DRAM tier, and nothing else (`mapped_file`)
+        index-<shape>           key, page table and checksums of each prefix (`index`, `record`)
         finished                the watermark of finished offsets (`relaygr.consumer.finished`)
 
-`arena` puts them together for a worker. A kill -9 keeps all of it, since the page cache is the kernel's; a
-machine that goes down empties it, and nothing of it is synced to a disk.
+`arena` combines the files for a worker. All of them survive a kill -9, since the kernel's page cache holds them. They
+do not survive the machine: nothing is synced to a disk.
 
-The rule that makes it safe: **a prefix is removed from the index before any of its pages may be written, and
-enters the index after its last byte was copied and checksummed.** So whenever the process dies, every prefix in
-the index is whole. Checksums are held against faults that no rule prevents: foreign writes, broken memory.
+The order of writes keeps the index valid: **a prefix is removed from the index before any of its pages may be written,
+and enters the index after its last byte was copied and checksummed.** So every prefix in the index is complete,
+whenever the process dies. Checksums detect faults that the order cannot prevent: writes by other programs, and broken
+memory.
 """

@@ -1,16 +1,24 @@
-"""The DRAM tier in shared memory: attached ahead by whoever may need it, adopted by who holds the lock.
+"""The shared arena: the DRAM tier and its index in shared memory.
 
-    attach      maps (and pins) the pages and the index; changes nothing that another process relies on
-    read_ahead  decodes the index, as often as one likes, so that adopting decodes only what changed since
-    adopt       under the lock: answers the prefixes that are there and may be trusted, drops all others
+    attach      with or without the lock: maps and pins the pages and the index, changes no data
+    read_ahead  with or without the lock: decodes the index, so that `adopt` decodes only what has changed since
+    adopt       with the lock: returns the valid prefixes and drops all others from the index
 
-Trusted is what was written by this format, for this worker id, shape of K,V and DRAM file, by an earlier holder,
-and matches its checksum; anything else in the header drops the index as a whole, with a reason in the log. So do
-two prefixes that claim one page, which no holder writes. A record that is torn is dropped alone, and so are
-those of other models. What the pages hold is verified later, by the `journal`.
+| found                                                      | result                                            |
+|------------------------------------------------------------|---------------------------------------------------|
+| index of another format, worker id, K,V shape or DRAM file | the whole index is dropped, with a log message    |
+| two prefixes with the same page                            | the whole index is dropped: no holder writes this |
+| a torn record, or one of this or a later epoch             | the record is dropped                             |
+| a record of another model                                  | the record is dropped                             |
+| any other record                                           | the prefix is restored; its pages are unverified  |
 
-Files carry the shape in their name, so a process with other settings never disturbs a live owner; what earlier
-settings left is deleted when nobody holds the lock.
+After `adopt` the `ArenaJournal` keeps the index equal to the DRAM tier. The order of its calls makes a kill at any
+moment harmless: `removed` drops a record before its pages may be written; `seal` computes the checksums of pages that a
+copy has filled, and only then `published` stores the record. `verify` compares a restored page with its checksum when a
+copy first reads the page, which takes 0.25 ms a MiB, once. A mismatch fails the copy, and the cache drops the prefix.
+
+File names contain the shape, so a process with other settings does not disturb the owner. The files of earlier settings
+are deleted when no process holds the lock.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ from relaygr.worker.cache.events import StoredEntry
 from relaygr.worker.cache.results import PageArray
 from relaygr.worker.device import Device
 from relaygr.worker.kv import DramGeometry, PrefixLayout
-from relaygr.worker.shared.index import ArenaIndex, Difference, Distrust, Identity, index_bytes, slot_bytes
+from relaygr.worker.shared.index import ArenaIndex, Identity, IndexFault, IndexMismatch, index_bytes, slot_bytes
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import MappedFile, allocated_bytes, map_file
 from relaygr.worker.shared.record import IndexRecord, TornRecordError, most_bytes_per_page, pack, unpack
@@ -45,26 +53,29 @@ log = structlog.get_logger()
 _DRAM: Final = "dram-"
 _INDEX: Final = "index-"
 
-_EPOCH = Gauge("relaygr_arena_epoch", "Counts the holders of this worker id's arena; 0: none is held")
+_EPOCH = Gauge("relaygr_arena_epoch", "Number of this holder of the arena, counted from 1; 0: the arena is not adopted")
 _PREFIXES = Counter(
     "relaygr_arena_prefixes_total",
-    "Prefixes found in the arena at start: restored, or dropped and why",
+    "Prefixes found in the arena at start: restored, or the reason why they were dropped",
     ["outcome"],
 )
 _INDEX_DROPPED = Counter(
-    "relaygr_arena_index_dropped_total", "Whole indexes that were not trusted at start, by reason", ["reason"]
+    "relaygr_arena_index_dropped_total", "Arena indexes that were dropped as a whole at start, by reason", ["reason"]
 )
 _PAGES = Counter(
     "relaygr_arena_pages_verified_total",
-    "Restored pages held against their checksums before their first use",
+    "Restored pages that were compared with their checksums before their first use",
     ["outcome"],
 )
-_UNRECORDED = Counter("relaygr_arena_unrecorded_total", "Prefixes in DRAM that a successor will not find")
+_UNRECORDED = Counter(
+    "relaygr_arena_unrecorded_total",
+    "Prefixes in DRAM that did not fit into the index, so that a successor will not find them",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaShape:
-    """What must be equal for K,V of one process to mean anything to another."""
+    """The facts that two processes must have in common to use the same K,V."""
 
     worker_id: str
     num_pages: int
@@ -88,7 +99,7 @@ class ArenaShape:
         return index_bytes(self.num_pages, self.slot_bytes)
 
     def identity(self, dram_inode: int) -> Identity:
-        """For the index's header."""
+        """The identity in the index's header."""
         return {
             "worker_id": self.worker_id,
             "num_pages": self.num_pages,
@@ -101,13 +112,13 @@ class ArenaShape:
 
     @property
     def name(self) -> str:
-        """Tells the files of one shape from another's."""
+        """The part of the file names that depends on the shape."""
         digest = hashlib.blake2b(repr(sorted(self.identity(0).items())).encode(), digest_size=4).hexdigest()
         return f"{self.num_pages}x{self.page_bytes}-{digest}"
 
 
-class Found(enum.StrEnum):
-    """What becomes of a prefix in the index."""
+class AdoptOutcome(enum.StrEnum):
+    """The outcome for one prefix in the index: a metric label."""
 
     RESTORED = "restored"
     TORN = "torn"
@@ -118,14 +129,14 @@ class Found(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """What lies in the slots of a page, None if it is no record of this arena, and its stamp."""
+    """The record whose head is a page, and its stamp. `record` None: torn, or not of this arena."""
 
     stamp: int
     record: IndexRecord | None
 
 
 class TornPageError(Exception):
-    """A page of the arena does not hold what was sealed."""
+    """A page of the arena does not match its checksum."""
 
 
 class NotTheWriterError(Exception):
@@ -133,7 +144,7 @@ class NotTheWriterError(Exception):
 
 
 class ArenaJournal:
-    """A `TierJournal` and a `PageGuard`, of no effect before `lock` is held. `pages` uint8 [num_pages, page_bytes]."""
+    """A `TierJournal` and a `PageGuard`. Has no effect without the lock. `pages` uint8 [num_pages, page_bytes]."""
 
     def __init__(self, index: ArenaIndex, pages: NDArray[np.uint8], lock: ArenaLock) -> None:
         self._index = index
@@ -146,13 +157,13 @@ class ArenaJournal:
         self._ended = False
 
     def restored(self, records: Sequence[IndexRecord]) -> None:
-        """These are in the index, and in the books from now on; their pages are unverified."""
+        """The cache holds these prefixes of the index from now on. Their pages are unverified."""
         if records:
             pages = np.concatenate([record.entry.pages for record in records])
             self._checksums[pages] = np.concatenate([record.checksums for record in records])
             self._unverified[pages] = True
 
-    # The books, under the cache's lock.
+    # The cache calls these methods under its lock.
 
     def published(self, entry: CacheEntry, now_us: int) -> None:
         if self._ended or not self._lock.is_held():
@@ -160,7 +171,7 @@ class ArenaJournal:
         stored = StoredEntry(entry.key, entry.pages, entry.tokens, entry.source)
         record = pack(IndexRecord(stored, self._checksums[entry.pages], self._lock.arena_epoch))
         self._records += 1
-        # No two records of an index have it: epochs count the writers.
+        # Unique within an index: epochs count the writers.
         stamp = (self._lock.arena_epoch << 40) + self._records
         if not self._index.put(record, entry.pages, now_us, stamp):
             _UNRECORDED.inc()
@@ -176,22 +187,22 @@ class ArenaJournal:
     def end(self) -> None:
         self._ended = True
 
-    # The copy threads.
+    # The copy threads call these methods.
 
     def seal(self, pages: PageArray) -> None:
-        """Raises NotTheWriterError: another process may have the arena, and these pages, by now."""
+        """Computes checksums. Raises NotTheWriterError without the lock: another process may own the pages by now."""
         if not self._lock.is_held():
-            raise NotTheWriterError("the arena's lock is not this process's any more")
+            raise NotTheWriterError("this process no longer holds the arena's lock")
         self._checksums[pages] = [zlib.crc32(self._pages[page]) for page in pages]
         self._unverified[pages] = self._torn[pages] = False
 
     def verify(self, pages: PageArray) -> None:
-        """Raises TornPageError."""
+        """Compares unverified pages with their checksums. Raises TornPageError."""
         unverified = pages[self._unverified[pages]]
         for page in unverified:
             if zlib.crc32(self._pages[page]) != self._checksums[page]:
                 if not self._torn[page]:
-                    # Once, though a copy that failed is tried again.
+                    # Counted once, although the failed copy is retried.
                     self._torn[page] = True
                     _PAGES.labels("torn").inc()
                     log.warning("a page of the arena is torn: its prefix will be dropped", page=int(page))
@@ -201,7 +212,7 @@ class ArenaJournal:
 
 
 class SharedArena:
-    """See the module. Made by `attach`. `tensor` uint8 [num_pages, page_bytes]; `journal` is the cache's."""
+    """Created by `attach`. `tensor` uint8 [num_pages, page_bytes]; `journal` is for the cache."""
 
     def __init__(self, shape: ArenaShape, lock: ArenaLock, dram: MappedFile, index: MappedFile) -> None:
         self._shape = shape
@@ -215,7 +226,7 @@ class SharedArena:
 
     @classmethod
     def attach(cls, folder: Path, shape: ArenaShape, device: Device, lock: ArenaLock) -> SharedArena:
-        """Maps the arena, which is made if it is not there. Raises RelayError if there is no room for it."""
+        """Maps the arena, which is created if needed. Raises RelayError without memory for it."""
         dram = map_file(folder / f"{_DRAM}{shape.name}", shape.dram_bytes)
         arena = cls(shape, lock, dram, map_file(folder / f"{_INDEX}{shape.name}", shape.index_bytes))
         if not device.pin_host(arena.tensor):
@@ -223,46 +234,46 @@ class SharedArena:
         return arena
 
     def read_ahead(self) -> int:
-        """Decodes what is in the index now, written by a live owner or not; how many prefixes."""
-        if self._index.difference(self._identity) is None:
-            # Whatever is torn now may be in the middle of being written.
+        """Decodes the present index, which an owner may be writing. Returns the number of prefixes."""
+        if self._index.mismatch(self._identity) is None:
+            # A record that is torn now may be complete soon: the owner may be writing it.
             found = self._read()
             self._decoded = {head: known for head, known in found.items() if known.record is not None}
         return len(self._decoded)
 
     def adopt(self, namespace: bytes) -> tuple[StoredEntry, ...]:
-        """The prefixes of this model that earlier holders left, used longest ago first.
+        """The prefixes of this model that earlier holders left, least recently used first.
 
-        From now on the journal records. Raises ValueError unless this process holds the lock.
+        The journal writes from now on. Raises ValueError without the lock.
         """
         if not self._lock.is_held():
             raise ValueError("only the holder of the lock may adopt an arena")
         arena_epoch = self._lock.arena_epoch
         _EPOCH.set(arena_epoch)
-        difference = self._index.difference(self._identity)
-        if difference is not None:
-            self._start_anew(difference)
-        outcomes: Tally[Found] = Tally()
+        mismatch = self._index.mismatch(self._identity)
+        if mismatch is not None:
+            self._drop_index(mismatch)
+        outcomes: Tally[AdoptOutcome] = Tally()
         records = []
         for head, known in self._read().items():
             record = known.record
             if record is None:
-                found = Found.TORN
+                found = AdoptOutcome.TORN
             elif record.arena_epoch >= arena_epoch:
-                found = Found.FOREIGN
+                found = AdoptOutcome.FOREIGN
             elif record.entry.key.namespace != namespace:
-                found = Found.OTHER_MODEL
+                found = AdoptOutcome.OTHER_MODEL
             else:
-                found = Found.RESTORED
+                found = AdoptOutcome.RESTORED
                 records.append(record)
             outcomes[found] += 1
-            if found is not Found.RESTORED:
+            if found is not AdoptOutcome.RESTORED:
                 self._index.drop(head)
         self._decoded.clear()
         if not _are_disjoint(records):
-            # No holder writes that, so nothing that is there can be believed.
+            # No holder writes such an index, so no record in it can be trusted.
             self._index.format(self._identity)
-            outcomes[Found.OVERLAPPING] = outcomes.pop(Found.RESTORED)
+            outcomes[AdoptOutcome.OVERLAPPING] = outcomes.pop(AdoptOutcome.RESTORED)
             records.clear()
         for outcome, count in outcomes.items():
             _PREFIXES.labels(outcome.value).inc(count)
@@ -271,16 +282,14 @@ class SharedArena:
         log.info("arena adopted", arena_epoch=arena_epoch, **counts)
         return tuple(record.entry for record in records)
 
-    def _start_anew(self, difference: Difference) -> None:
+    def _drop_index(self, mismatch: IndexMismatch) -> None:
         self._index.format(self._identity)
-        if difference.reason is not Distrust.NEW:
-            _INDEX_DROPPED.labels(difference.reason.value).inc()
-            log.warning(
-                "the arena's index is dropped as a whole", reason=difference.reason.value, fields=difference.fields
-            )
+        if mismatch.reason is not IndexFault.NEW:
+            _INDEX_DROPPED.labels(mismatch.reason.value).inc()
+            log.warning("the arena's index is dropped as a whole", reason=mismatch.reason.value, fields=mismatch.fields)
 
     def _read(self) -> dict[int, _Decoded]:
-        """All that is in the index by page, used longest ago first; what was read ahead is not decoded again."""
+        """All records by head page, least recently used first. Records that were read ahead are not decoded again."""
         heads = self._index.heads()
         found = {}
         for head, stamp in zip(heads.tolist(), self._index.stamps(heads).tolist(), strict=True):
@@ -297,7 +306,7 @@ class SharedArena:
         return _Decoded(stamp, record if record is not None and self._fits(head, record.entry) else None)
 
     def _fits(self, head: int, entry: StoredEntry) -> bool:
-        """Whether a prefix of this arena can look like that."""
+        """Whether the entry is possible in this arena."""
         pages, shape = entry.pages, self._shape
         return (
             entry.key.is_known
@@ -310,7 +319,7 @@ class SharedArena:
 
 
 def make_room(folder: Path, shape: ArenaShape, lock: ArenaLock) -> int:
-    """Deletes what earlier settings left, unless a live process may use it; bytes that `shape`'s files take already."""
+    """Deletes files of other shapes unless a process may use them. Returns the allocated bytes of `shape`'s files."""
     with lock.unclaimed() as nobody_holds_it:
         if nobody_holds_it or lock.is_held():
             _delete_other_shapes(folder, shape)

@@ -1,19 +1,20 @@
-"""The index of an arena: a file with one slot for each page, and a header that says whose it is.
+"""The index of an arena: a file with one slot for each page, and a header that identifies the arena.
 
-A prefix owns its pages alone, so its record lies in the slots of its own pages: the first page's slot is the
-record's *head*, the others carry on where it is full. Nothing is shared, so nothing is moved, nothing needs a
-transaction, and the index holds as many prefixes as the arena.
+No two prefixes share a page, so the record of a prefix lies in the slots of its own pages. The slot of the first page
+is the record's *head*; a record that does not fit there continues in the slots of the next pages. So the index needs no
+allocation and no transaction, and it has space for every prefix in the arena.
 
-    header   magic and a JSON object that must be equal to the one expected, and its CRC-32
+    header   magic, the arena's identity as a JSON object, and its CRC-32
     slot     kind u32 (0 none, HEAD, MORE) | next page i32 (-1: last) | length u32 | CRC-32 u32 |
              used_us u64 | stamp u64 | bytes
 
-`put` writes the kind of the head last, `drop` clears it first: one aligned store each, so a process that dies
-in the middle leaves the record in the index or not. `length` and the CRC-32 cover the whole record; a head whose
-bytes do not match is torn, which no death explains, and is not given out. `stamp` is the writer's, another for
-each `put`: who has seen it knows the record.
+`put` writes the kind of the head last, `drop` clears it first. Each is one aligned store, so after a death at any
+moment the record is in the index or not. `length` and CRC-32 cover the whole record. A record whose CRC-32 differs is
+torn, which no death of a writer can cause, and is not returned. The writer gives each `put` a new `stamp`, so a reader
+can tell whether a record has changed.
 
-Plain memory, no locks: one process writes. Others may read meanwhile, and may then see records as torn.
+The index is plain memory without locks: one process writes. Others may read at the same time, and may see a record that
+is being written as torn.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _KIND, _NEXT, _LENGTH, _CRC = range(4)
 _LAST: Final = 0xFFFFFFFF
 
 Identity = Mapping[str, str | int]
-"""What the header says: a flat JSON object."""
+"""The identity of an arena in the header: a flat JSON object."""
 
 
 def slot_bytes(record_bytes_per_page: int) -> int:
-    """A slot that holds so much of a record, in whole cache lines."""
+    """Bytes of a slot for this many bytes of a record, in whole cache lines."""
     return -(-(record_bytes_per_page + _SLOT_HEAD_BYTES) // 64) * 64
 
 
@@ -54,8 +55,8 @@ def index_bytes(num_pages: int, one_slot_bytes: int) -> int:
     return HEADER_BYTES + num_pages * one_slot_bytes
 
 
-class Distrust(enum.StrEnum):
-    """Why an index is not the one expected."""
+class IndexFault(enum.StrEnum):
+    """Why an index can not be used."""
 
     NEW = "new"
     OTHER_FORMAT = "other_format"
@@ -64,43 +65,43 @@ class Distrust(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """`fields`: which parts of the identity are not equal."""
+class IndexMismatch:
+    """Why an index can not be used. `fields`: the parts of the identity that differ."""
 
-    reason: Distrust
+    reason: IndexFault
     fields: tuple[str, ...] = ()
 
 
 class ArenaIndex:
-    """Over the file's bytes, uint8 [index_bytes(num_pages, one_slot_bytes)]."""
+    """Reads and writes the file's bytes, uint8 [index_bytes(num_pages, one_slot_bytes)]."""
 
     def __init__(self, file: NDArray[np.uint8], num_pages: int, one_slot_bytes: int) -> None:
         self._header = file[:HEADER_BYTES]
         self._slots = file[HEADER_BYTES:].reshape(num_pages, one_slot_bytes)
         self._slot_bytes = one_slot_bytes
         self._bytes = file.data[HEADER_BYTES:]
-        """The slots again: a record is read faster from these, and what is known of all slots from arrays."""
+        """The slots as bytes: reading one record is faster from bytes, reading all heads is faster from arrays."""
         self._words = self._slots.view("<u4")
         self._used_us = self._slots.view("<u8")[:, 2]
         self._stamps = self._slots.view("<u8")[:, 3]
         self._room = one_slot_bytes - _SLOT_HEAD_BYTES
 
-    # The whole.
+    # The whole index.
 
-    def difference(self, identity: Identity) -> Difference | None:
-        """Why this is not the index of `identity`; None: it is."""
+    def mismatch(self, identity: Identity) -> IndexMismatch | None:
+        """None if this is the index of `identity`, otherwise the reason why it is not."""
         magic, length, crc = _HEADER.unpack(self._header[: _HEADER.size].tobytes())
         if magic != _MAGIC:
-            return Difference(Distrust.OTHER_FORMAT if magic.strip(b"\0") else Distrust.NEW)
+            return IndexMismatch(IndexFault.OTHER_FORMAT if magic.strip(b"\0") else IndexFault.NEW)
         text = self._header[_HEADER.size : _HEADER.size + length].tobytes()
         found = _object_in(text) if zlib.crc32(text) == crc else None
         if found is None:
-            return Difference(Distrust.TORN_HEADER)
+            return IndexMismatch(IndexFault.TORN_HEADER)
         others = sorted(name for name in {*found, *identity} if found.get(name) != identity.get(name))
-        return Difference(Distrust.OTHER_ARENA, tuple(others)) if others else None
+        return IndexMismatch(IndexFault.OTHER_ARENA, tuple(others)) if others else None
 
     def format(self, identity: Identity) -> None:
-        """Empties it, and makes it the index of `identity`."""
+        """Clears the index and writes a header with `identity`."""
         text = json.dumps(dict(identity)).encode()
         self._header[:] = 0
         self._words[:, _KIND] = _NONE
@@ -112,12 +113,12 @@ class ArenaIndex:
     # One record.
 
     def heads(self) -> PageArray:
-        """Pages whose slots are heads, the one used longest ago first."""
+        """Pages whose slots are heads, least recently used first."""
         heads = np.flatnonzero(self._words[:, _KIND] == _HEAD).astype(np.int32)
         return heads[np.argsort(self._used_us[heads], kind="stable")]
 
     def get(self, head: int) -> bytes | None:
-        """The record that begins in this page's slot; None if it is torn."""
+        """The record whose head is this page's slot; None if the record is torn."""
         _, _, left, crc = _SLOT_HEAD.unpack_from(self._bytes, head * self._slot_bytes)
         if left > self._room * len(self._slots):
             return None
@@ -136,11 +137,11 @@ class ArenaIndex:
         return record if record and zlib.crc32(record) == crc else None
 
     def stamps(self, heads: PageArray) -> NDArray[np.uint64]:
-        """The stamp of each of these records."""
+        """The stamp of each record."""
         return self._stamps[heads].copy()
 
     def put(self, record: bytes, pages: PageArray, used_us: int, stamp: int) -> bool:
-        """Stores the record of the prefix that lies in `pages`; False, and nothing is there, if it does not fit."""
+        """Stores the record of the prefix in `pages`. False if it does not fit; then no record is stored."""
         head = int(pages[0])
         self.drop(head)
         chain = [int(page) for page in pages[: -(-len(record) // self._room)]]
@@ -161,16 +162,16 @@ class ArenaIndex:
         return True
 
     def use(self, head: int, used_us: int) -> None:
-        """The prefix was used; monotonic µs, which all processes of a machine share."""
+        """Records the last use of a prefix; monotonic µs, which all processes of a machine share."""
         self._used_us[head] = used_us
 
     def drop(self, head: int) -> None:
-        """Whatever begins in this page's slot is gone. Nothing if nothing does."""
+        """Removes the record whose head is this page's slot, if there is one."""
         self._words[head, _KIND] = _NONE
 
 
 def _object_in(text: bytes) -> dict[str, object] | None:
-    """A checksum may be right by accident: that of nothing is 0."""
+    """None if the text is not a JSON object. The checksum alone is no proof: that of an empty text is 0."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,15 +1,19 @@
-"""Who may write a worker's shared folder: one process at a time, and how many were before it.
+"""The writer's lock of a shared folder: one process may write at a time.
 
-* The lock is flock's, so the kernel frees it when its holder is dead, however it died. A process that is only
-  stopped keeps it: nobody can take over from a process that may wake up and write.
-* Each holder counts: `arena_epoch` is one more than its predecessor's, and is stored before `acquire` returns.
-  What is written to the folder says under which epoch it was.
-* `is_held` says whether this process may write: it has the lock, and nobody has put other files in the place
-  of its own. It costs microseconds, so that writers ask each time.
-* The lock belongs to the open file, which a forked child shares. A holder forks nothing that outlives it;
-  programs started the usual way (`subprocess`) do not inherit it.
+* The lock is flock's: the kernel frees it when its holder is dead, whatever the cause. A stopped process keeps the
+  lock, since it may wake up and write.
+* `arena_epoch` counts the holders. It is stored before `acquire` returns, and data in the folder carries the epoch of
+  its writer.
+* `is_held` tells whether this process may write: it holds the lock, and nobody has replaced the lock file. The check
+  takes microseconds, so writers repeat it at each write.
+* The lock belongs to the open file, which a forked child shares. A holder forks no process that outlives it; programs
+  started by `subprocess` do not inherit the lock.
+* A holder that was fenced leaves a note before it ends (`note_fenced`). Its death frees the lock; without the note, a
+  waiting standby would join under the same id and fence the new owner. The note names the holder's epoch, so only the
+  next holder obeys it, and a process that is started by hand later does not.
 
-One `ArenaLock` per process and folder. `acquire` may wait in any thread; the rest may be called from all.
+There is one `ArenaLock` for each process and folder. `acquire` may wait in any thread; all threads may call the other
+methods.
 """
 
 from __future__ import annotations
@@ -25,16 +29,16 @@ from typing import Final
 
 from relaygr.runtime.errors import RelayError
 
-# How late a free lock is noticed. Waiting costs a system call each time.
+# Interval between two attempts to get the lock. Each attempt costs a system call.
 _POLL_S: Final = 0.002
 _FENCED_NAME: Final = "fenced"
 
 
 class ArenaLock:
-    """The writer's lock of one folder, which is made if it is not there."""
+    """The writer's lock of one folder, which is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes nothing yet. Raises RelayError if the folder cannot be made or written."""
+        """Does not acquire the lock. Raises RelayError if the folder can not be created or written."""
         self._path = folder / "lock"
         self._epoch_path = folder / "epoch"
         self._file: int | None = None
@@ -45,18 +49,18 @@ class ArenaLock:
         except OSError as error:
             raise RelayError(
                 f"The folder {folder} can not be used ({error.strerror}): set `worker.shared_path` to a folder that "
-                "this user may write, on tmpfs such as /dev/shm, or leave it out."
+                "this user may write, on a tmpfs such as /dev/shm, or remove the setting."
             ) from error
 
     @property
     def arena_epoch(self) -> int:
-        """This holder's number, 1 for the first; 0 before the lock is held."""
+        """The number of this holder, from 1; 0 before the lock is acquired."""
         return self._arena_epoch
 
     def acquire(self, cancel: threading.Event | None = None, timeout_s: float | None = None) -> int | None:
-        """Waits for the lock, and counts this holder. None if `cancel` was set, or the time passed, before.
+        """Waits for the lock and returns the new arena_epoch; None if `cancel` was set or the time has passed.
 
-        Raises ValueError if this object holds it already.
+        Raises ValueError if this object already holds the lock.
         """
         waits = cancel if cancel is not None else threading.Event()
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -70,16 +74,16 @@ class ArenaLock:
         return None
 
     def try_acquire(self) -> int | None:
-        """The new arena_epoch; None while another holds the lock. Raises ValueError if this object does."""
+        """The new arena_epoch; None if another process holds the lock. Raises ValueError if this object holds it."""
         if self._file is not None:
-            raise ValueError("the lock is held already")
+            raise ValueError("this object already holds the lock")
         file = self._lock()
         if file is None:
             return None
         try:
             epoch = self._stored_epoch() + 1
             self._store_epoch(epoch)
-            # Shortened last, so that a full file system has nothing to give.
+            # The write comes first and the truncation last, so that a full file system cannot make either fail.
             os.ftruncate(file, os.pwrite(file, f"{os.getpid()}\n".encode("ascii"), 0))
         except BaseException:
             os.close(file)
@@ -89,7 +93,7 @@ class ArenaLock:
 
     @contextlib.contextmanager
     def unclaimed(self) -> Iterator[bool]:
-        """Within it, True: nobody holds the lock, and nobody can get it; no holder is counted. False: held."""
+        """Inside the context, True: no process holds the lock or can acquire it. False: a process holds it."""
         file = self._lock()
         try:
             yield file is not None
@@ -108,13 +112,13 @@ class ArenaLock:
             return False
 
     def holder(self) -> str:
-        """The process id that last took the lock, for messages; empty if none did."""
+        """The id of the process that last acquired the lock, for messages; empty if there was none."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return self._path.read_text(encoding="ascii").strip()
         return ""
 
     def release(self) -> None:
-        """Gives the lock up. Safe to call again."""
+        """Releases the lock. Safe to call again."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -123,7 +127,7 @@ class ArenaLock:
         return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
 
     def _lock(self) -> int | None:
-        """The locked file, or None. A file that was replaced while it was being locked is not the lock."""
+        """The locked file; None if another process has the lock, or if the file was replaced meanwhile."""
         file = self._open()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,16 +145,16 @@ class ArenaLock:
         text = f"{epoch}\n"
         fresh = self._epoch_path.with_suffix(".new")
         try:
-            # Renamed into place: a process that dies here leaves the old number or the new one.
+            # Renamed into place: after a death at any moment the file holds the old number or the new one.
             fresh.write_text(text, encoding="ascii")
             fresh.replace(self._epoch_path)
         except OSError:
-            # A full file system may not prevent a take-over. The file is there, and never gets shorter.
+            # A full file system must not prevent a take-over. The file exists, and the number never gets shorter.
             with self._epoch_path.open("r+", encoding="ascii") as file:
                 file.write(text)
 
     def _stored_epoch(self) -> int:
-        """The last holder's number; 0 if none is known, after which nothing of before can follow directly."""
+        """The last holder's number; 0 if it is not known, so that no data is from a direct predecessor."""
         try:
             return max(0, int(self._epoch_path.read_text(encoding="ascii")))
         except (OSError, ValueError):
@@ -158,14 +162,14 @@ class ArenaLock:
 
 
 def note_fenced(folder: Path, lock: ArenaLock) -> None:
-    """Does nothing without the lock. A folder that cannot be written leaves no note."""
+    """Leaves a note that this holder was fenced. Does nothing without the lock or if the write fails."""
     if lock.is_held():
         with contextlib.suppress(OSError):
             (folder / _FENCED_NAME).write_text(f"{lock.arena_epoch}\n", encoding="ascii")
 
 
 def predecessor_was_fenced(folder: Path, lock: ArenaLock) -> bool:
-    """Whether the holder directly before this one left its note."""
+    """Whether the previous holder of the lock left a note."""
     try:
         return int((folder / _FENCED_NAME).read_text(encoding="ascii")) == lock.arena_epoch - 1
     except (OSError, ValueError):

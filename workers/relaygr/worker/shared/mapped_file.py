@@ -1,10 +1,10 @@
-"""A file of a fixed size in memory, all of whose pages exist before the first is touched.
+"""Memory-mapped files of a fixed size, with all pages allocated.
 
-On tmpfs a file with holes takes its memory when it is written, and a process that writes where none is left
-dies by SIGBUS. So the whole is allocated when the file is mapped, and too little room is an error with a text.
+On tmpfs a file with holes allocates memory when it is written, and a process that writes without free memory dies by
+SIGBUS. So the whole file is allocated when it is mapped, and a lack of memory raises an error.
 
-Mapping is harmless to whoever else uses the file: one that is there in full is left as it is, a shorter one grows
-by zeros. The bytes outlive the process; the mapping ends when nothing refers to `bytes` any more.
+Mapping does not disturb other users of the file: a file of full size is not changed, a shorter file grows by zeros. The
+bytes outlive the process; the mapping ends when nothing refers to `bytes` any more.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TMPFS: Final = Path("/dev/shm")
 
 
 def memory_folder() -> Path:
-    """A folder that this user may write. Not on tmpfs, what lies there is written to a disk as well."""
+    """A writable folder on tmpfs if the system has one; otherwise the temporary folder, which may lie on a disk."""
     in_memory = _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK)
     return _TMPFS if in_memory else Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """`bytes` uint8 [size] is the file itself; `inode` tells it from another file of the same name."""
+    """`bytes` uint8 [size] is the content; `inode` distinguishes the file from another one of the same name."""
 
     path: Path
     bytes: NDArray[np.uint8]
@@ -41,12 +41,12 @@ class MappedFile:
 
 
 def map_file(path: Path, size_bytes: int) -> MappedFile:
-    """Maps the first `size_bytes` of `path`, made if it is not there. Raises RelayError if there is no room for it."""
+    """Maps the first `size_bytes` of `path`, which is created if needed. Raises RelayError without memory for it."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _allocate(file, size_bytes)
-            # Filled in ahead: the first reload after a take-over should not stop at every page.
+            # Pages are mapped in advance, so that the first reload after a take-over causes no page faults.
             mapped = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             inode = os.fstat(file).st_ino
         finally:
@@ -59,7 +59,7 @@ def map_file(path: Path, size_bytes: int) -> MappedFile:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Memory that the file takes already; 0 if it is not there."""
+    """Bytes that the file has allocated; 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def _allocate(file: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(file, 0, size_bytes)
     except OSError:
-        # What was taken on the way would be missing elsewhere.
+        # Gives back the memory of a partial allocation.
         if os.fstat(file).st_size != before:
             os.ftruncate(file, before)
         raise
@@ -81,6 +81,6 @@ def _too_large(path: Path, size_bytes: int) -> str:
     system = os.statvfs(path.parent)
     return (
         f"{path} needs {size_bytes / 2**30:.2f} GiB, but its file system has "
-        f"{system.f_bavail * system.f_frsize / 2**30:.2f} GiB left: lower `worker.dram_bytes`, or give it more room "
-        "(`mount -o remount,size=...`; in a container `shm_size`)."
+        f"{system.f_bavail * system.f_frsize / 2**30:.2f} GiB left: lower `worker.dram_bytes`, or enlarge the file "
+        "system (`mount -o remount,size=...`; in a container `shm_size`)."
     )

@@ -1,4 +1,4 @@
-"""One prefix as it lies in the index: what identifies it, its page table, and a checksum of each page.
+"""The binary form of one prefix in the index: its key, its page table, and a checksum of each page.
 
 All little-endian:
 
@@ -7,7 +7,7 @@ All little-endian:
     user | namespace | seed 16 bytes | block digests 16 bytes each | marks (length u64, digest 16 bytes) each
     page table i32 | page checksums u32 (CRC-32 of the page's bytes)
 
-The record's own checksum is the index's business.
+The index adds a checksum of the record.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MOST_NAMESPACE_BYTES: Final = 64
 
 
 class TornRecordError(ValueError):
-    """Bytes that no record consists of."""
+    """The bytes are not a record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexRecord:
-    """`checksums` uint32 [pages]; `arena_epoch` is that of its writer."""
+    """`checksums` uint32 [pages]; `arena_epoch` of the writer."""
 
     entry: StoredEntry
     checksums: NDArray[np.uint32]
@@ -45,7 +45,7 @@ class IndexRecord:
 
 
 def most_bytes_per_page(page_tokens: int) -> int:
-    """A prefix of n pages never takes more than n times this."""
+    """Most bytes of a record, divided by the pages of its prefix."""
     blocks = -(-page_tokens // BLOCK)
     fixed = _HEAD.size + _MOST_USER_BYTES + _MOST_NAMESPACE_BYTES + DIGEST_BYTES + MAX_MARKS * _MARK.size
     return fixed + (blocks + 1) * DIGEST_BYTES + 8
@@ -82,7 +82,7 @@ def pack(record: IndexRecord) -> bytes:
 
 
 def unpack(packed: bytes) -> IndexRecord:
-    """The record in `packed`. Raises TornRecordError if that is not exactly one."""
+    """The record in `packed`. Raises TornRecordError if `packed` is not exactly one record."""
     try:
         epoch, length, tokens, pages, blocks, marks, user_bytes, namespace_bytes, growable, source = _HEAD.unpack_from(
             packed
@@ -94,7 +94,7 @@ def unpack(packed: bytes) -> IndexRecord:
         marks_at = blocks_at + DIGEST_BYTES * blocks
         pages_at = marks_at + _MARK.size * marks
         if pages_at + 8 * pages != len(packed):
-            raise TornRecordError(f"{len(packed)} bytes, where {pages_at + 8 * pages} are described")
+            raise TornRecordError(f"{len(packed)} bytes instead of {pages_at + 8 * pages}")
         digests = struct.unpack_from(f"{DIGEST_BYTES}s" * blocks, packed, blocks_at)
         chain = DigestChain(packed[seed_at:blocks_at], digests, length)
         key = PrefixKey(
