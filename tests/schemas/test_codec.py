@@ -160,7 +160,7 @@ BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "a control character": (RankingRequest, {"user_id": "a\nb"}, ".user_id: text holds control"),
     "a required field that is absent": (RankingRequest, {"user_id": None}, ".user_id: is required"),
     "no candidates": (RankingRequest, {"candidates": b""}, ".candidates: 0 entries, allowed are 1"),
-    "half a candidate": (RankingRequest, {"candidates": bytes(12)}, ".candidates: 12 bytes is no multiple of 8"),
+    "half a candidate": (RankingRequest, {"candidates": bytes(12)}, ".candidates: 12 bytes is not a multiple of 8"),
     "a list for packed numbers": (RankingRequest, {"candidates": [1, 2]}, ".candidates: expected packed bytes"),
     "a list for a message": (RankingRequest, {"suffix": []}, ".suffix: expected a map"),
     "too many candidates": (
@@ -224,7 +224,7 @@ def test_a_coefficient_must_be_a_finite_number(value: Any, status: WorkerStatus)
 )
 def test_behaviours_whose_time_falls_are_refused(times: list[int]) -> None:
     falling = Behaviours(np.zeros(len(times), "<i8"), np.zeros(len(times), "<u2"), np.array(times, "<i8"))
-    with pytest.raises(EncodeError, match="time falls"):
+    with pytest.raises(EncodeError, match="times decrease"):
         encode(request(suffix=falling))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity, count_conflicts, judge, report
+from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity, compare, count_conflicts, report
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 KAFKA = KafkaSettings(partitions=16)
@@ -41,7 +41,7 @@ def test_topics_as_the_catalogue_says_have_no_findings() -> None:
 def test_missing_topics_are_one_error_that_names_the_command() -> None:
     topics = as_wanted()
     del topics[Topic.RANKING], topics[Topic.RESULTS]
-    finding = only(judge(Observed(topics), KAFKA))
+    finding = only(compare(Observed(topics), KAFKA))
     assert finding.severity is Severity.ERROR
     assert "relaygr.ranking, relaygr.results do not exist" in finding.what
     assert "relaygr topics create" in finding.mend
@@ -51,14 +51,14 @@ def test_missing_topics_are_one_error_that_names_the_command() -> None:
 def test_unequal_counts_of_co_partitioned_topics_are_an_error_that_lists_them(odd: Topic) -> None:
     topics = as_wanted()
     topics[odd] = replace(topics[odd], partitions=8)
-    finding = only(judge(Observed(topics), KAFKA))
+    finding = only(compare(Observed(topics), KAFKA))
     assert finding.severity is Severity.ERROR
     assert f"relaygr.{odd} 8" in finding.what
     assert "topic_prefix" in finding.mend
 
 
 def test_a_deployment_with_another_count_says_which_setting_fits_it() -> None:
-    finding = only(judge(Observed(as_wanted(KafkaSettings(partitions=12))), KAFKA))
+    finding = only(compare(Observed(as_wanted(KafkaSettings(partitions=12))), KAFKA))
     assert finding.severity is Severity.ERROR
     assert "have 12 partitions each, the settings say 16" in finding.what
     assert finding.mend.startswith("set `partitions` to 12")
@@ -76,7 +76,7 @@ def test_a_deployment_with_another_count_says_which_setting_fits_it() -> None:
 def test_another_count_elsewhere_is_as_bad_as_what_depends_on_it(topic: Topic, severity: Severity) -> None:
     topics = as_wanted()
     topics[topic] = replace(topics[topic], partitions=5)
-    finding = only(judge(Observed(topics), KAFKA))
+    finding = only(compare(Observed(topics), KAFKA))
     assert (finding.severity, finding.topic) == (severity, f"relaygr.{topic}")
 
 
@@ -92,7 +92,7 @@ def test_another_count_elsewhere_is_as_bad_as_what_depends_on_it(topic: Topic, s
     ],
 )
 def test_a_setting_that_differs_is_found_with_both_values(changes: dict[str, str], severity: Severity) -> None:
-    finding = only(judge(Observed(with_config(Topic.HISTORY, **changes)), KAFKA))
+    finding = only(compare(Observed(with_config(Topic.HISTORY, **changes)), KAFKA))
     [value] = changes.values()
     assert finding.severity is severity
     assert f"={value}" in finding.what
@@ -100,24 +100,24 @@ def test_a_setting_that_differs_is_found_with_both_values(changes: dict[str, str
 
 
 def test_a_topic_that_takes_larger_messages_is_fine() -> None:
-    assert judge(Observed(with_config(Topic.HISTORY, max_message_bytes="100000000")), KAFKA) == ()
+    assert compare(Observed(with_config(Topic.HISTORY, max_message_bytes="100000000")), KAFKA) == ()
 
 
 def test_fewer_replicas_than_set_are_a_warning() -> None:
-    finding = only(judge(Observed(as_wanted()), KAFKA.model_copy(update={"replication_factor": 3}))[:1])
+    finding = only(compare(Observed(as_wanted()), KAFKA.model_copy(update={"replication_factor": 3}))[:1])
     assert finding.severity is Severity.WARNING
     assert "1 replicas, the settings say 3" in finding.what
 
 
 def test_brokers_that_create_topics_by_themselves_are_a_warning() -> None:
-    finding = only(judge(Observed(as_wanted(), auto_create=True), KAFKA))
+    finding = only(compare(Observed(as_wanted(), auto_create=True), KAFKA))
     assert finding.severity is Severity.WARNING
     assert "auto.create.topics.enable" in finding.mend
 
 
 @pytest.mark.parametrize(("workers", "warned"), [(None, False), (2, False), (3, True)])
 def test_fewer_than_eight_partitions_a_worker_are_a_warning(workers: int | None, warned: bool) -> None:
-    assert bool(judge(Observed(as_wanted()), KAFKA, workers)) is warned
+    assert bool(compare(Observed(as_wanted()), KAFKA, workers)) is warned
 
 
 def test_the_embedded_cluster_is_checked_by_counts_and_that_is_said() -> None:
@@ -131,13 +131,13 @@ def test_the_embedded_cluster_is_checked_by_counts_and_that_is_said() -> None:
 def test_settings_that_may_not_be_read_are_noted() -> None:
     topics = as_wanted()
     topics[Topic.HISTORY] = replace(topics[Topic.HISTORY], config=None)
-    assert "can not be read" in only(judge(Observed(topics), KAFKA)).what
+    assert "can not be read" in only(compare(Observed(topics), KAFKA)).what
 
 
 def test_errors_come_before_warnings_and_notes() -> None:
     topics = as_wanted()
     del topics[Topic.WORKERS]
-    severities = [finding.severity for finding in judge(Observed(topics, embedded=True, auto_create=True), KAFKA)]
+    severities = [finding.severity for finding in compare(Observed(topics, embedded=True, auto_create=True), KAFKA)]
     assert severities == [Severity.ERROR, Severity.WARNING, Severity.NOTE]
 
 

@@ -73,7 +73,7 @@ def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str
     console = Console(highlight=False)
     console.print(table)
     for finding in report.findings:
-        text = f"{finding.severity}: {finding.what}" + (f". To mend: {finding.mend}" if finding.mend else "")
+        text = f"{finding.severity}: {finding.what}" + (f". To fix: {finding.mend}" if finding.mend else "")
         console.print(text, style=_STYLES[finding.severity], markup=False, soft_wrap=True)
 
 

@@ -44,15 +44,16 @@ MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096
 SMALL_MESSAGE_BYTES = 16 * 1024
-"""All of it empty maps would unfold to about a megabyte."""
+"""The longest message whose containers are not counted: empty maps alone would take about a megabyte in memory."""
 MAX_CONTAINERS = 64
-"""Maps and lists in one message. Today's messages have 5 at most; an empty one takes one byte, but 64 in memory."""
+"""The largest number of maps and lists in one message. Our messages have at most 5. An empty map takes one byte on
+the wire and 64 bytes in memory."""
 
 M = TypeVar("M")
 
 
 class DecodeReason(enum.StrEnum):
-    """Why bytes could not be decoded: a bounded set, used as a metric label and in dead letters."""
+    """Why a message could not be decoded. The set is bounded: it is a metric label, and a header of dead letters."""
 
     EMPTY = "empty"
     TOO_LARGE = "too_large"
@@ -62,7 +63,7 @@ class DecodeReason(enum.StrEnum):
 
 
 class DecodeError(ValueError):
-    """Bytes are not a valid message. `reason` is bounded, the text says where and why."""
+    """The bytes are not a valid message. The text names the field and the cause."""
 
     def __init__(self, reason: DecodeReason, message: str) -> None:
         super().__init__(message)
@@ -75,7 +76,7 @@ class EncodeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Nested(FieldKind):
-    """A message inside a message, as a map."""
+    """A message within a message, encoded as a map."""
 
     message: type[Any]
 
@@ -93,7 +94,7 @@ class Nested(FieldKind):
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One field of a message class, read from its annotation once."""
+    """One field of a message class, from its annotation."""
 
     name: str
     kind: FieldKind
@@ -149,7 +150,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(message: type[M], data: bytes | None) -> M:
-    """The message that `data` holds. Raises DecodeError and nothing else."""
+    """Decodes a message. Raises DecodeError, and no other exception."""
     if not data:
         raise DecodeError(DecodeReason.EMPTY, f"{message.__name__}: no bytes")
     if len(data) > MAX_MESSAGE_BYTES:
@@ -162,7 +163,7 @@ def decode(message: type[M], data: bytes | None) -> M:
             f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
         )
     containers = _Containers()
-    # The maps of a short message cannot unfold to much: only their names are checked.
+    # The containers of a short message take little memory, so they are not counted.
     is_short = len(data) <= SMALL_MESSAGE_BYTES
     try:
         body = msgpack.unpackb(
@@ -194,7 +195,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Containers:
-    """Called by msgpack for each map and list of one message, as soon as it is complete."""
+    """Counts the maps and lists of one message. msgpack calls it when each is complete."""
 
     __slots__ = ("_count",)
 
@@ -256,7 +257,7 @@ def _within(name: str, error: FieldError) -> FieldError:
 
 
 def _check_whole(message: Any) -> None:
-    """What no single field can say (equal lengths, say) is a message's own `check`."""
+    """Runs the message's `check`, which covers rules over several fields, such as equal lengths."""
     check = getattr(message, "check", None)
     if check is not None:
         check()

@@ -1,15 +1,15 @@
-"""Digest chain of a history: the identity of a prefix, and of every shorter prefix of it.
+"""Digest chain of a history: it identifies a prefix, and each shorter prefix that ends at a block.
 
-Publishers compute it (a version's digest), workers check it, and the prefix cache keys on it.
-Algorithm and byte layout, fixed by schema version 1:
+Publishers compute it for a history's version, workers check it, and the prefix cache uses it as its key.
+Schema version 1 fixes the algorithm and the byte layout:
 
     seed    = blake2b-128( b"relaygr.history.1" | u32le(number of features) | features as i64le )
     d(0)    = seed
     d(k+1)  = blake2b-128( d(k) | items as i64le | actions as u16le | timestamps_ms as i64le )
 
-over consecutive blocks of `BLOCK` behaviours, the last of which may be shorter. The digest of a
-history is the last d; of an empty one, the seed. Since each digest covers all before it, two
-histories with the same features are equal up to the end of their last equal block.
+The chain runs over consecutive blocks of `BLOCK` behaviours; the last block may be shorter. The digest of a
+history is the last d, and the seed if the history is empty. Each digest covers all earlier blocks, so two
+histories with equal features are equal up to the end of their last equal block.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DigestChain:
         return self.blocks[-1] if self.blocks else self.seed
 
     def at(self, length: int) -> bytes | None:
-        """The digest of the first `length` behaviours where the chain holds it (block ends and the whole)."""
+        """The digest of the first `length` behaviours; None unless that is the end of a block or of the history."""
         if length == self.length:
             return self.digest
         if length == 0:
@@ -54,13 +54,13 @@ class DigestChain:
         return self.blocks[length // BLOCK - 1]
 
     def common_length(self, other: DigestChain) -> int:
-        """How many leading behaviours are known to be equal: a multiple of BLOCK, or the whole of both."""
+        """How many leading behaviours are known to be equal: a multiple of BLOCK, or all of both histories."""
         if self.seed != other.seed:
             return 0
         if self.length == other.length and self.digest == other.digest:
             return self.length
         full_blocks = min(self.length, other.length) // BLOCK
-        # Each digest covers all before it, so equality is monotone and can be bisected.
+        # Each digest covers all earlier blocks: once two digests differ, all later ones do. So bisect.
         low, high = 0, full_blocks
         while low < high:
             middle = (low + high + 1) // 2
@@ -79,8 +79,8 @@ def digest_chain(features: NDArray, behaviours: Behaviours) -> DigestChain:  # t
 def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
     """The chain of a whole history of which `chain` covers the first behaviours.
 
-    Only what follows the last full block of `chain` is hashed. `behaviours` is the whole history;
-    that its start equals what `chain` covers is the caller's word.
+    `behaviours` is the whole history. Only the behaviours after the last full block of `chain` are hashed. The
+    caller ensures that `chain` was computed from the first behaviours of this history.
     """
     length = len(behaviours)
     full = min(chain.length, length) // BLOCK
@@ -101,7 +101,7 @@ def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
 
 
 def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
-    """The digest of the first `length` behaviours of a history, at most one block hashed.
+    """The digest of the first `length` behaviours of a history. It hashes at most one block.
 
     Raises ValueError if the history is shorter.
     """
@@ -111,7 +111,7 @@ def digest_at(chain: DigestChain, behaviours: Behaviours, length: int) -> bytes:
     if known is not None:
         return known
     full = length // BLOCK
-    # A digest covers all before it: as the seed it stands for the full blocks, which are then not even copied.
+    # The digest of the full blocks serves as the seed, so that these blocks are neither copied nor hashed.
     before = DigestChain(chain.blocks[full - 1] if full else chain.seed, (), 0)
     return extend_chain(before, behaviours[full * BLOCK : length]).digest
 

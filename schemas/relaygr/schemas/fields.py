@@ -2,10 +2,10 @@
 
 A message is a frozen dataclass whose fields are annotated with one of these kinds
 (`Annotated[str, Text(max_bytes=128), "what it means"]`). The codec, the validation and the
-generated reference in `docs/messages.md` all read the same annotation, so they cannot disagree.
+generated reference in `docs/messages.md` read the same annotation, so that they agree.
 
-Every kind bounds what it accepts. `pack` and `unpack` raise `FieldError` for a value outside
-those bounds and never another exception.
+Every kind has bounds. `pack` and `unpack` raise `FieldError` for a value outside them, and no other
+exception.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FieldError(ValueError):
 
 
 class FieldKind(ABC):
-    """One kind of field. `Any` is what msgpack gives and takes: None, bool, int, float, str, bytes, list, dict."""
+    """One kind of field. `Any` is a msgpack value: None, bool, int, float, str, bytes, list or dict."""
 
     @abstractmethod
     def pack(self, value: Any) -> Any:
@@ -250,7 +250,7 @@ class Packed(FieldKind):
             raise FieldError(f"expected packed bytes, got {type(raw).__name__}")
         item_size = np.dtype(self.dtype).itemsize
         if len(raw) % item_size:
-            raise FieldError(f"{len(raw)} bytes is no multiple of {item_size}")
+            raise FieldError(f"{len(raw)} bytes is not a multiple of {item_size}")
         array = np.frombuffer(raw, dtype=self.dtype)
         self._check(array)
         return array
@@ -267,7 +267,7 @@ class Packed(FieldKind):
 
 
 def _fits(array: NDArray[Any], wanted: np.dtype[Any]) -> bool:
-    """Whole numbers must not change; floats may be rounded."""
+    """Whether every value can be converted: whole numbers exactly, floats with rounding."""
     if array.size == 0:
         return True
     if wanted.kind == "f":

@@ -1,9 +1,9 @@
-"""Message headers: what a reader must know before, or without, decoding the body.
+"""Message headers, which a reader can use before it decodes the body, or without decoding it.
 
-A ranking message carries its reply address and deadline in headers: the deadline, so that a backlog
-of expired requests is answered without decoding it; the address, so that an undecodable request can
-still be answered `failed`. The result carries the ids, so that gateways that share a partition filter
-before decoding.
+A ranking request carries its deadline and reply address in headers. The worker reads the deadline first, so
+that it answers a backlog of expired requests without decoding them. It needs the address to answer `failed`
+when the body cannot be decoded. A result carries the request's ids, so that gateways that share a partition
+skip each other's results without decoding them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEADER_TEXT = Text(MAX_HEADER_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class RankingHeaders:
-    """Headers of a ranking request: where its answer goes, and by when."""
+    """Headers of a ranking request: reply address and deadline."""
 
     request_id: str
     gateway_id: str
@@ -69,7 +69,7 @@ class RankingHeaders:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeaders:
-    """Headers of a ranking result: whose answer it is."""
+    """Headers of a ranking result: the request and the gateway that sent it."""
 
     request_id: str
     gateway_id: str
@@ -85,10 +85,10 @@ class ResultHeaders:
 
 
 def _values(raw: RawHeaders) -> dict[str, bytes]:
-    """Headers by name. Other systems' headers (tracing, say) may repeat; ours may not."""
+    """Headers by name. Headers of other systems, such as tracing, may repeat; ours may not."""
     values: dict[str, bytes] = {}
     for name, value in raw or ():
-        # What is no UTF-8 fails where it is read, so another system's header cannot get in the way.
+        # Decoded when it is read: a header of another system need not be UTF-8.
         data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         if data is None:
             continue

@@ -1,4 +1,4 @@
-"""The messages of the relay: one class per topic, and the parts that they share.
+"""The messages of the relay: one class for each topic, and the parts that they share.
 
 Each field's annotation states its kind (type, bounds, unit, shape) and meaning; `docs/messages.md`
 is generated from here. Times ending in `_us` are microseconds since the epoch on the writer's wall
@@ -39,7 +39,9 @@ WorkerId = Annotated[str, Text(128), "the worker: its `group.instance.id`"]
 ItemIds = Annotated[Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "item of each behaviour, oldest first"]
 Actions = Annotated[UInt16Array, Packed("<u2", MAX_BEHAVIOURS, "behaviours"), "action code of each behaviour"]
 Timestamps = Annotated[
-    Int64Array, Packed("<i8", MAX_BEHAVIOURS, "behaviours"), "when, milliseconds since the epoch, never falling"
+    Int64Array,
+    Packed("<i8", MAX_BEHAVIOURS, "behaviours"),
+    "time of each behaviour, milliseconds since the epoch; it never decreases",
 ]
 
 
@@ -63,7 +65,7 @@ class FailureReason(enum.StrEnum):
 
 
 class Path(enum.StrEnum):
-    """The way a ranking request was served."""
+    """How a ranking request was served: from which tier, or without a cached prefix."""
 
     HBM = "hbm"
     DRAM = "dram"
@@ -80,7 +82,7 @@ class PrefixSource(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """What a worker says of itself."""
+    """The state of a worker, as its status reports it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -89,7 +91,7 @@ class WorkerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behaviours:
-    """What a user did, oldest first: three arrays of one length."""
+    """A user's behaviours, oldest first: three arrays of equal length."""
 
     items: ItemIds
     actions: Actions
@@ -121,7 +123,7 @@ class Behaviours:
         )
 
     def check(self) -> None:
-        """Raises FieldError unless all three are arrays, their lengths agree and time never falls."""
+        """Raises FieldError unless all three are arrays of equal length and the times never decrease."""
         for name in ("items", "actions", "timestamps_ms"):
             _check_array(name, getattr(self, name))
         sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
@@ -130,21 +132,21 @@ class Behaviours:
                 f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
             )
         if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
-            raise FieldError(".timestamps_ms: time falls; behaviours are sent oldest first")
+            raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryVersion:
-    """Which history: a number that grows with each write, the length, and the digest of all of it."""
+    """Identifies a history: a number that grows with each write, its length, and the digest of its content."""
 
     number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
-    length: Annotated[int, UInt("behaviours", MAX_BEHAVIOURS), "how many behaviours"]
+    length: Annotated[int, UInt("behaviours", MAX_BEHAVIOURS), "number of behaviours"]
     digest: Annotated[bytes, Digest(DIGEST_BYTES), "last digest of the chain (`relaygr.schemas.digest`)"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """A user's long-term behaviours and features at one version: the value of the history topic, or inline."""
+    """A user's long-term behaviours and features at one version: a value of the history topic, or inline."""
 
     user_id: UserId
     number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
@@ -160,7 +162,7 @@ class History:
         return digest_chain(self.features, self.behaviours)
 
     def version(self) -> HistoryVersion:
-        """The version that names exactly this content."""
+        """The version that identifies this content."""
         return HistoryVersion(self.number, len(self.behaviours), self.chain().digest)
 
     def __eq__(self, other: object) -> bool:
@@ -174,21 +176,29 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalEvent:
-    """Gateway to trigger: an impression has begun, and this is when and on what it will be ranked."""
+    """Gateway to trigger: an impression has begun. The event estimates when the ranking request comes and its size."""
 
     request_id: RequestId
     user_id: UserId
-    retrieval_at_us: Annotated[int, UInt("µs since the epoch"), "when retrieval began; query-time encodings use it"]
-    expected_ranking_at_us: Annotated[int, UInt("µs since the epoch"), "estimate of when the ranking request is sent"]
-    ranking_budget_ms: Annotated[int, UInt("ms", MAX_BUDGET_MS, 1), "the ranking stage's SLO, a duration"]
-    expected_candidates: Annotated[int, UInt("candidates", MAX_CANDIDATES), "estimate"]
-    expected_suffix: Annotated[int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "estimate of short-term behaviours"]
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest known"] = None
-    history: Annotated[History | None, "the history itself, where the history topic does not carry it"] = None
+    retrieval_at_us: Annotated[
+        int, UInt("µs since the epoch"), "when retrieval began; query-time encodings use this time"
+    ]
+    expected_ranking_at_us: Annotated[
+        int, UInt("µs since the epoch"), "estimated time at which the gateway sends the ranking request"
+    ]
+    ranking_budget_ms: Annotated[int, UInt("ms", MAX_BUDGET_MS, 1), "time limit of the ranking stage"]
+    expected_candidates: Annotated[int, UInt("candidates", MAX_CANDIDATES), "estimated number of candidates"]
+    expected_suffix: Annotated[
+        int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "estimated number of short-term behaviours"
+    ]
+    history_version: Annotated[
+        HistoryVersion | None, "the history to use; absent: the newest that the worker knows"
+    ] = None
+    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
 
     @property
     def history_length(self) -> int | None:
-        """Behaviours in the named or inline history, None where neither is given."""
+        """Behaviours in the inline or named history; None if neither is given."""
         if self.history is not None:
             return len(self.history.behaviours)
         return None if self.history_version is None else self.history_version.length
@@ -199,7 +209,7 @@ class RetrievalEvent:
 
 @dataclass(frozen=True, slots=True)
 class PreInferJob:
-    """Trigger to worker: compute this user's prefix before the ranking request comes.
+    """Trigger to worker: compute this user's prefix before the ranking request arrives.
 
     It expires at `expected_ranking_at_us + ranking_budget_ms`.
     """
@@ -211,13 +221,13 @@ class PreInferJob:
     ranking_budget_ms: Annotated[int, UInt("ms", MAX_BUDGET_MS, 1), "copied from the retrieval event"]
     expected_candidates: Annotated[int, UInt("candidates", MAX_CANDIDATES), "copied from the retrieval event"]
     expected_suffix: Annotated[int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "copied from the retrieval event"]
-    decided_at_us: Annotated[int, UInt("µs since the epoch"), "when the trigger admitted it"]
+    decided_at_us: Annotated[int, UInt("µs since the epoch"), "when the trigger admitted the job"]
     history_version: Annotated[HistoryVersion | None, "copied from the retrieval event"] = None
     history: Annotated[History | None, "copied from the retrieval event"] = None
 
     @property
     def expires_at_us(self) -> int:
-        """When the job is of no more use, µs since the epoch."""
+        """When the job expires, µs since the epoch."""
         return self.expected_ranking_at_us + self.ranking_budget_ms * 1000
 
     def check(self) -> None:
@@ -230,13 +240,15 @@ class RankingRequest:
 
     request_id: RequestId
     user_id: UserId
-    sent_at_us: Annotated[int, UInt("µs since the epoch"), "when the gateway sent it"]
-    deadline_us: Annotated[int, UInt("µs since the epoch"), "when the answer must be back at the gateway"]
-    query_time_ms: Annotated[int, UInt("ms since the epoch"), "query time of time encodings, fixed at retrieval"]
+    sent_at_us: Annotated[int, UInt("µs since the epoch"), "when the gateway sent the request"]
+    deadline_us: Annotated[int, UInt("µs since the epoch"), "when the result must reach the gateway"]
+    query_time_ms: Annotated[int, UInt("ms since the epoch"), "query time of the time encodings, fixed at retrieval"]
     candidates: Annotated[Int64Array, Packed("<i8", MAX_CANDIDATES, "candidates", min_length=1), "item ids to score"]
-    suffix: Annotated[Behaviours, "short-term behaviours after the prefix"]
-    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest known"] = None
-    history: Annotated[History | None, "the history itself, where the history topic does not carry it"] = None
+    suffix: Annotated[Behaviours, "short-term behaviours that follow the prefix"]
+    history_version: Annotated[
+        HistoryVersion | None, "the history to use; absent: the newest that the worker knows"
+    ] = None
+    history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
@@ -249,29 +261,33 @@ class RankingRequest:
 
 @dataclass(frozen=True, slots=True)
 class StageTimings:
-    """Where a ranking request's time went at its worker. Durations."""
+    """Durations of the stages of a ranking request at its worker."""
 
-    queue_us: Annotated[int, UInt("µs"), "from receipt until it was first scheduled"] = 0
-    wait_us: Annotated[int, UInt("µs"), "waiting for a prefix that was being computed or reloaded"] = 0
-    pre_infer_us: Annotated[int, UInt("µs"), "device time for prefix chunks computed on its behalf"] = 0
-    reload_us: Annotated[int, UInt("µs"), "copying its prefix from DRAM to HBM"] = 0
-    rank_us: Annotated[int, UInt("µs"), "device time of the forward pass that scored it"] = 0
+    queue_us: Annotated[int, UInt("µs"), "from receipt until the request was first scheduled"] = 0
+    wait_us: Annotated[int, UInt("µs"), "time spent waiting for a prefix that was being computed or reloaded"] = 0
+    pre_infer_us: Annotated[int, UInt("µs"), "device time of the prefix chunks computed for this request"] = 0
+    reload_us: Annotated[int, UInt("µs"), "copying the prefix from DRAM to HBM"] = 0
+    rank_us: Annotated[int, UInt("µs"), "device time of the forward pass that scored the candidates"] = 0
     total_us: Annotated[int, UInt("µs"), "from receipt until the result was handed to the producer"] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankingResult:
-    """Worker to gateway: the one terminal outcome of a ranking request."""
+    """Worker to gateway: how a ranking request ended. Each request has one result."""
 
     request_id: RequestId
     worker_id: WorkerId
-    outcome: Annotated[Outcome, Choice(Outcome), "how it ended"]
-    request_sent_at_us: Annotated[int, UInt("µs since the epoch"), "echo of `sent_at_us`; 0 if undecodable"]
-    received_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker received it"]
-    sent_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker sent this"]
-    timings: Annotated[StageTimings, "where the time went"]
+    outcome: Annotated[Outcome, Choice(Outcome), "how the request ended"]
+    request_sent_at_us: Annotated[
+        int, UInt("µs since the epoch"), "`sent_at_us` of the request; 0 if the request could not be decoded"
+    ]
+    received_at_us: Annotated[
+        int, UInt("µs since the epoch, the worker's clock"), "when the worker received the request"
+    ]
+    sent_at_us: Annotated[int, UInt("µs since the epoch, the worker's clock"), "when the worker sent the result"]
+    timings: Annotated[StageTimings, "durations of the stages"]
     reason: Annotated[FailureReason | Other | None, Choice(FailureReason, is_open=True), "set if `failed`"] = None
-    detail: Annotated[str | None, Text(512), "a sentence for people, if `failed`"] = None
+    detail: Annotated[str | None, Text(512), "explanation for operators, if `failed`"] = None
     path: Annotated[Path | Other | None, Choice(Path, is_open=True), "set if `ranked`"] = None
     prefix_source: Annotated[
         PrefixSource | Other | None, Choice(PrefixSource, is_open=True), "set if `ranked` with a prefix"
@@ -282,12 +298,16 @@ class RankingResult:
         Packed("<f4", MAX_CANDIDATES * MAX_TASKS, "candidates * num_tasks", finite=True),
         "row-major, in the order of the request's candidates; set if `ranked`",
     ] = None
-    prefix_tokens: Annotated[int, UInt("tokens"), "length of the prefix that was scored against"] = 0
-    tokens_cached: Annotated[int, UInt("tokens"), "prefix tokens that were cached when it was looked up"] = 0
+    prefix_tokens: Annotated[int, UInt("tokens"), "length of the prefix that the candidates were scored against"] = 0
+    tokens_cached: Annotated[
+        int, UInt("tokens"), "prefix tokens that were cached when the worker looked the prefix up"
+    ] = 0
     history_version: Annotated[HistoryVersion | None, "the history that was used"] = None
-    history_stale: Annotated[bool, Flag(), "the version asked for was not known; a different one was used"] = False
-    history_loading: Annotated[bool, Flag(), "the worker was still catching up with this partition's history"] = False
-    unknown_items: Annotated[int, UInt("items"), "ids absent from the model's vocabulary"] = 0
+    history_stale: Annotated[bool, Flag(), "the worker did not know the requested version and used a different one"] = (
+        False
+    )
+    history_loading: Annotated[bool, Flag(), "the worker had not read all of this partition's histories yet"] = False
+    unknown_items: Annotated[int, UInt("items"), "item ids that are not in the model's vocabulary"] = 0
     model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
 
     def __eq__(self, other: object) -> bool:
@@ -307,7 +327,7 @@ class RankingResult:
 
 @dataclass(frozen=True, slots=True)
 class LatencyCoefficients:
-    """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All µs based.
+    """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All times in µs.
 
     T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
     T_hit(n, m) = c0 + c1 m + c2 m (n+m) + c3 n; T_append(n, k) = b0 + b1 k + b2 k (2n+k);
@@ -330,25 +350,29 @@ class LatencyCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Worker to all that route or watch: what it owns, and how much it can take."""
+    """Worker to triggers and monitors: its partitions, its free memory, its load and its latency model."""
 
     worker_id: WorkerId
-    state: Annotated[WorkerState | Other, Choice(WorkerState, is_open=True), "what it is doing"]
-    written_at_us: Annotated[int, UInt("µs since the epoch"), "when this was written"]
-    assignment_epoch: Annotated[int, UInt(), "counts this worker's assignments"]
-    partitions: Annotated[tuple[int, ...], ListOf(UInt("", MAX_PARTITIONS), MAX_PARTITIONS), "partitions it owns"]
+    state: Annotated[WorkerState | Other, Choice(WorkerState, is_open=True), "state of the worker"]
+    written_at_us: Annotated[int, UInt("µs since the epoch"), "when the worker wrote the status"]
+    assignment_epoch: Annotated[int, UInt(), "number of this worker's partition assignments so far"]
+    partitions: Annotated[
+        tuple[int, ...], ListOf(UInt("", MAX_PARTITIONS), MAX_PARTITIONS), "partitions that the worker owns"
+    ]
     model_revision: Annotated[str, Text(64), "hash of weights and config"]
-    kv_bytes_per_token: Annotated[int, UInt("bytes"), "K,V of one token over all layers"]
-    contextual_tokens: Annotated[int, UInt("tokens"), "tokens before the behaviours"]
+    kv_bytes_per_token: Annotated[int, UInt("bytes"), "size of one token's K,V in all layers"]
+    contextual_tokens: Annotated[int, UInt("tokens"), "tokens that precede the behaviours"]
     tokens_per_behaviour: Annotated[int, UInt("tokens", 16, 1), "tokens of one behaviour"]
-    max_prefix_behaviours: Annotated[int, UInt("behaviours"), "longer histories keep their newest"]
+    max_prefix_behaviours: Annotated[
+        int, UInt("behaviours"), "longest prefix; of longer histories the newest behaviours are used"
+    ]
     hbm_capacity_bytes: Annotated[int, UInt("bytes"), "size of the HBM tier"]
-    hbm_free_bytes: Annotated[int, UInt("bytes"), "free or evictable in the HBM tier"]
+    hbm_free_bytes: Annotated[int, UInt("bytes"), "free or evictable bytes in the HBM tier"]
     dram_capacity_bytes: Annotated[int, UInt("bytes"), "size of the DRAM tier"]
-    dram_free_bytes: Annotated[int, UInt("bytes"), "free or evictable in the DRAM tier"]
-    ranking_queue_p99_us: Annotated[int, UInt("µs"), "time ranking requests lately waited, P99"]
-    preinfer_queue_us: Annotated[int, UInt("µs"), "device time of the pre-infer work queued now"]
-    latency: Annotated[LatencyCoefficients, "its latency model, corrected on-line"]
+    dram_free_bytes: Annotated[int, UInt("bytes"), "free or evictable bytes in the DRAM tier"]
+    ranking_queue_p99_us: Annotated[int, UInt("µs"), "recent P99 of the time that ranking requests waited in the queue"]
+    preinfer_queue_us: Annotated[int, UInt("µs"), "device time of the pre-infer work in the queue"]
+    latency: Annotated[LatencyCoefficients, "the device's latency model, corrected while the worker runs"]
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus
@@ -364,7 +388,7 @@ def _check_history(user_id: str, version: HistoryVersion | None, history: Histor
 
 
 def _check_array(name: str, value: Any) -> None:
-    """A field packs a list as well, but the messages themselves ask arrays for their sizes and parts."""
+    """Raises FieldError for a list: a field could be packed from one, but messages need the methods of arrays."""
     if not isinstance(value, np.ndarray):
         raise FieldError(f".{name}: expected a numpy array, got {type(value).__name__}")
 

@@ -2,7 +2,7 @@
 
     python -m relaygr.schemas.reference > docs/messages.md
 
-The classes are the only source, and a test holds the committed file to them.
+A test compares the committed file with the classes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from relaygr.schemas.messages import Message
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, TopicSpec
 
 HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
-    "A ranking request carries its reply address and deadline, so that it can be answered without its body:": (
+    "A ranking request carries its reply address and deadline, so that a worker can answer it without its body:": (
         (headers.REQUEST_ID, "as in the body, 1 to 128 bytes"),
-        (headers.GATEWAY_ID, f"who waits for the answer, 1 to {headers.MAX_HEADER_BYTES} bytes"),
-        (headers.REPLY_TOPIC, "topic of the answer"),
-        (headers.REPLY_PARTITION, "partition of the answer, decimal digits"),
+        (headers.GATEWAY_ID, f"the gateway that waits for the result, 1 to {headers.MAX_HEADER_BYTES} bytes"),
+        (headers.REPLY_TOPIC, "topic of the result"),
+        (headers.REPLY_PARTITION, "partition of the result, decimal digits"),
         (headers.DEADLINE_US, "as in the body, µs since the epoch, decimal digits"),
     ),
-    "A ranking result carries whose it is, so that gateways that share a partition filter before decoding:": (
+    "A ranking result carries the request's ids, so that gateways that share a partition filter before decoding:": (
         (headers.REQUEST_ID, "of the request"),
         (headers.GATEWAY_ID, "of the request"),
     ),
-    "A dead letter is the original message, key and headers included, and in addition:": (
-        (headers.DEAD_LETTER_REASON, "why, one of a bounded set (such as a decode reason above)"),
-        (headers.DEAD_LETTER_DETAIL, "a sentence for people"),
-        (headers.ORIGIN_TOPIC, "where it was read"),
-        (headers.ORIGIN_PARTITION, "decimal digits"),
-        (headers.ORIGIN_OFFSET, "decimal digits"),
-        (headers.DEAD_LETTERED_AT_US, "when, µs since the epoch, decimal digits"),
+    "A dead letter has the key, value and headers of the original message, and these headers:": (
+        (headers.DEAD_LETTER_REASON, "the reason, one of a bounded set (such as a decode reason above)"),
+        (headers.DEAD_LETTER_DETAIL, "explanation for operators"),
+        (headers.ORIGIN_TOPIC, "topic of the original message"),
+        (headers.ORIGIN_PARTITION, "its partition, decimal digits"),
+        (headers.ORIGIN_OFFSET, "its offset, decimal digits"),
+        (headers.DEAD_LETTERED_AT_US, "when the dead letter was written, µs since the epoch, decimal digits"),
     ),
 }
 
@@ -63,7 +63,7 @@ def _lines() -> Iterator[str]:
     yield "## Topics"
     yield ""
     yield f"The prefix `{DEFAULT_PREFIX}` and the partition count N ({DEFAULT_PARTITIONS}) are settings. All topics"
-    yield "marked =N must have the same count. Keys are UTF-8 bytes, and a key's partition is Java's murmur2 of them."
+    yield "marked =N must have the same count. Keys are UTF-8 bytes; Java's murmur2 of them selects the partition."
     yield ""
     columns = (
         "topic",
@@ -88,13 +88,13 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Fields"
     yield ""
-    yield "A field that is not required may be absent or nil; the last column says what it is then."
+    yield "A field that is not required may be absent or nil. The last column gives the value that it has then."
     for message in _with_parts(get_args(Message)):
         yield from _message(message)
 
 
 def _with_parts(messages: Iterable[type[Any]]) -> list[type[Any]]:
-    """The messages, and after them the parts that they hold, each once."""
+    """The messages, and then the parts that they contain, each once."""
     found = list(messages)
     for message in found:
         for spec in field_specs(message):
@@ -140,7 +140,7 @@ def _topic_row(spec: TopicSpec) -> tuple[str, ...]:
 
 def _duration(milliseconds: int) -> str:
     if milliseconds < 0:
-        return "for ever"
+        return "forever"
     minutes = milliseconds // 60_000
     return f"{minutes // 1440} d" if minutes % 1440 == 0 else f"{minutes} min"
 

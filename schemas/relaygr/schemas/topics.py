@@ -1,8 +1,8 @@
-"""The topic catalogue: every topic's key, partitions, retention and who writes and reads it.
+"""The topic catalogue: the key, partitions, retention, writers and readers of every topic.
 
-`retrieval`, `preinfer`, `ranking` and `history` have one partition count, so that the consumer that
-owns a partition owns all of a user's messages. A retention of minutes does nothing while the active
-segment stays open, so every topic also sets when its segments close.
+`retrieval`, `preinfer`, `ranking` and `history` have the same partition count, so that the consumer that
+owns a partition receives all of a user's messages. Kafka deletes closed segments only, so every topic sets
+when its segments close as well as its retention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cleanup(enum.StrEnum):
 
 
 class Topic(enum.StrEnum):
-    """The topics, by the part of their name after the prefix."""
+    """The topics. The value is the part of the name after the prefix."""
 
     RETRIEVAL = "retrieval"
     PREINFER = "preinfer"
@@ -44,13 +44,13 @@ class Topic(enum.StrEnum):
     DEAD_LETTERS = "dead-letters"
 
     def named(self, prefix: str = DEFAULT_PREFIX) -> str:
-        """The topic's full name. Raises ValueError for a prefix that Kafka would refuse."""
+        """The topic's full name. Raises ValueError if Kafka would refuse the prefix."""
         return f"{check_prefix(prefix)}.{self.value}"
 
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """One topic: what it is for, and the settings that it is created and checked with."""
+    """One topic: its key, value, writers and readers, and the settings that it is created and checked with."""
 
     topic: Topic
     key: str
@@ -68,11 +68,11 @@ class TopicSpec:
     max_compaction_lag_ms: int | None = None
 
     def partition_count(self, partitions: int) -> int:
-        """How many partitions in a deployment of `partitions`."""
+        """The topic's partition count in a deployment whose partition count is `partitions`."""
         return self.partitions if self.partitions is not None else partitions
 
     def config(self) -> dict[str, str]:
-        """The topic's settings as Kafka names them."""
+        """The topic's settings, by Kafka's names."""
         config = {
             "cleanup.policy": self.cleanup.value,
             "retention.ms": str(self.retention_ms),
@@ -108,12 +108,12 @@ CATALOGUE: dict[Topic, TopicSpec] = {
         ),
         _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a group of its own)", "RankingRequest", False),
         TopicSpec(
-            Topic.WORKERS, "worker id", "workers", "all that route or watch (assign, no group)", "WorkerStatus",
+            Topic.WORKERS, "worker id", "workers", "triggers and monitors (assign, no group)", "WorkerStatus",
             Cleanup.COMPACT, retention_ms=-1, segment_ms=5 * _MINUTE_MS, segment_bytes=16 * _MIB,
             max_message_bytes=_MIB, partitions=1, max_compaction_lag_ms=10 * _MINUTE_MS,
         ),
         TopicSpec(
-            Topic.DEAD_LETTERS, "original key", "all", "people", "the raw bytes; why, in headers",
+            Topic.DEAD_LETTERS, "original key", "all", "operators", "the original bytes; reason and origin in headers",
             Cleanup.DELETE, retention_ms=7 * _DAY_MS, segment_ms=_DAY_MS, segment_bytes=256 * _MIB,
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES,
         ),
@@ -124,7 +124,7 @@ CO_PARTITIONED: tuple[Topic, ...] = tuple(topic for topic, spec in CATALOGUE.ite
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix. Raises ValueError, which says what is allowed, for one that Kafka would refuse."""
+    """Returns the prefix. Raises ValueError if Kafka would refuse it."""
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(
             f"topic prefix {prefix!r}: allowed are 1 to 100 of a-z, A-Z, 0-9, '.', '_' and '-', "

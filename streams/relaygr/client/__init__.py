@@ -1,16 +1,16 @@
-"""A gateway's client: publish retrieval events, rank, read the answers.
+"""A gateway's client: it publishes retrieval events, sends ranking requests and reads their results.
 
-outcome.py       what a caller gets back: outcomes and typed errors
+outcome.py       outcomes and errors of the client's calls
 settings.py      bounds and times
-sync.py          RelayClient, for plain threads
+sync.py          RelayClient, for threads
 aio.py           AsyncRelayClient, for asyncio
-publisher.py     EventPublisher: retrieval events and histories, without answers
+publisher.py     EventPublisher, for retrieval events and histories only
 requests.py      request ids, and messages from keyword arguments
-pending.py       pure: requests in flight and their timers
-clock_offset.py  pure: each worker's clock against ours
-ledger.py        the book of requests: joins the two above with futures, counts and callbacks
-link.py          producers, results partition, I/O thread
-metrics.py       relaygr_gateway_*
+pending.py       the table of open requests and their timers; no I/O
+clock_offset.py  the offset of each worker's clock; no I/O
+ledger.py        joins both with futures, counters and callbacks; no Kafka
+link.py          producers, the results partition, the I/O thread
+metrics.py       the metrics relaygr_gateway_*
 """
 
 from relaygr.client.aio import AsyncRelayClient

@@ -1,9 +1,9 @@
 """`AsyncRelayClient`: the same client for asyncio.
 
-Around a `RelayClient`, whose I/O thread polls and hands outcomes over with `call_soon_threadsafe`:
-confluent-kafka's own asyncio producer has no headers and took a hundred times as long. `rank` and
-`publish_*` encode and enqueue in the caller's loop, which takes microseconds and never blocks; `start`,
-`close` and `drain` run in a thread. All callbacks run in the loop that called `start`.
+It wraps a `RelayClient`, whose I/O thread passes outcomes to the loop with `call_soon_threadsafe`.
+(confluent-kafka's asyncio producer supports no headers and took a hundred times as long.) `rank` and
+`publish_*` encode and enqueue in the caller's loop; that takes microseconds and does not block. `start`,
+`close` and `drain` run in a thread. Callbacks run in the loop that called `start`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class AsyncRelayClient:
-    """A gateway's client in one event loop. The contract is `RelayClient`'s."""
+    """A gateway's client for one event loop, with the contract of `RelayClient`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class AsyncRelayClient:
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """No network here. Raises ValueError for a gateway id with other letters than `A-Za-z0-9._-`."""
+        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client = RelayClient(
             kafka,
@@ -80,7 +80,7 @@ class AsyncRelayClient:
         return await asyncio.to_thread(self._client.drain, timeout_s)
 
     async def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
-        """See `RelayClient.rank`. Cancelling the wait does not take the request back."""
+        """See `RelayClient.rank`. Cancelling the wait does not withdraw the request."""
         return await asyncio.wrap_future(self._client.submit_rank(user_id, candidates, **fields))
 
     def publish_retrieval(
@@ -90,11 +90,11 @@ class AsyncRelayClient:
         return self._client.publish_retrieval(user_id, on_delivery=self._in_loop(on_delivery), **fields)
 
     async def publish_history(self, history: History) -> DeliveryReport:
-        """Replaces a user's history; returns when the broker has it, or has refused it."""
+        """Replaces a user's history. Returns when the broker has accepted or refused it."""
         return await self._delivered(lambda on_delivery: self._client.publish_history(history, on_delivery))
 
     async def tombstone(self, user_id: str) -> DeliveryReport:
-        """Deletes a user everywhere; returns when the broker has it, or has refused it."""
+        """Deletes a user's history, also in the workers. Returns when the broker has accepted or refused that."""
         return await self._delivered(lambda on_delivery: self._client.tombstone(user_id, on_delivery))
 
     def new_request_id(self) -> str:

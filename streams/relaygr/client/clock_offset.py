@@ -1,12 +1,12 @@
-"""How far each worker's wall clock is from ours, estimated from the times that results echo.
+"""Estimates the offset of each worker's wall clock from ours, from the times in the results.
 
 As NTP does (RFC 5905): with a request sent at t1 and its answer received at t4 on our clock, received at
 t2 and answered at t3 on the worker's,
 
     offset = ((t2 - t1) + (t3 - t4)) / 2        round trip = (t4 - t1) - (t3 - t2)
 
-and the error is at most half the round trip. The two hops are rarely equal (a queue, a pause), so of the
-last few samples the one with the shortest round trip is taken. Positive: the worker's clock is ahead.
+and the error is at most half the round trip. A queue or a pause makes the two directions unequal, so the
+estimate is the sample with the shortest round trip among the last few. Positive: the worker's clock is ahead.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from typing import Final
 
 SAMPLES_KEPT: Final = 16
-# A round trip of minutes, or an offset of a year, is a broken message and no clock.
+# A longer round trip or a larger offset means a wrong message, not a wrong clock.
 MAX_ROUND_TRIP_US: Final = 60_000_000
 MAX_OFFSET_US: Final = 366 * 24 * 3600 * 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """A worker's wall clock minus ours, true to within `error_us`."""
+    """A worker's wall clock minus ours, with its largest possible error."""
 
     offset_us: int
     error_us: int
 
 
 def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) -> ClockOffset | None:
-    """One sample from t1, t2, t3, t4; None where they can not be the times of one round trip."""
+    """One sample from t1, t2, t3, t4; None if they cannot be the times of one round trip."""
     round_trip_us = (returned_us - sent_us) - (answered_us - received_us)
     offset_us = ((received_us - sent_us) + (answered_us - returned_us)) // 2
     if answered_us < received_us or not 0 <= round_trip_us <= MAX_ROUND_TRIP_US or abs(offset_us) > MAX_OFFSET_US:
@@ -40,7 +40,7 @@ def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a sample changed: the worker's estimate, if it is another now, and who made room, if somebody did."""
+    """What a sample changed: the worker's new estimate if it changed, and the worker that was evicted, if any."""
 
     estimate: ClockOffset | None = None
     evicted: str | None = None
@@ -53,14 +53,14 @@ class _Worker:
 
 
 class ClockOffsets:
-    """Estimates for up to `max_workers` workers; the one longest unheard makes room. Not thread-safe."""
+    """Estimates for at most `max_workers` workers; the least recently seen is evicted. Not thread-safe."""
 
     def __init__(self, max_workers: int) -> None:
         self._max_workers = max_workers
         self._workers: dict[str, _Worker] = {}
 
     def add(self, worker_id: str, sample: ClockOffset) -> Change:
-        """Takes a sample."""
+        """Adds a sample of a worker."""
         worker = self._workers.pop(worker_id, None)
         evicted = None
         if worker is None:
@@ -69,7 +69,7 @@ class ClockOffsets:
                 del self._workers[evicted]
             self._workers[worker_id] = _Worker(deque((sample,), maxlen=SAMPLES_KEPT), sample)
             return Change(sample, evicted)
-        # Last in the dict: the one heard from last.
+        # The dict is ordered by the last sample of each worker.
         self._workers[worker_id] = worker
         worker.samples.append(sample)
         before = worker.best
@@ -79,13 +79,8 @@ class ClockOffsets:
             worker.best = min(worker.samples, key=_error_us)
         return Change(worker.best if worker.best != before else None)
 
-    def estimate(self, worker_id: str) -> ClockOffset | None:
-        """The best of a worker's last samples; None for one that was not heard from."""
-        worker = self._workers.get(worker_id)
-        return worker.best if worker is not None else None
-
     def all(self) -> dict[str, ClockOffset]:
-        """The estimate of every worker."""
+        """The estimate of each worker, by its id: its best recent sample."""
         return {worker_id: worker.best for worker_id, worker in self._workers.items()}
 
 

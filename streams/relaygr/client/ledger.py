@@ -1,9 +1,8 @@
-"""The book of a gateway's requests: who waits, what came back, what it means. No Kafka here.
+"""The ledger of a gateway's requests: it matches results, fires timers, and counts. It does not use Kafka.
 
-Every request that is opened here ends once for its caller (its future is set: answered, or `timed_out`
-at its deadline) and once for the gateway (answered, answered late, or lost). All methods may be called
-from any thread. Futures and callbacks run outside the lock, in the thread that called; what a callback
-raises is logged.
+Every request that is opened here ends once for its caller: its future gets a result, or `timed_out` at the
+deadline. It also ends once for the gateway: answered, answered late, or lost. Any thread may call any method.
+Futures and callbacks run outside the lock, in the calling thread; an exception of a callback is logged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _STATUS: Final = {
 
 
 class Ledger:
-    """Opens requests, matches answers, fires timers."""
+    """The open requests of one client."""
 
     def __init__(
         self,
@@ -60,16 +59,16 @@ class Ledger:
         self._counts = ClientCounts()
 
     def open(self, request: RankingRequest, called_us: int | None = None) -> PendingRequest:
-        """Enters a request, whose deadline is taken over to the monotonic clock. Raises QueueFull, MessageRefused.
+        """Opens a request, with its deadline converted to the monotonic clock. Raises QueueFull, MessageRefused.
 
-        Its latency counts from `called_us` on the monotonic clock (None: now).
+        Its latency is measured from `called_us` on the monotonic clock (None: now).
         """
-        # In this order the deadline can only come a little late: nobody is told `timed_out` before it.
+        # With the wall clock read first, the converted deadline can only be a little late, never early.
         wall_us = self._clock.wall_us()
         now_us = self._clock.monotonic_us()
         sent_us = now_us if called_us is None else called_us
         future: Future[RankOutcome] = Future()
-        # What was sent can not be taken back: cancel() has no effect.
+        # A request that was sent cannot be withdrawn, so cancel() has no effect.
         future.set_running_or_notify_cancel()
         entry = PendingRequest(
             request_id=request.request_id,
@@ -86,7 +85,7 @@ class Ledger:
         return entry
 
     def withdraw(self, entry: PendingRequest) -> None:
-        """Forgets a request that could not be handed to the producer, unless it has ended: the client was closed."""
+        """Removes a request that the producer refused, unless it has ended because the client was closed."""
         with self._lock:
             withdrawn = self._table.discard(entry)
             self._counts.submitted -= withdrawn
@@ -94,18 +93,18 @@ class Ledger:
             self._metrics.in_flight.dec()
 
     def acknowledged(self, entry: PendingRequest) -> None:
-        """The broker has the request."""
+        """Records that the broker acknowledged the request."""
         with self._lock:
             self._counts.acknowledged += not entry.acknowledged
             entry.acknowledged = True
 
     def not_delivered(self, entry: PendingRequest, send_again: Callable[[], None]) -> bool:
-        """Plans to send it again after the back-off; False where its deadline comes first."""
+        """Plans to send the request again after the back-off. Returns False if its deadline comes first."""
         with self._lock:
             return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
 
     def answered(self, result: RankingResult) -> AnswerMatch:
-        """An answer with a readable body."""
+        """Takes a result."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             answer = self._table.answer(result.request_id, now_us)
@@ -115,7 +114,7 @@ class Ledger:
         return answer.match
 
     def answered_undecodable(self, request_id: str | None) -> None:
-        """An answer of which only the headers could be read, or not even those (None)."""
+        """Takes a result whose body could not be decoded; `request_id` is None if its headers could not be either."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             self._counts.undecodable += 1
@@ -125,13 +124,13 @@ class Ledger:
             self._end(answer, RankStatus.FAILED, None, FailureReason.UNDECODABLE, now_us)
 
     def foreign(self, reason: str) -> None:
-        """A result on our partition that is none of ours; `reason` is from a bounded set."""
+        """Counts a result on our partition that answers no request of ours; `reason` is from a bounded set."""
         with self._lock:
             self._counts.foreign += 1
         self._metrics.ignored.labels(reason).inc()
 
     def fire(self) -> list[PendingRequest]:
-        """Does what is due. The requests to send again now."""
+        """Fires the timers that are due. Returns the requests to send again now."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             fired = self._table.due(now_us)
@@ -150,7 +149,7 @@ class Ledger:
         return retries
 
     def time_out(self, entry: PendingRequest) -> None:
-        """Ends the wait for a request now, if it has not ended."""
+        """Ends the wait for a request, if it has not ended yet."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             ended = self._table.time_out(entry)
@@ -158,7 +157,7 @@ class Ledger:
             self._tell_timed_out(entry, now_us)
 
     def us_until_due(self, at_most_us: int) -> int:
-        """How long until the next timer."""
+        """Time until the next timer, at most `at_most_us`."""
         with self._lock:
             next_due_us = self._table.next_due_us
         if next_due_us is None:
@@ -166,7 +165,7 @@ class Ledger:
         return max(0, min(at_most_us, next_due_us - self._clock.monotonic_us()))
 
     def close(self) -> None:
-        """Ends the wait for every request, and forgets those in their grace."""
+        """Ends the wait for every request, and removes all requests."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             open_requests = len(self._table)
@@ -182,7 +181,7 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose end is open, those in their grace included."""
+        """Open requests: those whose caller waits, and those past their deadline that are not answered or lost yet."""
         return len(self._table)
 
     def statistics(self) -> ClientStatistics:
@@ -190,7 +189,7 @@ class Ledger:
             return self._counts.snapshot(self._table.waiting, len(self._table) - self._table.waiting)
 
     def clock_offsets(self) -> dict[str, ClockOffset]:
-        """Estimates by worker id."""
+        """The estimated clock offsets, by worker id."""
         with self._lock:
             return self._offsets.all()
 
@@ -202,7 +201,7 @@ class Ledger:
         reason: FailureReason | Other | None,
         now_us: int,
     ) -> None:
-        """Tells the caller, or whoever wants to know of late answers; counts the rest."""
+        """Passes an answer to the caller, or a late one to `on_late`; counts an answer to no open request."""
         entry = answer.entry
         if entry is None:
             if answer.match is AnswerMatch.DUPLICATE:
@@ -251,7 +250,7 @@ class Ledger:
     def _measure_clock(self, entry: PendingRequest, result: RankingResult, now_us: int) -> None:
         if result.request_sent_at_us != entry.echo_us:
             return
-        # The return on our wall clock, taken over the monotonic one: a jump of the wall clock does not show.
+        # Computed from the monotonic clock, so that a jump of our wall clock has no effect.
         returned_us = entry.sent_wall_us + now_us - entry.sent_us
         sample = measure(entry.sent_wall_us, result.received_at_us, result.sent_at_us, returned_us)
         if sample is None:

@@ -1,12 +1,12 @@
 """A gateway's link to Kafka: its producers, its partition of the results topic, and one I/O thread.
 
-`GatewayLink` moves bytes and keeps no account of requests: that is the ledger's. It knows the end of the
-results partition before `connect` returns, so that no answer to a later request can be missed, and reads
-from there: answers to an earlier incarnation of the gateway are none of ours.
+`GatewayLink` sends and receives messages; the ledger keeps the requests. `connect` finds the end of the results
+partition before it returns, and the link reads from there. So it misses no answer to a later request, and reads
+no answers to requests of an earlier process with the same gateway id.
 
-The thread's turn: fire timers, wait for a result (`poll`, woken by the first one), take what else is there
-(`consume` with no wait), run delivery reports. A new request can not wake it, so it sleeps `MAX_WAIT_MS`
-at most: 200 turns a second when idle.
+In each turn the thread fires timers, waits for a result with `poll`, takes further results with `consume`
+without waiting, and serves delivery reports. A new request cannot wake the thread, so it waits `MAX_WAIT_MS` at
+most: 200 turns a second when idle.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from relaygr.schemas.topics import Topic
 
 MAX_WAIT_MS: Final = 5
 _BATCH: Final = 64
-# After an error of ours the thread goes on, but not in a tight loop.
+# The pause keeps the thread from spinning when every turn fails.
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _JOIN_TIMEOUT_S: Final = 1.0
 _OTHER_GATEWAY: Final = "other_gateway"
-# Sending these again can not help.
+# Errors after which a retry cannot succeed.
 _FINAL_ERRORS: Final = frozenset(
     (
         KafkaError.MSG_SIZE_TOO_LARGE,
@@ -86,8 +86,8 @@ class GatewayLink:
     def connect(self) -> None:
         """Checks the cluster, finds the end of the results partition, connects, starts the thread.
 
-        Raises RelayError if the cluster can not be reached, a topic is missing, or the results partition
-        does not exist. Nothing stays open then.
+        Raises RelayError if the cluster cannot be reached, a topic is missing, or the results partition does
+        not exist. It then closes what it opened.
         """
         try:
             self._check_topics()
@@ -102,26 +102,26 @@ class GatewayLink:
         self._thread.start()
 
     def disconnect(self, timeout_s: float) -> None:
-        """Stops the thread, delivers what was published within `timeout_s`, closes the clients.
+        """Stops the thread, waits at most `timeout_s` for published messages to be delivered, closes the clients.
 
-        Not from the I/O thread itself.
+        The I/O thread itself must not call it.
         """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
-                # Closing a consumer under a thread that polls it would crash the process.
-                _log.error("a callback does not return: the gateway's clients stay open", client_id=self._client_id)
+                # Closing a consumer while a thread polls it would crash the process.
+                _log.error("a callback does not return, so the gateway's clients stay open", client_id=self._client_id)
                 return
         self._close_clients(timeout_s)
 
     def is_io_thread(self) -> bool:
-        """Whether the caller runs in the I/O thread: inside a callback."""
+        """Whether the caller runs in the I/O thread, which means within a callback."""
         return threading.current_thread() is self._thread
 
     def send(self, entry: PendingRequest, key: bytes, message: bytes, deadline_us: int) -> None:
         """Hands an encoded ranking request to the producer. Raises NotRunning, QueueFull, MessageRefused."""
-        producer = self._producer  # Another thread may be closing it.
+        producer = self._producer  # Read once: another thread may set it to None.
         if producer is None:
             raise NotRunning("the gateway's link is closed")
         headers = RankingHeaders(
@@ -153,7 +153,7 @@ class GatewayLink:
         self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
 
     def _end_of_results(self, consumer: Consumer) -> int:
-        """The next offset of our partition. A topic just made, or a leader that moves, takes a few tries."""
+        """The next offset of our partition. It retries while a new topic or a moving partition has no leader."""
         place = TopicPartition(self._results_topic, self.results_partition)
         ends_s = time.monotonic() + self._kafka.connect_timeout_s
         while True:
@@ -162,7 +162,7 @@ class GatewayLink:
             except KafkaException as error:
                 if time.monotonic() >= ends_s:
                     raise RelayError(
-                        f"the end of {self._results_topic} [{self.results_partition}] is not known within "
+                        f"the end of {self._results_topic} [{self.results_partition}] was not known within "
                         f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
                     ) from error
             time.sleep(_PAUSE_AFTER_ERROR_S)
@@ -173,7 +173,7 @@ class GatewayLink:
             self._dead_letters.flush(timeout_s)
             self._dead_letters = None
         if self._producer is not None:
-            # Nobody waits for these requests any more.
+            # No caller waits for these requests any more.
             self._producer.purge()
             self._producer.flush(0.1)
             self._producer = None
@@ -186,7 +186,7 @@ class GatewayLink:
             try:
                 self._turn()
             except Exception:
-                _log.exception("the gateway's I/O thread goes on after an error", client_id=self._client_id)
+                _log.exception("the gateway's I/O thread continues after an error", client_id=self._client_id)
                 time.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _turn(self) -> None:
@@ -194,7 +194,7 @@ class GatewayLink:
         for entry in self._ledger.fire():
             self._send_again(entry)
         wait_us = self._ledger.us_until_due(MAX_WAIT_MS * 1000)
-        # librdkafka cuts to whole milliseconds, and 0 would spin: wait for the next whole one.
+        # librdkafka rounds down to whole milliseconds, and a wait of 0 would spin: round up.
         message = self._consumer.poll(-(-wait_us // 1000) / 1000)
         if message is not None:
             self._take(message)
@@ -208,7 +208,7 @@ class GatewayLink:
     def _take(self, message: Message) -> None:
         error = message.error()
         if error is not None:
-            _log.warning("reading results", client_id=self._client_id, error=error.str())
+            _log.warning("results cannot be read", client_id=self._client_id, error=error.str())
             return
         self._set_reachable(True)
         request_id = None
@@ -229,9 +229,11 @@ class GatewayLink:
 
     def _write_dead_letter(self, message: Message, problem: DecodeError) -> None:
         if self._dead_letters is None:
-            # Most gateways never need one.
+            # Made on first use: most gateways never need it.
             self._dead_letters = DeadLetterWriter(self._kafka, self._client_id)
-        _log.warning("undecodable result", client_id=self._client_id, reason=problem.reason, detail=str(problem))
+        _log.warning(
+            "a result could not be decoded", client_id=self._client_id, reason=problem.reason, detail=str(problem)
+        )
         self._dead_letters.write(message, problem.reason.value, str(problem))
 
     def _on_ranking_report(
@@ -242,7 +244,7 @@ class GatewayLink:
             self._set_reachable(True)
             return
         if error.code() in _FINAL_ERRORS:
-            _log.error("a ranking request is refused", request_id=entry.request_id, error=error.str())
+            _log.error("the broker refused a ranking request", request_id=entry.request_id, error=error.str())
             return
         key, value = message.key(), message.value()
         if key is not None and value is not None:
@@ -255,7 +257,7 @@ class GatewayLink:
         try:
             send_again()
         except ClientError:
-            # The producer's queue is full: the same again, after the back-off.
+            # The producer's queue is full: retry after the back-off.
             self._ledger.not_delivered(entry, send_again)
 
     def _on_error(self, error: KafkaError) -> None:

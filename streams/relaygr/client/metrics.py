@@ -1,4 +1,4 @@
-"""What a gateway's client counts, as Prometheus metrics and as a snapshot."""
+"""The counters of a gateway's client, as Prometheus metrics and as a snapshot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_PATH: Final = "none"
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """What one client has counted since it was made, and how many requests are open now."""
+    """The counters of one client since it was made, and its number of open requests."""
 
     submitted: int
     acknowledged: int
@@ -36,7 +36,7 @@ class ClientStatistics:
 
 @dataclass(slots=True)
 class ClientCounts:
-    """The counters behind a `ClientStatistics`. The caller serialises its writes."""
+    """The counters of a `ClientStatistics`. Only one thread at a time may write them."""
 
     submitted: int = 0
     acknowledged: int = 0
@@ -57,56 +57,60 @@ class ClientCounts:
 
 
 class GatewayMetrics:
-    """The `relaygr_gateway_*` families. Several clients of one process share one object."""
+    """The metrics `relaygr_gateway_*`. The clients of one process share one object."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "relaygr_gateway_requests_total",
-            "Ranking requests by how they ended for their caller, and the path that served them",
+            "Ranking requests by the outcome that their caller got and by the path that served them",
             ["status", "path"],
             registry=registry,
         )
         self._by_outcome: dict[tuple[RankStatus, str], Counter] = {}
         self._latency = Histogram(
             "relaygr_gateway_latency_seconds",
-            "From the call to the answer on the gateway's monotonic clock; answers that came late included",
+            "Time from the call to the result on the gateway's monotonic clock; late results are included",
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self._late = Counter(
             "relaygr_gateway_late_results_total",
-            "Answers that came after their deadline, by what they say",
+            "Results that arrived after their deadline, by their status",
             ["status"],
             registry=registry,
         )
         self.duplicates = Counter(
-            "relaygr_gateway_duplicate_results_total", "Answers to requests answered before", registry=registry
+            "relaygr_gateway_duplicate_results_total",
+            "Results of requests that had a result already",
+            registry=registry,
         )
         self._lost = Counter(
             "relaygr_gateway_lost_requests_total",
-            "Requests that no worker answered, by whether the broker had acknowledged them",
+            "Requests that no worker answered, by whether the broker acknowledged them",
             ["acknowledged"],
             registry=registry,
         )
         self.ignored = Counter(
             "relaygr_gateway_ignored_results_total",
-            "Results on our partition that answer no request of ours",
+            "Results on this gateway's partition that answer none of its open requests, by reason",
             ["reason"],
             registry=registry,
         )
         self.retries = Counter(
             "relaygr_gateway_retries_total", "Requests sent again after a failed delivery", registry=registry
         )
-        self.in_flight = Gauge("relaygr_gateway_in_flight_requests", "Requests whose end is open", registry=registry)
+        self.in_flight = Gauge(
+            "relaygr_gateway_in_flight_requests", "Requests that are not answered or lost yet", registry=registry
+        )
         self.published = Counter(
             "relaygr_gateway_published_total",
-            "Retrieval events and histories by topic and whether the broker acknowledged them",
+            "Published retrieval events and histories, by topic and by whether the broker acknowledged them",
             ["topic", "acknowledged"],
             registry=registry,
         )
         self.clock_offset = Gauge(
             "relaygr_clock_offset_seconds",
-            "A worker's wall clock minus ours",
+            "A worker's wall clock minus the gateway's",
             ["worker"],
             registry=registry,
         )
@@ -122,7 +126,7 @@ class GatewayMetrics:
             self._lost.labels(acknowledged)
 
     def count_outcome(self, outcome: RankOutcome) -> None:
-        """Counts what the caller was told."""
+        """Counts the outcome that the caller got."""
         path = outcome.result.path if outcome.result is not None else None
         key = (outcome.status, NO_PATH if path is None else choice_label(path))
         counter = self._by_outcome.get(key)
@@ -133,7 +137,7 @@ class GatewayMetrics:
         counter.inc()
 
     def observe_answer(self, latency_us: int) -> None:
-        """Observes how long an answer took, in time or late."""
+        """Records the latency of a result, late or not."""
         self._latency.observe(latency_us / 1e6)
 
     def count_late(self, status: RankStatus) -> None:
@@ -147,7 +151,7 @@ _SHARED: dict[CollectorRegistry, GatewayMetrics] = {}
 
 
 def gateway_metrics(registry: CollectorRegistry = REGISTRY) -> GatewayMetrics:
-    """The families on `registry`: made once, since a registry takes a name only once."""
+    """The metrics on `registry`. They are made once, because a registry accepts each name once."""
     metrics = _SHARED.get(registry)
     if metrics is None:
         metrics = _SHARED[registry] = GatewayMetrics(registry)

@@ -1,7 +1,7 @@
-"""What a caller gets back from the client: an outcome for every request that was sent, an error for misuse.
+"""Outcomes of requests and errors of the client's calls.
 
-A request that `rank` accepted ends in exactly one `RankOutcome`, whatever the network does. The errors
-here are raised before anything is sent: the same call may be made again.
+Every request that `rank` accepts ends with exactly one `RankOutcome`, also when the network fails. The
+errors here are raised before anything is sent, so the caller may repeat the call.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RankStatus(enum.StrEnum):
 
 
 class TimeOutReason(enum.StrEnum):
-    """Why there was no answer by the deadline."""
+    """Why no result arrived by the deadline."""
 
     NO_ANSWER = "no_answer"
-    """The broker acknowledged the request; no worker's answer came in time."""
+    """The broker acknowledged the request; no result arrived by the deadline."""
     NOT_ACKNOWLEDGED = "not_acknowledged"
-    """The broker did not acknowledge the request. It may have it all the same."""
+    """The broker did not acknowledge the request, though it may have received it."""
     CLOSED = "closed"
     """The client was closed before the deadline."""
 
@@ -38,10 +38,11 @@ class TimeOutReason(enum.StrEnum):
 class RankOutcome:
     """The end of one ranking request.
 
-    `latency_us` runs on the gateway's monotonic clock from the call to the answer (to the deadline, if
-    `timed_out`). `result` is the worker's answer: absent if `timed_out`, and where the answer itself could
-    not be decoded (`failed`, reason `undecodable`). `late` is true only in what `on_late` is given: the
-    answer came after the caller had been told `timed_out`.
+    `latency_us` is the time on the gateway's monotonic clock from the call to the result, or to the deadline
+    if `timed_out`. `result` is absent if `timed_out`, and if the result could not be decoded (`failed` with
+    reason `undecodable`). `reason` is set if `failed` or `timed_out`; a reason of a newer worker that this
+    version does not know is an `Other`. `late` is true only in the outcomes passed to `on_late`: the result
+    arrived after the caller was told `timed_out`.
     """
 
     request_id: str
@@ -54,16 +55,16 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LostRequest:
-    """A request that no worker answered until its deadline and the grace after it had passed."""
+    """A request without a result by `lost_after_ms` after its deadline."""
 
     request_id: str
     acknowledged: bool
-    """The broker had acknowledged it; else the request itself may never have arrived."""
+    """Whether the broker acknowledged the request. If not, the request may never have reached it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryReport:
-    """What became of one published message. After an error it may be in the topic all the same."""
+    """Whether one published message was delivered. After an error the message may still be in the topic."""
 
     topic: str
     partition: int | None
@@ -72,12 +73,12 @@ class DeliveryReport:
 
     @property
     def delivered(self) -> bool:
-        """The broker acknowledged it."""
+        """Whether the broker acknowledged the message."""
         return self.error is None
 
 
 class ClientError(RelayError):
-    """The client did not take the call; nothing was sent."""
+    """The client refused the call; nothing was sent."""
 
 
 class NotRunning(ClientError):  # noqa: N818 - named for the state, as queue.Full is
@@ -85,8 +86,8 @@ class NotRunning(ClientError):  # noqa: N818 - named for the state, as queue.Ful
 
 
 class QueueFull(ClientError):  # noqa: N818 - named for the state, as queue.Full is
-    """A bound of the client is reached: requests in flight, or messages that wait for the broker."""
+    """A bound is reached: on requests in flight, or on messages that wait for the broker."""
 
 
 class MessageRefused(ClientError):  # noqa: N818 - named for the state, as queue.Full is
-    """The message can not be sent as it is: too large for the producer, or an id that is in use."""
+    """The message cannot be sent: it is too large for the producer, or its request id is in use."""

@@ -1,23 +1,24 @@
-"""The table of requests whose end is open, and the timers that end them. No I/O, no clock, no lock.
+"""The table of open requests and their timers. No I/O, no clock, no lock.
 
-    add ---> WAITING --answer--> ended, remembered                                  (ON_TIME)
+    add ---> WAITING --answer--> ended                                  (ON_TIME)
                 |
-                +---deadline---> GRACE --answer--> ended, remembered                (LATE)
+                +---deadline---> GRACE --answer--> ended                (LATE)
                                    |
-                                   +--grace over--> OVERDUE --answer--> ended, remembered   (LATE)
+                                   +--grace over--> OVERDUE --answer--> ended   (LATE)
                                                       |
-                                                      +--lost_after--> ended, remembered as lost
+                                                      +--lost_after--> lost
 
-The grace is how long an unanswered request counts towards the bound of requests in flight. Lost is what no
-worker ever answered: after a worker's death its successor answers what expired meanwhile, seconds later. What
-is overdue is bounded too; beyond the bound the oldest is given up as lost.
+An unanswered request counts towards the bound on requests in flight until its grace is over. A request is
+lost if no worker answers it in time: after a worker dies, its successor answers the requests that expired
+meanwhile, some seconds later. The number of overdue requests is bounded as well; beyond the bound the oldest
+overdue request is lost.
 
-An answer to an ended request is a DUPLICATE, to a lost one AFTER_LOSS, to any other id UNKNOWN. Ended
-ids are remembered up to a number, the oldest forgotten first.
+The table remembers the ids of ended and lost requests, up to a bound; it forgets the oldest first. An answer
+to an ended request is a DUPLICATE, to a lost request AFTER_LOSS, to any other id UNKNOWN.
 
-Every time is in microseconds on the gateway's monotonic clock. `due` must be called at `next_due_us` or
-soon after; an answer that comes between a deadline and that call is LATE all the same. The caller of
-the table serialises its calls.
+All times are microseconds on the gateway's monotonic clock. The caller calls `due` at `next_due_us` or soon
+after; an answer that arrives between a deadline and that call is LATE as well. The caller makes sure that only
+one thread at a time uses the table.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from typing import Final
 
 from relaygr.client.outcome import MessageRefused, QueueFull, RankOutcome
 
-# Timers of requests that were answered stay in the heap until it holds this many for each live one.
+# The heap keeps the timers of ended requests until it holds more than this many timers for each open request.
 _STALE_TIMERS_PER_REQUEST: Final = 3
 _FEW_TIMERS: Final = 1024
 
 
 class RequestPhase(enum.StrEnum):
-    """Whether the caller still waits."""
+    """The phase of an open request."""
 
     WAITING = "waiting"
     GRACE = "grace"
@@ -46,7 +47,7 @@ class RequestPhase(enum.StrEnum):
 
 
 class AnswerMatch(enum.StrEnum):
-    """What an answer's request id means to this client."""
+    """How an answer relates to the requests of this client."""
 
     ON_TIME = "on_time"
     LATE = "late"
@@ -66,30 +67,30 @@ class Timer(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request whose end is open."""
+    """An open request."""
 
     request_id: str
     sent_us: int
     deadline_us: int
     sent_wall_us: int
-    """When it was sent on the wall clock, for the clock offset."""
+    """When the request was sent, on the wall clock; used for the clock offset."""
     echo_us: int
-    """Its `sent_at_us`, which the answer must echo for the clock offset."""
+    """The request's `sent_at_us`. Only an answer that repeats it is used for the clock offset."""
     future: Future[RankOutcome]
     phase: RequestPhase = RequestPhase.WAITING
     acknowledged: bool = False
     send_again: Callable[[], None] | None = None
-    """Set while it waits to be sent again."""
+    """Sends the request again; set while a retry is planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an answer was matched with. `entry` is set if ON_TIME or LATE."""
+    """The request that an answer belongs to; `entry` is set if ON_TIME or LATE."""
 
     match: AnswerMatch
     entry: PendingRequest | None = None
     untold: bool = False
-    """The deadline has passed, but its timer had not come yet: the caller must still be told."""
+    """The deadline has passed, but its timer has not fired yet: the caller must still be told `timed_out`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,10 @@ class Due:
 
 
 class PendingTable:
-    """Requests in flight by id, their timers, and the ids of those that ended lately."""
+    """Open requests by id, their timers, and the ids of requests that ended recently."""
 
     def __init__(self, max_in_flight: int, grace_us: int, remembered: int, lost_after_us: int = 0) -> None:
-        """A request is lost so long after its deadline, but not before its grace is over."""
+        """A request is lost `lost_after_us` after its deadline, but not before its grace is over."""
         self._max_in_flight = max_in_flight
         self._grace_us = grace_us
         self._lost_after_us = max(lost_after_us, grace_us)
@@ -126,20 +127,11 @@ class PendingTable:
 
     @property
     def next_due_us(self) -> int | None:
-        """When the next timer is due. It may be the timer of a request that ended meanwhile."""
+        """When the next timer is due. The timer may belong to a request that has ended."""
         return self._timers[0][0] if self._timers else None
 
-    @property
-    def timer_count(self) -> int:
-        """Timers held, those of ended requests included."""
-        return len(self._timers)
-
-    def get(self, request_id: str) -> PendingRequest | None:
-        """The request, if its end is open."""
-        return self._entries.get(request_id)
-
     def add(self, entry: PendingRequest) -> None:
-        """Takes a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
+        """Adds a request. Raises QueueFull at the bound, MessageRefused for an id that is or was in use."""
         in_flight = len(self._entries) - len(self._overdue)
         if in_flight >= self._max_in_flight:
             raise QueueFull(
@@ -153,7 +145,7 @@ class PendingTable:
         self._push(entry.deadline_us, Timer.TIME_OUT, entry)
 
     def discard(self, entry: PendingRequest) -> bool:
-        """Forgets a request that was not sent after all. False if it has ended already."""
+        """Removes a request that was not sent. Returns False if the request has ended already."""
         if self._entries.get(entry.request_id) is not entry:
             return False
         del self._entries[entry.request_id]
@@ -163,7 +155,7 @@ class PendingTable:
         return True
 
     def retry(self, entry: PendingRequest, send_again: Callable[[], None], at_us: int) -> bool:
-        """Plans to send a request again. False where its caller would have gone by then."""
+        """Plans to send a request again. Returns False if its deadline comes first, or if it has ended."""
         if self._entries.get(entry.request_id) is not entry or entry.phase is not RequestPhase.WAITING:
             return False
         if at_us >= entry.deadline_us:
@@ -173,7 +165,7 @@ class PendingTable:
         return True
 
     def answer(self, request_id: str, now_us: int) -> Answer:
-        """Matches an answer with its request, which ends with it."""
+        """Finds the request of an answer and ends it."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             answered = self._answered.get(request_id)
@@ -190,7 +182,7 @@ class PendingTable:
         return Answer(AnswerMatch.ON_TIME, entry)
 
     def time_out(self, entry: PendingRequest) -> bool:
-        """Ends the wait for a request, whose answer is still matched. False if it is over already."""
+        """Ends the wait for a request; an answer to it can still be matched. Returns False if the wait has ended."""
         if self._entries.get(entry.request_id) is not entry or entry.phase is not RequestPhase.WAITING:
             return False
         entry.phase = RequestPhase.GRACE
@@ -200,7 +192,7 @@ class PendingTable:
         return True
 
     def _become_overdue(self, entry: PendingRequest) -> list[Due]:
-        """The request leaves the bound; the oldest overdue one is lost where they are too many."""
+        """Stops counting the request towards the bound. If too many are overdue, the oldest is lost."""
         entry.phase = RequestPhase.OVERDUE
         self._overdue[entry.request_id] = entry
         self._push(entry.deadline_us + self._lost_after_us, Timer.LOSE, entry)
@@ -215,7 +207,7 @@ class PendingTable:
         return Due(Timer.LOSE, entry)
 
     def due(self, now_us: int) -> list[Due]:
-        """The timers that are due, in order, with their effect on the table done."""
+        """Applies the timers that are due, and returns them in order."""
         fired = []
         while self._timers and self._timers[0][0] <= now_us:
             _, _, timer, entry = heapq.heappop(self._timers)
@@ -233,7 +225,7 @@ class PendingTable:
         return fired
 
     def clear(self) -> list[PendingRequest]:
-        """Forgets everything; the requests whose caller still waits."""
+        """Removes all requests. Returns those whose caller still waits."""
         waiting = [entry for entry in self._entries.values() if entry.phase is RequestPhase.WAITING]
         self._entries.clear()
         self._overdue.clear()

@@ -1,8 +1,8 @@
-"""Publishing what need not be answered: retrieval events, histories and tombstones.
+"""Publishes messages that get no answer: retrieval events, histories and tombstones.
 
-`EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s) and no thread: its owner calls
-`poll` often, which is where delivery reports come, and `close` at the end. `publish*` never block: they
-raise QueueFull when the producer's queue is full, and MessageRefused for what it would never take.
+`EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s) and no thread. Its owner calls `poll`
+often, which serves delivery reports, and `close` at the end. `publish*` do not block: they raise QueueFull if the
+producer's queue is full, and MessageRefused for a message that the producer cannot send.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relaygr.schemas.headers import Headers
 from relaygr.schemas.messages import USER_ID_TEXT, History, RetrievalEvent
 from relaygr.schemas.topics import Topic
 
-# A purge only moves reports to the queue that flush() serves.
+# After a purge, flush() only has to serve the reports.
 _PURGE_TIMEOUT_S: Final = 0.5
 
 OnDelivery = Callable[[DeliveryReport], None]
@@ -34,7 +34,7 @@ _log = structlog.get_logger()
 
 
 class EventPublisher:
-    """Writes to the retrieval and history topics. No network before `start`. `publish*` from any thread."""
+    """Writes to the retrieval and history topics. No I/O before `start`. Any thread may call `publish*`."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class EventPublisher:
         self._running: Producer | None = None
 
     def __len__(self) -> int:
-        """Messages that the broker has not acknowledged, and reports that were not polled yet."""
+        """Messages that the broker has not acknowledged, and reports that `poll` has not served."""
         return len(self._running) if self._running is not None else 0
 
     def start(self) -> None:
-        """Connects, so that the first event does not wait for it. Raises RelayError."""
+        """Connects, so that the first event need not wait for the connection. Raises RelayError."""
         producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
         warm_up(producer, self._retrieval, self._kafka.connect_timeout_s)
         self._running = producer
@@ -66,11 +66,11 @@ class EventPublisher:
         self._publish(self._retrieval, event.user_id, codec.encode(event), on_delivery)
 
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
-        """Publishes a user's history, which replaces the older one. Raises EncodeError, QueueFull, MessageRefused."""
+        """Replaces a user's history. Raises EncodeError, QueueFull, MessageRefused."""
         self._publish(self._history, history.user_id, codec.encode(history), on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
-        """Deletes a user everywhere. Raises EncodeError, QueueFull, MessageRefused."""
+        """Deletes a user's history, also in the workers. Raises EncodeError, QueueFull, MessageRefused."""
         try:
             USER_ID_TEXT.pack(user_id)
         except FieldError as error:
@@ -78,21 +78,21 @@ class EventPublisher:
         self._publish(self._history, user_id, None, on_delivery)
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Runs the callbacks of the reports that have come. How many there were."""
+        """Runs the callbacks of the delivery reports. Returns their number."""
         return self._producer.poll(timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Waits until everything is delivered, at most so long. How many messages were not; their reports say so."""
+        """Waits at most `timeout_s` until all is delivered. Returns how many messages failed; these report an error."""
         if self._running is None:
             return 0
         left = self._running.flush(timeout_s)
         if left:
-            # Without it their reports would never come, and whoever waits for one would wait for ever.
+            # Without the purge their reports would never come, and a caller that waits for one would hang.
             self._running.purge()
             self._running.flush(_PURGE_TIMEOUT_S)
         self._running = None
         if left:
-            _log.warning("published messages not acknowledged at close", messages=left)
+            _log.warning("published messages were not acknowledged before close", messages=left)
         return left
 
     @property
@@ -111,7 +111,7 @@ class EventPublisher:
 
 
 def delivery_report(error: KafkaError | None, message: Message) -> DeliveryReport:
-    """librdkafka's report as ours."""
+    """Converts librdkafka's delivery report."""
     return DeliveryReport(
         topic=message.topic() or "",
         partition=message.partition(),
@@ -121,7 +121,7 @@ def delivery_report(error: KafkaError | None, message: Message) -> DeliveryRepor
 
 
 def notify(callback: Callable[..., None], *args: object) -> None:
-    """Runs a caller's callback; what it raises is logged, since it must not stop ours."""
+    """Runs a caller's callback, and logs an exception that it raises."""
     try:
         callback(*args)
     except Exception:
@@ -136,19 +136,19 @@ def produce(
     headers: Headers | None,
     report: Callable[[KafkaError | None, Message], None],
 ) -> None:
-    """`produce` with typed errors. Raises QueueFull, MessageRefused."""
+    """Calls `produce`. Raises QueueFull, MessageRefused."""
     try:
         producer.produce(topic, value=value, key=key, headers=[*(headers or ())], on_delivery=report)
     except BufferError as error:
         raise QueueFull(
-            f"{len(producer)} messages wait for the broker: send slower, or see whether it is up"
+            f"{len(producer)} messages wait for the broker: send slower, or check that the broker is up"
         ) from error
     except KafkaException as error:
-        raise MessageRefused(f"{topic} takes no such message: {error.args[0].str()}") from error
+        raise MessageRefused(f"the message cannot be sent to {topic}: {error.args[0].str()}") from error
 
 
 def warm_up(producer: Producer, topic: str, timeout_s: float) -> None:
-    """Makes the producer know the topic's leaders. Raises RelayError if they do not answer in time."""
+    """Fetches the topic's metadata, so that the producer knows its leaders. Raises RelayError after `timeout_s`."""
     try:
         producer.list_topics(topic, timeout=timeout_s)
     except KafkaException as error:

@@ -1,4 +1,4 @@
-"""Making messages from what a gateway knows: ids, times, and the arrays of a request."""
+"""Makes request ids, and messages from a gateway's keyword arguments."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class RetrievalFields(TypedDict, total=False):
     """Keyword arguments of `publish_retrieval`."""
 
     ranking_budget_ms: Required[int]
-    """The ranking stage's SLO."""
+    """Time limit of the ranking stage."""
     expected_ranking_in_ms: Required[int]
-    """From now to the ranking request: what retrieval and pre-processing usually take."""
+    """Time from now to the ranking request: the usual duration of retrieval and pre-processing."""
     expected_candidates: Required[int]
     expected_suffix: Required[int]
-    """Short-term behaviours that the ranking request will bring."""
+    """Number of short-term behaviours in the ranking request."""
     history_version: HistoryVersion | None
-    """The history to use; absent: the newest known."""
+    """The history to use; absent: the newest that the worker knows."""
     history: History | None
-    """The history itself, where the history topic does not carry it."""
+    """The history itself, if the history topic does not carry it."""
     request_id: str | None
     """Absent: a new one."""
 
@@ -40,24 +40,24 @@ class RankFields(TypedDict, total=False):
     """Keyword arguments of `rank`."""
 
     budget_ms: Required[float]
-    """From now to the deadline; more than 0, at most `MAX_BUDGET_MS`."""
+    """Time from now to the deadline; more than 0, at most `MAX_BUDGET_MS`."""
     suffix: Behaviours | None
-    """Short-term behaviours after the prefix."""
+    """Short-term behaviours that follow the prefix."""
     query_time_ms: int | None
     """`retrieval_at_us // 1000` of the impression's retrieval event; absent: now."""
     history_version: HistoryVersion | None
-    """The history to use; absent: the newest known."""
+    """The history to use; absent: the newest that the worker knows."""
     history: History | None
-    """The history itself, where the history topic does not carry it."""
+    """The history itself, if the history topic does not carry it."""
     request_id: str | None
-    """That of the impression's retrieval event; absent: a new one."""
+    """The request id of the impression's retrieval event; absent: a new one."""
 
 
 class RequestIds:
     """Ids `GATEWAY.INCARNATION.SEQUENCE`: unique over gateways, restarts and calls. Thread-safe.
 
-    The incarnation is the start time in milliseconds and 32 random bits, both in hexadecimal. Raises
-    ValueError for a gateway id that is not 1 to 64 of `A-Za-z0-9._-`, beginning with a letter or digit.
+    The incarnation is the start time in milliseconds and 32 random bits, in hexadecimal. Raises ValueError for
+    a gateway id that is not 1 to 64 characters of `A-Za-z0-9._-`, or does not begin with a letter or digit.
     """
 
     def __init__(self, gateway_id: str, clock: Clock) -> None:
@@ -66,12 +66,12 @@ class RequestIds:
                 f"gateway id {gateway_id!r}: allowed are 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', "
                 "beginning with a letter or digit"
             )
-        self.prefix = f"{gateway_id}.{clock.wall_us() // 1000:x}{secrets.token_hex(4)}."
+        self._prefix = f"{gateway_id}.{clock.wall_us() // 1000:x}{secrets.token_hex(4)}."
         self._sequence = itertools.count(1)
 
     def new(self) -> str:
         """The next id."""
-        return f"{self.prefix}{next(self._sequence)}"
+        return f"{self._prefix}{next(self._sequence)}"
 
 
 def retrieval_event(request_id: str, user_id: str, now_us: int, fields: RetrievalFields) -> RetrievalEvent:
@@ -93,7 +93,7 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
 def ranking_request(
     request_id: str, user_id: str, candidates: ArrayLike, now_us: int, fields: RankFields
 ) -> RankingRequest:
-    """A request that is sent now.
+    """A ranking request that is sent now.
 
     Raises ValueError for a budget out of bounds, TypeError for a field that is missing or unknown.
     """
@@ -117,7 +117,7 @@ def ranking_request(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of a TypedDict. Its own sets do not see `Required` in annotations that are text."""
+    """The names of a TypedDict. Its own `__required_keys__` miss `Required` in annotations that are strings."""
 
     required: frozenset[str]
     allowed: frozenset[str]
@@ -129,10 +129,12 @@ class _Names:
         return cls(required, frozenset(hints))
 
     def check(self, given: Mapping[str, object]) -> None:
-        """What Python checks of a signature: it takes any name for `**fields`, and a misspelt one would do nothing."""
+        """Raises TypeError for an unknown or a missing name, which Python does not do for `**fields`."""
         unknown = given.keys() - self.allowed
         if unknown:
-            raise TypeError(f"there is no argument {min(unknown)!r}; there are {', '.join(sorted(self.allowed))}")
+            raise TypeError(
+                f"there is no argument {min(unknown)!r}; the arguments are {', '.join(sorted(self.allowed))}"
+            )
         missing = self.required - given.keys()
         if missing:
             raise TypeError(f"the argument {min(missing)!r} is missing")

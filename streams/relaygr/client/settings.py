@@ -13,35 +13,52 @@ class ClientSettings(Section):
     """Bounds and times of one `RelayClient`."""
 
     results_partition: Annotated[
-        int | None, Field(ge=0, description="partition of the results topic to read; none: murmur2(gateway id) mod n")
+        int | None,
+        Field(
+            ge=0,
+            description="partition of the results topic to read; none: murmur2 of the gateway id selects it",
+        ),
     ] = None
     max_in_flight: Annotated[
-        int, Field(ge=1, le=1_000_000, description="requests whose end is open, those in their grace included")
+        int,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="largest number of requests in flight; each counts until its answer or the end of its grace",
+        ),
     ] = 10_000
     result_grace_ms: Annotated[
         int,
-        Field(
-            ge=0, le=600_000, description="how long after its deadline an unanswered request still counts as in flight"
-        ),
+        Field(ge=0, le=600_000, description="how long after its deadline an unanswered request counts as in flight"),
     ] = 1000
     lost_after_ms: Annotated[
         int,
         Field(
             ge=0,
             le=600_000,
-            description="how long after its deadline a request that nobody answered counts as lost; longer than a "
-            "dead worker's partitions take to move",
+            description="how long after its deadline an unanswered request counts as lost; longer than the time in "
+            "which a dead worker's partitions move to another worker",
         ),
     ] = 30_000
     retry_backoff_ms: Annotated[
-        int, Field(ge=1, description="before a request whose delivery failed is sent again")
+        int, Field(ge=1, description="back-off before a request whose delivery failed is sent again")
     ] = 20
     remembered_answers: Annotated[
-        int, Field(ge=1, le=1_000_000, description="ids of ended requests, by which duplicates are known")
+        int,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="number of ended requests whose ids are remembered, to detect duplicate results",
+        ),
     ] = 16_384
     max_workers_tracked: Annotated[
-        int, Field(ge=1, le=4096, description="workers whose clock offset is kept; the one longest unheard goes first")
+        int,
+        Field(
+            ge=1,
+            le=4096,
+            description="largest number of workers whose clock offset is kept; the least recently seen is evicted",
+        ),
     ] = 64
     close_timeout_s: Annotated[
-        float, Field(gt=0, description="how long close() waits for what is in flight and undelivered")
+        float, Field(gt=0, description="how long close() waits for requests in flight and undelivered messages")
     ] = 3.0

@@ -1,4 +1,4 @@
-"""`RelayClient`: how a gateway talks to the relay, from plain threads.
+"""`RelayClient`: a gateway's client for threads.
 
     with RelayClient(kafka, gateway_id="gw-0") as client:
         event = client.publish_retrieval(user, ranking_budget_ms=50, ...)      # retrieval begins
@@ -6,20 +6,20 @@
         outcome = client.rank(user, candidates, budget_ms=50, request_id=event.request_id,
                               query_time_ms=event.retrieval_at_us // 1000)
 
-What a caller can rely on:
+The contract:
 
-* `rank` returns at its deadline at the latest, and gives an outcome for every end that a request can
-  have: `ranked`, `expired`, `failed`, `timed_out`. It raises only where nothing was sent: EncodeError,
-  ValueError or TypeError (an argument), NotRunning, QueueFull, MessageRefused.
-* An answer that comes within `result_grace_ms` after the deadline is given to `on_late`; a request that
-  was never answered, to `on_lost`. A second answer is dropped and counted.
-* A broker that is away makes `timed_out`, no exception: a failed delivery is tried again until the
-  deadline. A failed delivery does not mean that the request did not arrive.
-* One thread does all I/O, timers and callbacks (futures' callbacks too). They must be short and must not
-  block: while one runs, no answer is read.
+* `rank` returns at its deadline at the latest, with the outcome `ranked`, `expired`, `failed` or `timed_out`.
+  It raises only if nothing was sent: EncodeError, ValueError or TypeError (an argument), NotRunning, QueueFull,
+  MessageRefused.
+* The client passes an answer that arrives after the deadline to `on_late`, and a request that got no answer
+  within `lost_after_ms` after its deadline to `on_lost`. It drops and counts a second answer.
+* While the broker is away, outcomes are `timed_out`; there is no exception. The client retries a failed
+  delivery until the deadline. The request may have arrived although its delivery failed.
+* One thread does all I/O, fires timers and runs callbacks, those of futures included. A callback must be short
+  and must not block: the thread reads no answers while it runs.
 
-`submit_rank` gives a future instead; on it a deadline is kept to about a millisecond, or to
-`MAX_WAIT_MS` (5) where the budget is shorter than that.
+`submit_rank` returns a future instead. Its deadline is exact to about a millisecond, or to `MAX_WAIT_MS` (5) if
+the budget is shorter than that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _State(enum.StrEnum):
 
 
 class RelayClient:
-    """A gateway's client. `start` and `close` once; everything else in between, from any thread."""
+    """A gateway's client. Call `start` and `close` once, and the other methods in between, from any thread."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RelayClient:
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """No network here. Raises ValueError for a gateway id with other letters than `A-Za-z0-9._-`."""
+        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`."""
         self._settings = settings or ClientSettings()
         self._clock = clock or SystemClock()
         self._ids = RequestIds(gateway_id, self._clock)
@@ -84,10 +84,10 @@ class RelayClient:
         self._lifecycle = threading.Lock()
 
     def start(self) -> None:
-        """Connects; when it returns, requests can be sent and no answer to them is missed.
+        """Connects. When it returns, requests can be sent, and the client will read every answer to them.
 
-        Raises RelayError if the cluster can not be reached within `connect_timeout_s`, a topic is missing,
-        or the results partition does not exist; NotRunning if the client was started before.
+        Raises RelayError if the cluster cannot be reached within `connect_timeout_s`, a topic is missing, or the
+        results partition does not exist; NotRunning if the client was started before.
         """
         with self._lifecycle:
             if self._state is not _State.NEW:
@@ -97,11 +97,11 @@ class RelayClient:
             self._state = _State.RUNNING
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits for what is in flight and undelivered, at most `timeout_s` and about a second more.
+        """Waits for waiting callers and undelivered messages, at most `timeout_s` and about a second more.
 
-        None: the setting `close_timeout_s`. Who then still waits is told `timed_out` with reason `closed`, and
-        `on_delivery` of what is not acknowledged gets an error. Requests in their grace are forgotten, not
-        counted lost: `drain` first to know. Raises ClientError in a callback.
+        None: the setting `close_timeout_s`. Callers that still wait then get `timed_out` with reason `closed`,
+        and `on_delivery` of an unacknowledged message gets an error. Requests past their deadline are not
+        counted as lost; call `drain` first if you need that count. Raises ClientError in a callback.
         """
         self._refuse_in_callback("close")
         with self._lifecycle:
@@ -126,7 +126,7 @@ class RelayClient:
         self.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until every request has ended, those in their grace included. False if time ran out.
+        """Waits until every request is answered or lost. Returns False if that takes longer than `timeout_s`.
 
         Raises ClientError in a callback.
         """
@@ -145,15 +145,15 @@ class RelayClient:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose end is open, those in their grace included."""
+        """Open requests: those whose caller waits, and those past their deadline that are not answered or lost yet."""
         return self._ledger.in_flight
 
     def statistics(self) -> ClientStatistics:
-        """What this client has counted."""
+        """The counters of this client."""
         return self._ledger.statistics()
 
     def clock_offsets(self) -> dict[str, ClockOffset]:
-        """Each worker's wall clock against ours, by worker id."""
+        """The offset of each worker's wall clock from ours, by worker id."""
         return self._ledger.clock_offsets()
 
     def new_request_id(self) -> str:
@@ -163,9 +163,9 @@ class RelayClient:
     def publish_retrieval(
         self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]
     ) -> RetrievalEvent:
-        """Says that an impression begins now. The event holds the request id for its `rank`.
+        """Publishes that an impression begins now. Pass the event's request id to `rank`.
 
-        Does not wait; `on_delivery` is told what became of it. Raises EncodeError, TypeError, NotRunning,
+        Does not wait for the broker; `on_delivery` gets the delivery report. Raises EncodeError, TypeError, NotRunning,
         QueueFull, MessageRefused.
         """
         request_id = fields.get("request_id") or self.new_request_id()
@@ -174,7 +174,7 @@ class RelayClient:
         return event
 
     def publish_event(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:
-        """Publishes a retrieval event as it is. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        """Publishes a complete retrieval event. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
         self._link.events.publish_retrieval(event, on_delivery)
 
@@ -184,12 +184,12 @@ class RelayClient:
         self._link.events.publish_history(history, on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
-        """Deletes a user everywhere. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        """Deletes a user's history, also in the workers. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
         self._link.events.tombstone(user_id, on_delivery)
 
     def rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> RankOutcome:
-        """Ranks `candidates` (item ids, int64, shape [candidates]) and waits, `budget_ms` at most.
+        """Ranks `candidates` (item ids, int64, shape [candidates]) and waits at most `budget_ms`.
 
         Raises EncodeError, ValueError, TypeError, NotRunning, QueueFull, MessageRefused, all before anything is
         sent; ClientError in a callback.
@@ -201,17 +201,17 @@ class RelayClient:
         try:
             return entry.future.result(timeout=max(0, left_us) / 1e6)
         except FutureTimeoutError:
-            # The caller keeps its own time, so that a busy I/O thread makes nobody late.
+            # The calling thread keeps the deadline itself, so that a busy I/O thread cannot delay it.
             self._ledger.time_out(entry)
             return entry.future.result()
 
     def submit_rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> Future[RankOutcome]:
-        """`rank` without the wait: the future gets an outcome, never an exception. It can not be cancelled."""
+        """`rank` without the wait. The future gets an outcome and never an exception; it cannot be cancelled."""
         called_us = self._clock.monotonic_us()
         return self._submit(self._request(user_id, candidates, fields), called_us).future
 
     def submit_request(self, request: RankingRequest) -> Future[RankOutcome]:
-        """Sends a request as it is; its `deadline_us` is on our wall clock. Raises as `rank` does."""
+        """Sends a complete request; its `deadline_us` is on our wall clock. Raises the errors of `rank`."""
         return self._submit(request, self._clock.monotonic_us()).future
 
     def _request(self, user_id: str, candidates: ArrayLike, fields: RankFields) -> RankingRequest:
@@ -233,8 +233,8 @@ class RelayClient:
 
     def _refuse_in_callback(self, name: str) -> None:
         if self._link.is_io_thread():
-            mend = "use submit_rank()" if name == "rank" else "call it from another thread"
-            raise ClientError(f"{name}() in a callback would wait for its own thread: {mend}")
+            advice = "use submit_rank()" if name == "rank" else "call it from another thread"
+            raise ClientError(f"{name}() in a callback would wait for its own thread: {advice}")
 
     def _require_running(self) -> None:
         if self._state is not _State.RUNNING:

@@ -1,1 +1,1 @@
-"""Kafka: clients with every setting in one place, topics and their checks, security, dead letters."""
+"""Kafka: clients and their settings, topic creation and checks, security, dead letters."""

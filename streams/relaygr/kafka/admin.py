@@ -1,9 +1,9 @@
-"""Topic administration: create the catalogue's topics, and check that a cluster's are as it says.
+"""Topic administration: creates the catalogue's topics, and compares a cluster's topics with the catalogue.
 
-`check_topics` reports, `create_topics` makes what is missing, `require_topics` is a process's start-up
-check: it raises a RelayError whose text names the command that mends it. Every call is bounded by
-`connect_timeout_s` for the connection and by `ADMIN_TIMEOUT_S` for each request after it. librdkafka's
-embedded cluster knows no admin requests, so there only existence and counts are checked.
+`check_topics` reports the differences, `create_topics` creates missing topics, and `require_topics` is the check
+at a process's start: it raises a RelayError that names the command to run. Each call waits `connect_timeout_s` for
+the connection and `ADMIN_TIMEOUT_S` for each request after it. librdkafka's embedded cluster supports no admin
+requests, so only the existence and the partition counts of its topics are checked.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from relaygr.schemas.topics import CATALOGUE, Topic
 
 ADMIN_TIMEOUT_S: Final = 30.0
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
-"""How librdkafka's own cluster names itself."""
+"""The cluster id of librdkafka's embedded cluster begins with this."""
 
 _T = TypeVar("_T")
 
 
 def check_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
-    """Compares the cluster's topics with the catalogue. Raises RelayError if it can not be reached."""
+    """Compares the cluster's topics with the catalogue. Raises RelayError if the cluster cannot be reached."""
     return report(_observe(kafka, require_broker(kafka)), kafka, workers)
 
 
 def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
-    """`check_topics`, raising a RelayError if it finds an error; warnings are for the caller to log."""
+    """`check_topics`, which raises a RelayError if a finding is an error. The caller logs the warnings."""
     found = check_topics(kafka, workers)
     if not found.ok:
         lines = "; ".join(f"{error.what}: {error.mend}" for error in found.errors)
@@ -52,11 +52,11 @@ def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicRep
 
 
 def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = False) -> TopicReport:
-    """Makes the topics that are missing; those that exist stay. Safe to run again.
+    """Creates the missing topics and keeps existing ones. It can be run again.
 
-    `dry_run` changes nothing, and reports what would be created. `repair` also sets the settings of
-    existing topics to the catalogue's. Raises RelayError, before anything is created, if a topic
-    exists with another partition count, and for what the cluster refuses.
+    `dry_run` changes nothing and reports what would be created. `repair` also sets the settings of existing
+    topics to the catalogue's. Raises RelayError, before anything is created, if a topic exists with another
+    partition count; also if the cluster refuses a request.
     """
     cluster = require_broker(kafka)
     observed = _observe(kafka, cluster)
@@ -66,7 +66,7 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
     missing = [topic for topic in CATALOGUE if topic not in observed.topics]
     if (missing or repair) and observed.embedded and not dry_run:
         raise RelayError(
-            f"Kafka at {kafka.bootstrap} is librdkafka's embedded cluster, which knows no admin requests: "
+            f"Kafka at {kafka.bootstrap} is librdkafka's embedded cluster, which supports no admin requests: "
             "the process that started it creates its topics"
         )
     if not dry_run:
@@ -83,7 +83,7 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
 
 
 def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
-    """Deletes the catalogue's topics under this prefix, with all that they hold; the names that went."""
+    """Deletes the catalogue's topics under this prefix and their messages. Returns the names of the deleted topics."""
     cluster = require_broker(kafka)
     names = [kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics]
     if not names:
@@ -95,17 +95,17 @@ def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
             _result(future)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise RelayError(f"Topic {name} can not be deleted: {error.args[0].str()}") from error
+                raise RelayError(f"Topic {name} cannot be deleted: {error.args[0].str()}") from error
     return tuple(names)
 
 
 def is_embedded(cluster: ClusterMetadata) -> bool:
-    """Whether this is librdkafka's own cluster."""
+    """Whether this is librdkafka's embedded cluster."""
     return (cluster.cluster_id or "").startswith(EMBEDDED_CLUSTER_ID)
 
 
 def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, ObservedTopic]:
-    """Topics as they would be."""
+    """The topics as they would be created."""
     return {
         topic: ObservedTopic(
             CATALOGUE[topic].partition_count(kafka.partitions), kafka.replication_factor, CATALOGUE[topic].config()
@@ -132,7 +132,7 @@ def _observe(kafka: KafkaSettings, cluster: ClusterMetadata) -> Observed:
 
 
 def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Settings by topic; a topic whose settings we may not read is absent."""
+    """Settings by topic. A topic whose settings we are not authorized to read is absent."""
     resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
     if not resources:
         return {}
@@ -142,12 +142,12 @@ def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[s
             configs[resource.name] = {entry.name: entry.value for entry in _result(future).values()}
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                raise RelayError(f"The settings of {resource.name} can not be read: {error.args[0].str()}") from error
+                raise RelayError(f"The settings of {resource.name} cannot be read: {error.args[0].str()}") from error
     return configs
 
 
 def _auto_create(admin: AdminClient, broker_id: int) -> bool | None:
-    """A broker's `auto.create.topics.enable`; None: it does not tell us, which managed clusters may not."""
+    """A broker's `auto.create.topics.enable`; None if the broker does not report it, as on some managed clusters."""
     resource = ConfigResource(ConfigResource.Type.BROKER, str(broker_id))
     [future] = admin.describe_configs([resource], request_timeout=ADMIN_TIMEOUT_S).values()
     try:
@@ -178,9 +178,9 @@ def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], b
         try:
             _result(future)
         except KafkaException as error:
-            # Another process made it in between: the check afterwards sees whether it made it alike.
+            # Another process created it meanwhile: the check afterwards compares it with the catalogue.
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise RelayError(f"Topic {name} can not be created: {error.args[0].str()}") from error
+                raise RelayError(f"Topic {name} cannot be created: {error.args[0].str()}") from error
 
 
 def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -> None:
@@ -201,13 +201,13 @@ def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -
         try:
             _result(future)
         except KafkaException as error:
-            raise RelayError(f"The settings of {resource.name} can not be set: {error.args[0].str()}") from error
+            raise RelayError(f"The settings of {resource.name} cannot be set: {error.args[0].str()}") from error
 
 
 def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> Observed:
-    """The cluster once every partition has a leader and, if `repaired`, the settings are to be seen.
+    """Waits until every partition has a leader and, if `repaired`, the brokers report the new settings.
 
-    The controller answers before the brokers know.
+    The controller answers before the brokers have the change.
     """
     names = [kafka.topic(topic) for topic in CATALOGUE]
     ends_s = time.monotonic() + ADMIN_TIMEOUT_S
@@ -215,7 +215,7 @@ def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> O
         try:
             cluster = admin.list_topics(timeout=ADMIN_TIMEOUT_S)
         except KafkaException as error:
-            raise RelayError(f"Kafka at {kafka.bootstrap} went away: {error.args[0].str()}") from error
+            raise RelayError(f"Kafka at {kafka.bootstrap} stopped answering: {error.args[0].str()}") from error
         waiting = [name for name in names if not _has_leaders(cluster, name)]
         late = time.monotonic() >= ends_s
         if not waiting:
@@ -235,5 +235,5 @@ def _has_leaders(cluster: ClusterMetadata, name: str) -> bool:
 
 
 def _result(future: Future[_T]) -> _T:
-    """The future's result. It always completes: the request has its own time-out, this one is a margin."""
+    """The future's result. The request has its own time-out; the longer one here is a safety margin."""
     return future.result(timeout=2 * ADMIN_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""What librdkafka's `error_cb` says: remembered, and logged at a bearable rate.
+"""Errors from librdkafka's `error_cb`: the last one is kept, and equal ones are logged at a limited rate.
 
-Wrong credentials, TLS to a plaintext port and a closed port show nowhere else: every call just times
-out. While a broker is away the callback comes up to 40 times a second, so equal errors are logged once
-in a while, with the number that were left out.
+Only this callback reports wrong credentials, TLS to a plaintext port or a closed port; the calls themselves just
+time out. While a broker is away librdkafka calls back up to 40 times a second. So equal errors are logged once in
+`LOG_INTERVAL_US`, with the number of those that were not logged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relaygr.runtime.clock import Clock, SystemClock
 ErrorCallback = Callable[[KafkaError], None]
 
 LOG_INTERVAL_US: Final = 10_000_000
-# Errors that no retry mends: the credentials or the protocol are wrong.
+# Errors that a retry cannot fix: the credentials or the protocol are wrong.
 PERMANENT: Final = frozenset((KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError.SASL_AUTHENTICATION_FAILED))
 
 _WHERE = re.compile(r"^(?:\S+?://)?\S+/\S+: ")
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 def cause_of(error: KafkaError) -> str:
-    """The part of the error's text that tells a person something."""
+    """The cause in the error's text, without addresses, states and counts."""
     text = error.str() or error.name()
     for noise in (_WHERE, _STATE, _CONNECT):
         text = noise.sub("", text)
@@ -38,12 +38,12 @@ def cause_of(error: KafkaError) -> str:
 
 
 class ClientErrors:
-    """An `error_cb` for one client. librdkafka calls it from the thread that polls that client."""
+    """An `error_cb` for one client. librdkafka calls it in the thread that polls the client."""
 
     def __init__(
         self, client_id: str, on_error: ErrorCallback | None = None, clock: Clock | None = None, quiet: bool = False
     ) -> None:
-        """`quiet`: remembered only, for a caller that reports them itself."""
+        """`quiet`: errors are kept and not logged, for a caller that reports them itself."""
         self._client_id = client_id
         self._quiet = quiet
         self._on_error = on_error
@@ -51,7 +51,7 @@ class ClientErrors:
         self._logged_at_us: dict[int, int] = {}
         self._left_out: dict[int, int] = {}
         self.last: KafkaError | None = None
-        """The last error that names a cause: "all brokers down" only follows one."""
+        """The last error that names a cause; "all brokers down" only follows such an error."""
 
     def __call__(self, error: KafkaError) -> None:
         if self.last is None or error.code() != KafkaError._ALL_BROKERS_DOWN:
@@ -63,7 +63,7 @@ class ClientErrors:
 
     @property
     def cause(self) -> str | None:
-        """The last error in words; None: there was none."""
+        """The cause of the last error; None if there was no error."""
         return cause_of(self.last) if self.last is not None else None
 
     def _log(self, error: KafkaError) -> None:

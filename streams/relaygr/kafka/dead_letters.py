@@ -1,9 +1,9 @@
-"""Dead letters: a message that can not be used is kept as it came, and why, for people to look at.
+"""Dead letters: a message that cannot be used is written to a topic with its reason, for operators.
 
-The value is the raw bytes, the key the original one; reason, detail and origin are in the headers of
-`relaygr.schemas.headers`, after as many of the original headers as fit. A loop may go on at once, and
-finishes the offset when `on_done(True)` comes; `on_done(False)` leaves it to be delivered again.
-Each is counted in `relaygr_dead_letters_total{topic, reason}` when it is written for good.
+Key and value are those of the original message. The headers named in `relaygr.schemas.headers` hold reason, detail
+and origin; they follow as many of the original headers as fit. A consumer may continue at once. It finishes the
+offset on `on_done(True)`; on `on_done(False)` the message is delivered to it again. The counter
+`relaygr_dead_letters_total{topic, reason}` counts acknowledged dead letters.
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ OnDone = Callable[[bool], None]
 LARGEST_KEY_BYTES: Final = 64 * 1024
 KEPT_HEADERS: Final = 32
 KEPT_HEADERS_BYTES: Final = 16 * 1024
-# What the record, its batch and our own headers add at most.
+# The most that the record, its batch and our own headers add.
 _OVERHEAD_BYTES: Final = 8 * 1024
 LARGEST_RECORD_BYTES: Final = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes - KEPT_HEADERS_BYTES - _OVERHEAD_BYTES
-"""Key and value together."""
+"""Bound on key and value together."""
 
 _OURS: Final = frozenset(
     (DEAD_LETTER_REASON, DEAD_LETTER_DETAIL, ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, DEAD_LETTERED_AT_US)
 )
-_COUNTED: Final = Counter("relaygr_dead_letters", "Messages written to dead letters.", ["topic", "reason"])
+_COUNTED: Final = Counter(
+    "relaygr_dead_letters",
+    "Messages written to the dead-letter topic, by their topic and the reason",
+    ["topic", "reason"],
+)
 
 _log = structlog.get_logger()
 
 
 class RawMessage(Protocol):
-    """What a dead letter is made of: confluent-kafka's `Message`, or another client's in its clothes."""
+    """A received message: confluent-kafka's `Message`, or another client's message with an adapter."""
 
     def topic(self) -> str | None: ...
     def partition(self) -> int | None: ...
@@ -61,9 +65,9 @@ class RawMessage(Protocol):
 
 
 class DeadLetterWriter:
-    """Writes dead letters with a durable producer of its own. Not to be shared between threads.
+    """Writes dead letters with a durable producer of its own. Only one thread may use it.
 
-    `poll` often: `on_done` is called in it, and in `flush`.
+    The owner calls `poll` often: `poll` and `flush` call `on_done`.
     """
 
     def __init__(self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None) -> None:
@@ -72,10 +76,10 @@ class DeadLetterWriter:
         self._producer = make_producer(kafka, ProducerKind.DURABLE, f"{client_id}-dead-letters")
 
     def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
-        """Keeps `message`; never raises for what it holds.
+        """Writes `message` to the dead letters, whatever it contains.
 
-        `reason` is one of a small set of words (it is a metric label), `detail` a sentence. `on_done`
-        gets True once the cluster has it; False if it could not be written, and the caller writes again.
+        `reason` is one of a small set, because it is a metric label; `detail` is a sentence. `on_done` gets True when
+        the cluster has acknowledged the dead letter, and False if it could not be written: write it again then.
         """
         origin = message.topic() or ""
         key, value, remarks = _cut(message.key(), message.value())
@@ -85,29 +89,29 @@ class DeadLetterWriter:
             if error is None:
                 _COUNTED.labels(topic=origin, reason=reason).inc()
             else:
-                _log.error("dead letter not written", topic=origin, reason=reason, error=error.str())
+                _log.error("a dead letter was not written", topic=origin, reason=reason, error=error.str())
             if on_done is not None:
                 on_done(error is None)
 
         try:
             self._producer.produce(self._topic, value=value, key=key, headers=[*headers], on_delivery=delivered)
         except (BufferError, KafkaException) as error:
-            # The queue is full because the broker is away, or the topic takes no message of this size.
-            _log.error("dead letter not written", topic=origin, reason=reason, error=str(error))
+            # The queue is full because the broker is away, or the message is too large for the topic.
+            _log.error("a dead letter was not written", topic=origin, reason=reason, error=str(error))
             if on_done is not None:
                 on_done(False)
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Serves delivery reports; how many came."""
+        """Serves delivery reports. Returns their number."""
         return self._producer.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> int:
-        """Waits for what is still under way; how many are left."""
+        """Waits for undelivered dead letters. Returns how many are left."""
         return self._producer.flush(timeout_s)
 
 
 def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
-    """The original headers, as far as they fit the bounds, and ours after them."""
+    """The original headers up to the bounds, and then ours."""
     kept: Headers = []
     kept_bytes = 0
     for name, raw in headers_of(message) or ():
@@ -129,7 +133,7 @@ def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: i
 
 
 def _cut(key: bytes | None, value: bytes | None) -> tuple[bytes | None, bytes | None, list[str]]:
-    """Key and value within the topic's bound, and what was cut."""
+    """Cuts key and value to the topic's bound. The texts say what was cut."""
     remarks = []
     if key is not None and len(key) > LARGEST_KEY_BYTES:
         remarks.append(f"key cut from {len(key)} to {LARGEST_KEY_BYTES} bytes")

@@ -1,8 +1,8 @@
-"""The headers of a received message: the only place that calls `Message.headers()`.
+"""Reads the headers of a received message. No other module calls `Message.headers()`.
 
-Kafka lets a header's name be any bytes. For one that is not UTF-8 confluent-kafka 2.16 raises SystemError and
-keeps a list with a hole in the message, which a second call hands out: touching it ends the process with a
-segmentation fault. So such a message is left without headers here.
+In Kafka the name of a header may be any bytes. If a name is not UTF-8, confluent-kafka 2.16 raises SystemError and
+leaves an incomplete list in the message. A second call returns that list, and access to it crashes the process. So
+this module removes the headers of such a message.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import structlog
 
 from relaygr.schemas.headers import RawHeaders
 
-# Called through C: once a method call in Python code has run often, the interpreter (3.11) no longer looks whether
-# a result came with an error, and would hand out the list with the hole at the first call too.
+# `methodcaller` makes the call in C. The specializing interpreter of Python 3.11 does not check for an error that comes
+# with a result, so a frequent direct call would return the incomplete list already at the first call.
 _READ: Final = operator.methodcaller("headers")
 
 _log = structlog.get_logger()
 
 
 class WithHeaders(Protocol):
-    """confluent-kafka's `Message`, or another client's in its clothes."""
+    """confluent-kafka's `Message`, or another client's message with an adapter."""
 
     def headers(self) -> Any: ...
 
 
 def headers_of(message: WithHeaders) -> RawHeaders:
-    """The message's headers as pairs; none at all where a header's name is not UTF-8. Raises nothing."""
+    """The message's headers as pairs; None if a header's name is not UTF-8. Raises no exception."""
     try:
         headers = _READ(message)
     except (SystemError, UnicodeDecodeError):
         message.set_headers([])  # type: ignore[attr-defined]
-        _log.warning("a message's headers can not be read: a name is not UTF-8")
+        _log.warning("the headers of a message are dropped: a name is not UTF-8")
         return None
     return headers.items() if isinstance(headers, Mapping) else headers

@@ -1,4 +1,4 @@
-"""One `security` section, said in the words of librdkafka and of aiokafka."""
+"""Translates the settings section `security` for librdkafka and for aiokafka."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TLS = (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL)
 
 
 def librdkafka_security(security: Security) -> dict[str, Any]:
-    """The section as librdkafka's options."""
+    """The section as options of librdkafka."""
     options: dict[str, Any] = {"security.protocol": security.protocol.value}
     if security.protocol in _TLS:
         options |= {
@@ -32,7 +32,7 @@ def librdkafka_security(security: Security) -> dict[str, Any]:
 
 
 def aiokafka_security(security: Security) -> dict[str, Any]:
-    """The section as keyword arguments of aiokafka's clients. Raises RelayError for unusable PEM files."""
+    """The section as keyword arguments of aiokafka's clients. Raises RelayError if a PEM file cannot be used."""
     options: dict[str, Any] = {"security_protocol": security.protocol.value}
     if security.protocol in _TLS:
         options["ssl_context"] = _ssl_context(security)
@@ -46,7 +46,7 @@ def aiokafka_security(security: Security) -> dict[str, Any]:
 
 
 def _ssl_context(security: Security) -> ssl.SSLContext:
-    # Without any, OpenSSL would ask the terminal for the password of a key that has one, and wait.
+    # With no password at all, OpenSSL would prompt for one on the terminal and wait.
     password = security.key_password.get_secret_value() if security.key_password is not None else ""
     try:
         context = ssl.create_default_context(cafile=str(security.ca_file) if security.ca_file is not None else None)
@@ -57,7 +57,7 @@ def _ssl_context(security: Security) -> ssl.SSLContext:
             str(path) for path in (security.ca_file, security.certificate_file, security.key_file) if path is not None
         )
         raise RelayError(
-            f"TLS files can not be used ({files or 'the system authorities'}): {error}. "
+            f"TLS files cannot be used ({files or 'the system authorities'}): {error}. "
             "Check security.ca_file, certificate_file, key_file and key_password"
         ) from error
     context.check_hostname = security.verify_hostname

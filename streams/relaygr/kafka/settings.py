@@ -25,7 +25,7 @@ class SecurityProtocol(enum.StrEnum):
 
 
 class SaslMechanism(enum.StrEnum):
-    """Kafka's `sasl.mechanism`, as far as both of our clients know it."""
+    """Kafka's `sasl.mechanism`: those that librdkafka and aiokafka both support."""
 
     PLAIN = "PLAIN"
     SCRAM_SHA_256 = "SCRAM-SHA-256"
@@ -33,14 +33,16 @@ class SaslMechanism(enum.StrEnum):
 
 
 class Security(Section):
-    """TLS and SASL, for librdkafka and aiokafka alike."""
+    """TLS and SASL of every Kafka client."""
 
     protocol: SecurityProtocol = SecurityProtocol.PLAINTEXT
-    ca_file: Path | None = Field(None, description="PEM file of the authorities to trust; none: the system's")
-    certificate_file: Path | None = Field(None, description="PEM file of the client's certificate")
-    key_file: Path | None = Field(None, description="PEM file of the client's key")
-    key_password: SecretStr | None = Field(None, description="password of the client's key")
-    verify_hostname: bool = Field(True, description="check the broker's name against its certificate")
+    ca_file: Path | None = Field(
+        None, description="PEM file with the certificate authorities to trust; none: the system's"
+    )
+    certificate_file: Path | None = Field(None, description="PEM file with the client's certificate")
+    key_file: Path | None = Field(None, description="PEM file with the client's private key")
+    key_password: SecretStr | None = Field(None, description="password of the client's private key")
+    verify_hostname: bool = Field(True, description="check that the broker's certificate matches its host name")
     sasl_mechanism: SaslMechanism | None = None
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
@@ -62,38 +64,47 @@ class Security(Section):
         if given and self.protocol not in (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL):
             raise ValueError(f"{given[0]} is set, but protocol is {self.protocol}: use SSL or SASL_SSL")
         if self.key_file is not None and self.certificate_file is None:
-            raise ValueError("key_file is set without the certificate that it belongs to: set certificate_file")
+            raise ValueError("key_file is set, but its certificate is not: set certificate_file")
         return self
 
 
 class GroupProtocol(enum.StrEnum):
-    """Kafka's `group.protocol`. CONSUMER needs a broker with short heartbeats: see docs/operations.md."""
+    """Kafka's `group.protocol`. CONSUMER requires short heartbeats on the broker: see docs/operations.md."""
 
     CLASSIC = "classic"
     CONSUMER = "consumer"
 
 
 class KafkaSettings(Section):
-    """Where Kafka is and how we use it. The root settings inherit these fields."""
+    """The address and the use of Kafka. The root settings inherit these fields."""
 
     bootstrap: str = Field("127.0.0.1:9092", description="HOST:PORT[,HOST:PORT...] of the cluster")
     topic_prefix: str = Field(DEFAULT_PREFIX, description="topics are PREFIX.retrieval, PREFIX.ranking, ...")
     group_prefix: str = Field(DEFAULT_PREFIX, description="groups are PREFIX.workers, PREFIX.trigger, ...")
-    partitions: Annotated[int, Field(ge=1, le=4096, description="of retrieval, preinfer, ranking and history")] = (
-        DEFAULT_PARTITIONS
-    )
-    replication_factor: Annotated[int, Field(ge=1, le=32, description="of the topics that we create")] = 1
+    partitions: Annotated[
+        int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking and history")
+    ] = DEFAULT_PARTITIONS
+    replication_factor: Annotated[
+        int, Field(ge=1, le=32, description="replication factor of the topics that we create")
+    ] = 1
     group_protocol: GroupProtocol = GroupProtocol.CLASSIC
     session_timeout_ms: Annotated[
-        int, Field(ge=1000, le=300_000, description="classic protocol; the broker's least is 6000")
+        int,
+        Field(
+            ge=1000,
+            le=300_000,
+            description="classic protocol: session time-out; by default brokers require at least 6000",
+        ),
     ] = 6000
-    heartbeat_interval_ms: Annotated[int, Field(ge=50, description="classic protocol; below the session time-out")] = (
-        500
-    )
-    fetch_wait_max_ms: Annotated[int, Field(ge=1, le=10_000, description="1 to 5 on the embedded cluster, else 20")] = (
-        20
-    )
-    connect_timeout_s: Annotated[float, Field(gt=0, le=600, description="how long a start waits for the cluster")] = 4.0
+    heartbeat_interval_ms: Annotated[
+        int, Field(ge=50, description="classic protocol: heartbeat interval; shorter than the session time-out")
+    ] = 500
+    fetch_wait_max_ms: Annotated[
+        int, Field(ge=1, le=10_000, description="longest wait of a fetch; 1 to 5 on the embedded cluster, else 20")
+    ] = 20
+    connect_timeout_s: Annotated[
+        float, Field(gt=0, le=600, description="how long a process waits for the cluster at its start")
+    ] = 4.0
     security: Security = Security()
 
     @field_validator("topic_prefix", "group_prefix")
@@ -104,11 +115,11 @@ class KafkaSettings(Section):
     @field_validator("bootstrap")
     @classmethod
     def _bootstrap_is_addresses(cls, value: str) -> str:
-        """librdkafka takes more than this, aiokafka does not: the trigger would find no broker where others do."""
+        """librdkafka accepts more forms than aiokafka, so without this check only the trigger would fail to connect."""
         addresses = [address.strip() for address in value.split(",")]
         for address in addresses:
             if not _ADDRESS.fullmatch(address):
-                raise ValueError(f"{address!r} is no address: HOST:PORT[,HOST:PORT...] is wanted, with no protocol")
+                raise ValueError(f"{address!r} is not an address: use HOST:PORT[,HOST:PORT...] without a protocol")
         return ",".join(addresses)
 
     @model_validator(mode="after")
@@ -116,7 +127,7 @@ class KafkaSettings(Section):
         if self.heartbeat_interval_ms >= self.session_timeout_ms:
             raise ValueError(
                 f"heartbeat_interval_ms is {self.heartbeat_interval_ms}, session_timeout_ms {self.session_timeout_ms}: "
-                "a member needs several heartbeats in a session, so lower the first"
+                "set the heartbeat interval well below the session time-out"
             )
         return self
 

@@ -1,8 +1,8 @@
-"""Whether a cluster's topics are as the catalogue says: a pure comparison, no I/O.
+"""Compares a cluster's topics with the catalogue, without I/O.
 
-`judge` takes what was observed and the settings, and answers findings. Each says what is wrong and the
-sentence that mends it. An ERROR keeps the system from working right, so a start refuses it; a WARNING
-costs memory, disk or balance; a NOTE says what could not be looked at.
+`compare` takes the observed topics and the settings, and returns findings: each states the problem and the remedy.
+With an ERROR the system does not work correctly, so a process refuses to start. A WARNING costs memory, disk space
+or balance. A NOTE states what could not be checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic, TopicSpec
 
 LEAST_PARTITIONS_PER_WORKER = 8
-"""With fewer, one partition more or less is more than an eighth of a worker's load."""
+"""With fewer, a single partition is more than an eighth of a worker's load."""
 
 
 class Severity(enum.StrEnum):
@@ -28,14 +28,14 @@ class Severity(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One difference from the catalogue, or a check that was not possible."""
 
     severity: Severity
     topic: str | None
-    """The topic's full name; None: the cluster as a whole."""
+    """The topic's full name; None: the finding is about the cluster."""
     what: str
     mend: str
-    """What to do about it; empty for a note."""
+    """The remedy; empty for a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class ObservedTopic:
     partitions: int
     replication_factor: int
     config: Mapping[str, str] | None = None
-    """Its settings by Kafka's names; None: the cluster does not tell."""
+    """The topic's settings by Kafka's names; None: the cluster does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A cluster, as far as the check looks at it."""
+    """The topics and the settings of a cluster that are checked."""
 
     topics: Mapping[Topic, ObservedTopic]
-    """Those of the catalogue that exist."""
+    """The catalogue's topics that exist."""
     embedded: bool = False
     auto_create: bool | None = None
     """The brokers' `auto.create.topics.enable`; None: not readable."""
@@ -61,7 +61,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class TopicRow:
-    """One line of a report: a topic, wanted and found."""
+    """One row of a report: a topic with its wanted and its actual partition count."""
 
     topic: Topic
     name: str
@@ -73,14 +73,14 @@ class TopicRow:
 
 @dataclass(frozen=True, slots=True)
 class TopicReport:
-    """What a check or a creation found."""
+    """The result of a check or a creation."""
 
     rows: tuple[TopicRow, ...]
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """No finding is an error."""
+        """Whether no finding is an error."""
         return not self.errors
 
     @property
@@ -89,7 +89,7 @@ class TopicReport:
 
 
 def report(observed: Observed, kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
-    """The catalogue's topics, wanted and found, with what `judge` says of them."""
+    """The report on the catalogue's topics, with the findings of `compare`."""
     rows = tuple(
         TopicRow(
             topic,
@@ -99,11 +99,11 @@ def report(observed: Observed, kafka: KafkaSettings, workers: int | None = None)
         )
         for topic, spec in CATALOGUE.items()
     )
-    return TopicReport(rows, judge(observed, kafka, workers))
+    return TopicReport(rows, compare(observed, kafka, workers))
 
 
-def judge(observed: Observed, kafka: KafkaSettings, workers: int | None = None) -> tuple[Finding, ...]:
-    """All findings, worst first. `workers`: how many will share the partitions, where that is known."""
+def compare(observed: Observed, kafka: KafkaSettings, workers: int | None = None) -> tuple[Finding, ...]:
+    """All findings, errors first. `workers`: how many workers will share the partitions, if known."""
     findings = [*_existence(observed, kafka), *_counts(observed, kafka)]
     for topic, seen in observed.topics.items():
         findings += _replication(kafka.topic(topic), seen, kafka)
@@ -115,7 +115,7 @@ def judge(observed: Observed, kafka: KafkaSettings, workers: int | None = None) 
 
 
 def count_conflicts(observed: Observed, kafka: KafkaSettings) -> tuple[Finding, ...]:
-    """The findings that no creation can mend: topics that exist with another partition count."""
+    """The findings that creation cannot fix: topics that exist with another partition count."""
     return tuple(finding for finding in _counts(observed, kafka) if finding.severity is Severity.ERROR)
 
 
@@ -150,7 +150,7 @@ def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
         wanted = spec.partition_count(deployed)
         if topic in together or topic not in observed.topics or observed.topics[topic].partitions == wanted:
             continue
-        # Gateways choose their partition of the results by the count; the workers' statuses are read from one.
+        # Gateways select their results partition by the count, and readers of statuses read one partition only.
         severity = Severity.ERROR if topic in (Topic.RESULTS, Topic.WORKERS) else Severity.WARNING
         what = f"{kafka.topic(topic)} has {observed.topics[topic].partitions} partitions, wanted are {wanted}"
         findings.append(Finding(severity, kafka.topic(topic), what, new_prefix))
@@ -186,12 +186,10 @@ def _settings(name: str, spec: TopicSpec, config: Mapping[str, str]) -> list[Fin
 def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> list[Finding]:
     findings = []
     if observed.embedded:
-        what = (
-            "the embedded cluster does not tell its topics' settings: only existence and partition counts were checked"
-        )
+        what = "the embedded cluster does not report topic settings: only existence and partition counts were checked"
         findings.append(Finding(Severity.NOTE, None, what, ""))
     elif any(seen.config is None for seen in observed.topics.values()):
-        what = "the topics' settings can not be read (are DescribeConfigs rights missing?): only counts were checked"
+        what = "topic settings can not be read (are DescribeConfigs rights missing?): only counts were checked"
         findings.append(Finding(Severity.NOTE, None, what, ""))
     if observed.auto_create:
         what = (
@@ -201,7 +199,7 @@ def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> l
     if workers is not None and kafka.partitions < LEAST_PARTITIONS_PER_WORKER * workers:
         what = (
             f"{kafka.partitions} partitions for {workers} workers: fewer than {LEAST_PARTITIONS_PER_WORKER} each, "
-            "so that their loads differ much"
+            "so their loads will differ widely"
         )
         mend = f"use at most {max(1, kafka.partitions // LEAST_PARTITIONS_PER_WORKER)} workers, or a new `topic_prefix`"
         findings.append(Finding(Severity.WARNING, None, what, f"{mend} with more `partitions`"))

@@ -1,4 +1,4 @@
-"""Which cluster and which topics these are: names alone do not say whether a topic was deleted and made again."""
+"""The ids of a cluster and its topics. A topic that is deleted and created again has the same name and a new id."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from relaygr.kafka.settings import KafkaSettings
 
 @dataclass(frozen=True, slots=True)
 class TopicIdentity:
-    """`topic_ids` by name; empty on librdkafka's own cluster, which gives topics no ids."""
+    """Topic ids by name; an id is empty on librdkafka's embedded cluster, whose topics have none."""
 
     cluster_id: str
     topic_ids: dict[str, str]
 
 
 def identify_topics(kafka: KafkaSettings, names: Collection[str], client_id: str, timeout_s: float) -> TopicIdentity:
-    """Asks the cluster. Raises KafkaException if it does not answer, or does not know a topic."""
+    """Asks the cluster. Raises KafkaException if the cluster does not answer or does not know a topic."""
     admin = make_admin(kafka, client_id)
     ids = dict.fromkeys(names, "")
     for name in names:
@@ -29,7 +29,7 @@ def identify_topics(kafka: KafkaSettings, names: Collection[str], client_id: str
         error = metadata.topics[name].error
         if error is not None:
             raise KafkaException(error)
-    # Asking the embedded one would only time out.
+    # The request would time out on the embedded cluster.
     if not is_embedded(metadata):
         answers = admin.describe_topics(TopicCollection(list(names)), request_timeout=timeout_s)
         ids = {name: str(answer.result().topic_id) for name, answer in answers.items()}
