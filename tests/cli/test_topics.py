@@ -36,7 +36,7 @@ def test_check_succeeds_where_all_topics_are_as_they_should_be(kafka_settings: K
 def test_check_fails_where_topics_are_missing_and_names_the_command(broker: LocalBroker) -> None:
     done = run(fresh(broker), "check")
     assert done.exit_code == 1
-    assert re.search(r"error: .* do not exist\. To mend: run `relaygr topics create`", done.stdout)
+    assert re.search(r"error: .* do not exist\. To fix: run `relaygr topics create`", done.stdout)
 
 
 def test_the_report_as_json_holds_rows_and_findings(broker: LocalBroker) -> None:
