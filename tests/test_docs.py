@@ -169,6 +169,7 @@ def is_foreign(address: str) -> bool:
     return bool(parts.netloc) or parts.scheme not in ("", "data")
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     pages = dict(built(site))
     assert len(pages) > 15
@@ -183,6 +184,7 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     assert foreign == set()
 
 
+@pytest.mark.slow
 def test_the_site_has_none_of_what_makes_the_theme_fetch(site: Path) -> None:
     """The theme's script loads Mermaid from a CDN for a diagram in Mermaid, and asks a forge about a `repo_url`."""
     for path, page in built(site):
@@ -191,6 +193,7 @@ def test_the_site_has_none_of_what_makes_the_theme_fetch(site: Path) -> None:
     assert [snippet.page for snippet in snippets("mermaid")] == []
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_resolves(site: Path) -> None:
     pages = dict(built(site))
     broken = []
@@ -310,10 +313,10 @@ def relaygr_commands() -> list[Command]:
 
 
 def resolved(words: tuple[str, ...]) -> tuple[Any, list[str]]:
-    """The command that these words call, and the words that are left for it."""
+    """The command that these words call, and the words that are left for it. A word in capitals stands for any."""
     command: Any = typer.main.get_command(app)
     left = list(words)
-    while hasattr(command, "resolve_command") and left and not left[0].startswith("-"):
+    while hasattr(command, "resolve_command") and left and not left[0].startswith("-") and not left[0].isupper():
         context = command.make_context(command.name, [], resilient_parsing=True)
         _, command, left = command.resolve_command(context, left)
     return command, left
