@@ -1,14 +1,14 @@
-"""All settings in one typed object, and where each of its values came from.
+"""All settings in one typed object, with the origin of each value.
 
-Four layers, the later one wins:
+Four layers; a later layer overrides an earlier one:
 
     default < YAML file (`--config`) < environment (`RELAYGR_...`) < command line (`--set`, `--bootstrap`)
 
-A setting's key is dotted (`worker.hbm_bytes`), and it has one variable (`RELAYGR_WORKER__HBM_BYTES`).
-The layers are merged key by key, so a file may set one field of a section and the environment another.
-A name that is no setting is an error in every layer, variables included; only those that begin with
-`RELAYGR_TEST_` are left alone, they belong to the test suite. Every error is a `RelayError` that says which
-key, from where, and what is allowed, and never shows a secret.
+A setting has a dotted key (`worker.hbm_bytes`) and an environment variable (`RELAYGR_WORKER__HBM_BYTES`). The
+layers are merged key by key, so a file may set one field of a section and the environment another. An unknown
+name is an error in every layer. Variables that begin with `RELAYGR_TEST_` belong to the test suite and are
+ignored. Every error is a `RelayError` that names the key, its origin and the allowed values; it never contains a
+secret.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFAULT_ORIGIN = "default"
 
 
 class Settings(KafkaSettings):
-    """The root: what talks to Kafka at the top, each process's own in its section."""
+    """The root: Kafka's settings at the top level, and a section for each part of the system."""
 
     log: LogSettings = LogSettings()
     client: ClientSettings = ClientSettings()
@@ -60,14 +60,14 @@ class Settings(KafkaSettings):
 
 @dataclass(frozen=True, slots=True)
 class SettingField:
-    """One setting: its dotted key and the field behind it."""
+    """One setting: its dotted key and its field."""
 
     key: str
     info: FieldInfo
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The setting's environment variable."""
         return ENV_PREFIX + self.key.replace(".", "__").upper()
 
     @property
@@ -75,7 +75,7 @@ class SettingField:
         return SecretStr in union_members(self.info.annotation)
 
     def parse(self, text: str) -> Any:
-        """The value that a text on the command line or in a variable stands for, still to be validated."""
+        """Parses a text from the command line or a variable. The value is validated later."""
         members = union_members(self.info.annotation)
         if type(None) in members and text.lower() in ("", "none", "null"):
             return None
@@ -86,7 +86,7 @@ class SettingField:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Validated settings, and the origin of every value that is not a default, by key."""
+    """Validated settings, and by key the origin of each value that is not a default."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -97,7 +97,7 @@ class LoadedSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value of one layer, and where it was written."""
+    """A value from one layer, with its origin."""
 
     value: Any
     origin: str
@@ -110,9 +110,9 @@ def load_settings(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """The settings from a YAML file, the environment and `KEY=VALUE` overrides. Raises RelayError.
+    """Loads the settings from a YAML file, the environment and `KEY=VALUE` overrides. Raises RelayError.
 
-    Every argument may be left out; `environment` is then the process's. Logging stays as it is.
+    `bootstrap` overrides the address from all of them. `environment` is by default the environment of this process.
     """
     variables = os.environ if environment is None else environment
     return load(None if config is None else Path(config), variables, overrides, bootstrap).settings
@@ -124,7 +124,7 @@ def load(
     overrides: Sequence[str] = (),
     bootstrap: str | None = None,
 ) -> LoadedSettings:
-    """Merges the layers, validates the result, and keeps where each value came from. Raises RelayError.
+    """Merges the layers, validates the result, and records the origin of each value. Raises RelayError.
 
     `overrides` are `KEY=VALUE` texts. `bootstrap` stands for `bootstrap=...` and wins over them.
     """
@@ -144,7 +144,7 @@ def load(
 
 @functools.cache
 def setting_fields() -> Mapping[str, SettingField]:
-    """Every setting by its key, in the order in which they are declared, sections after plain fields."""
+    """Every setting by its key, in the order of declaration; sections follow plain fields."""
     return {field.key: field for field in _walk(Settings, "")}
 
 
@@ -154,7 +154,7 @@ def values(settings: Settings) -> dict[str, Any]:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as one would write it, exact: `512MiB`, `1000B`."""
+    """A size in its largest exact unit: `512MiB`, `1000B`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
@@ -174,13 +174,13 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterable[SettingField]:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, None for a plain setting."""
+    """The section class of a field; None for a plain setting."""
     annotation = info.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself."""
+    """The members of a union, or the annotation itself if it is not a union."""
     if typing.get_origin(annotation) is typing.Annotated:
         return union_members(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -271,7 +271,7 @@ def _unknown(key: str, origin: str) -> str:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    """A hint at what was meant: the same field in another section first, then what is spelled alike."""
+    """A suggestion: the same field in another section first, else the name with the closest spelling."""
     names = list(known)
     separator = "__" if name.startswith(ENV_PREFIX) else "."
     last = name.removeprefix(ENV_PREFIX).split(separator)[-1]
@@ -283,19 +283,19 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
-    """One line for each value that does not fit."""
+    """One line for each invalid value."""
     return "\n".join(_explain_one(detail, given) for detail in error.errors(include_url=False))
 
 
 def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
     location = [str(part) for part in detail["loc"]]
-    # A wrong entry of a list is located below the list's own key; a union adds its member's name.
+    # pydantic appends the index of a list entry, or the name of a union member, to the location.
     lengths = range(len(location), 0, -1)
     key = next((name for n in lengths if (name := ".".join(location[:n])) in setting_fields()), ".".join(location))
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     field = setting_fields().get(key)
     if field is None:
-        # Said of a section as a whole: name those of its settings that were given.
+        # The error is about a section as a whole: list the given settings of that section.
         inside = [name for name in given if not key or name.startswith(f"{key}.")]
         origins = ", ".join(f"{name} ({given[name].origin})" for name in inside)
         return f"{key or 'settings'}: {message}" + (f"; given: {origins}" if origins else "")
@@ -306,14 +306,14 @@ def _explain_one(detail: Any, given: Mapping[str, _Given]) -> str:
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
-    """What is wrong, and in which line; never the line itself, which may hold a secret."""
+    """The problem and its line number; not the line's text, which may contain a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem}, line {error.problem_mark.line + 1}"
     return type(error).__name__
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key written twice is an error, as an unknown one is: the first would be lost silently."""
+    """Refuses a key that is given twice in YAML: the first value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -240,7 +240,7 @@ def test_a_wrong_field_is_named_with_its_place(fields: dict[str, Any], reason: s
     ("line", "reason"),
     [
         (b'{"a": 1, "a": 2}', "a is given twice"),
-        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": NaN}', "NaN is not a number"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),

@@ -131,7 +131,7 @@ def test_without_topics_it_names_the_command_that_makes_them(kafka_settings: Kaf
     ("content", "text"),
     [
         (LOG + BAD * 60, "more than 100 bad lines"),
-        ("userId,movieId,rating,timestamp\n", "holds no interactions"),
+        ("userId,movieId,rating,timestamp\n", "contains no interactions"),
         ("prose\n", "the layout is not known"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The commands of `relaygr`, one module each, imported only when it is called.
+"""The commands of `relaygr`. Each is a module of its own, which is imported only when the command is called.
 
-`relaygr --help` reads this table alone, and `relaygr topics` never imports torch. A command is a
-`typer.Typer` or one function, named here as `module:attribute`.
+`relaygr --help` imports this table and no command, and `relaygr topics` does not import torch. A command is a
+`typer.Typer` or a function, named here as `module:attribute`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CommandSpec:
-    """Where a command lives, its line in `relaygr --help`, and the extras of the package that it needs."""
+    """A command's module and attribute, its line in `relaygr --help`, and the package extras that it needs."""
 
     target: str
     help: str
@@ -29,7 +29,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
     "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
-    "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check our layer against a file of test vectors.", "worker"),
+    "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check the model against a file of test vectors.", "worker"),
     "bench": CommandSpec("relaygr.cli.bench:app", "Run a benchmark, or list the benchmarks.", "bench"),
-    "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and where each came from."),
+    "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and the origin of each."),
 }  # fmt: skip

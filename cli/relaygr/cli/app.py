@@ -25,7 +25,7 @@ _CALLED = "relaygr.command"
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands from the table, and imports one when it is called."""
+    """Lists the commands of the table, and imports a command when it is called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

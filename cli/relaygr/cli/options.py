@@ -29,7 +29,7 @@ SetOption = Annotated[
 def command_settings(
     config: Path | None = None, bootstrap: str | None = None, overrides: list[str] | None = None
 ) -> Settings:
-    """The settings of this command, with logging configured as they say. Raises RelayError."""
+    """Loads the settings of this command, and configures logging from them. Raises RelayError."""
     from relaygr.runtime.logs import configure_logging
     from relaygr.settings import load_settings
 

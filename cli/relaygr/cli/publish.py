@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 app.command("history")(history)
 
-# Longer than a durable producer tries: every message has its report by then.
+# Longer than the time-out of a durable producer, so that every message has its delivery report by then.
 _DELIVERY_TIMEOUT_S: Final = 35.0
 
 FromOption = Annotated[
@@ -34,14 +34,12 @@ FromOption = Annotated[
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(
-        "--rate", min=0.001, help="Messages a second. Default: as fast as they are taken.", show_default=False
-    ),
+    typer.Option("--rate", min=0.001, help="Messages a second. Default: no limit.", show_default=False),
 ]
 MaxBadLinesOption = Annotated[
-    int, typer.Option("--max-bad-lines", min=0, help="Bad lines are left out; with more of them, stop.")
+    int, typer.Option("--max-bad-lines", min=0, help="Bad lines are skipped; stop if there are more than this.")
 ]
-GatewayOption = Annotated[str, typer.Option("--gateway-id", help="Begins the request ids that lines leave out.")]
+GatewayOption = Annotated[str, typer.Option("--gateway-id", help="First part of the request ids of lines without one.")]
 
 
 @app.command()
@@ -49,16 +47,16 @@ def retrieval(
     source: FromOption,
     rate: RateOption = None,
     max_bad_lines: MaxBadLinesOption = 100,
-    ranking_budget_ms: Annotated[int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves it out.")] = 100,
+    ranking_budget_ms: Annotated[int, typer.Option(min=1, max=MAX_BUDGET_MS, help="For lines that omit it.")] = 100,
     expected_ranking_in_ms: Annotated[
-        int, typer.Option(min=0, max=MAX_BUDGET_MS, help="Where a line does not say when.")
+        int, typer.Option(min=0, max=MAX_BUDGET_MS, help="For lines that omit it.")
     ] = 100,
     gateway_id: GatewayOption = "publish",
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Publish retrieval events, one for each line.
+    """Publish a retrieval event for each line.
 
     Exits with 1 if a line was bad or an event was not delivered.
     """
@@ -99,22 +97,20 @@ def ranking(
     source: FromOption,
     rate: RateOption = None,
     max_bad_lines: MaxBadLinesOption = 100,
-    deadline_in_ms: Annotated[
-        int, typer.Option(min=1, max=MAX_BUDGET_MS, help="Where a line leaves its deadline out.")
-    ] = 1000,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Requests that wait for their answer at a time.")] = 256,
+    deadline_in_ms: Annotated[int, typer.Option(min=1, max=MAX_BUDGET_MS, help="For lines without a deadline.")] = 1000,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Largest number of open requests.")] = 256,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line, or only send.")
+        bool, typer.Option("--wait/--no-wait", help="Print each outcome as a JSON line, or send only.")
     ] = True,
     gateway_id: GatewayOption = "publish",
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Send ranking requests, one for each line, and print each outcome as a JSON line when it comes.
+    """Send a ranking request for each line, and print each outcome as a JSON line.
 
-    Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. That a request was
-    not ranked is an outcome and no error.
+    Exits with 1 if a line was bad, or with --no-wait if a request was not acknowledged. A request that was not
+    ranked is an outcome and not an error.
     """
     settings = command_settings(config, bootstrap, overrides)
     clock = SystemClock()
@@ -139,7 +135,7 @@ def ranking(
             run = send_lines(stream, send, rate, max_bad_lines, time.sleep, show)
             if wait:
                 outcomes.wait()
-                # The grace tells answers that come late from requests that nobody answered.
+                # Wait for the grace, so that late answers are told apart from missing ones.
                 client.drain(settings.client.result_grace_ms / 1000 + 1)
             else:
                 wait_until(lambda: client.statistics().acknowledged >= run.sent, _DELIVERY_TIMEOUT_S, time.sleep)
@@ -156,7 +152,7 @@ def ranking(
 
 
 def _finish(run: SendReport, text: str, failed: bool = False) -> None:
-    """Prints the summary. Raises Exit(1) where something was wrong."""
+    """Prints the summary. Raises Exit(1) if a line was bad or a message failed."""
     lines = "line" if run.bad == 1 else "lines"
     bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
     if run.stopped:

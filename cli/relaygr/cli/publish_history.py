@@ -1,4 +1,4 @@
-"""`relaygr publish history`: an interaction log becomes the users' histories on the history topic."""
+"""`relaygr publish history`: publishes the users' histories from an interaction log."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ _SHOWN_BAD_LINES = 20
 
 def history(
     interactions: Annotated[
-        Path, typer.Option("--interactions", metavar="FILE", help="The log; also as .gz. Its layout is recognised.")
+        Path, typer.Option("--interactions", metavar="FILE", help="The log, plain or .gz. Its layout is detected.")
     ],
     users: Annotated[
-        int | None, typer.Option("--users", min=1, help="Publish the first so many users only.", show_default=False)
+        int | None,
+        typer.Option("--users", min=1, help="Publish only this many users, the first in the log.", show_default=False),
     ] = None,
     max_behaviours: Annotated[
-        int, typer.Option("--max-behaviours", min=1, max=MAX_BEHAVIOURS, help="Keep the newest so many of each user.")
+        int,
+        typer.Option(
+            "--max-behaviours", min=1, max=MAX_BEHAVIOURS, help="Keep at most this many of each user, the newest."
+        ),
     ] = MAX_BEHAVIOURS,
     number: Annotated[
         int | None,
@@ -40,37 +44,42 @@ def history(
             "--number",
             min=0,
             max=INT64_MAX,
-            help="Version number of all. Default: the time of each user's newest behaviour in ms.",
+            help="Version number of every history. Default: the time of the user's newest behaviour in ms.",
             show_default=False,
         ),
     ] = None,
     item_map: Annotated[
         Path | None,
-        typer.Option("--item-map", metavar="FILE", help="Write which id each item got, as CSV.", show_default=False),
+        typer.Option(
+            "--item-map", metavar="FILE", help="Write the id of each item to this CSV file.", show_default=False
+        ),
     ] = None,
     max_bad_lines: Annotated[
-        int, typer.Option("--max-bad-lines", min=0, help="Broken lines are left out; with more of them, stop.")
+        int,
+        typer.Option(
+            "--max-bad-lines", min=0, help="Bad lines are skipped; publish nothing if there are more than this."
+        ),
     ] = 100,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and report only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the log and report, without publishing.")] = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Publish every user's history from a log of interactions.
 
-    The whole file is read first: with too many broken lines nothing is published. Broken lines up to that
-    limit are left out, said with their numbers, and their users published without them. Exits with 0 if
-    the cluster has acknowledged every history, else with 1.
+    The command reads the whole file first, and publishes nothing if there are too many bad lines. Otherwise it
+    reports bad lines with their numbers and skips them. Exits with 0 if the cluster acknowledged every history,
+    else with 1.
     """
     settings = command_settings(config, bootstrap, overrides)
     if not dry_run:
-        # Before minutes of reading.
+        # Fail before the log is read, which can take minutes.
         require_topics(settings)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     read = _read(interactions, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)
     if not read.users:
-        raise RelayError(f"{interactions} holds no interactions: there is nothing to publish")
+        raise RelayError(f"{interactions} contains no interactions: there is nothing to publish")
     if item_map is not None:
         _write_item_map(item_map, read.item_numbers)
         console.print(f"Item ids     {item_map}")

@@ -1,4 +1,4 @@
-"""`relaygr settings`: the effective settings, and where each came from."""
+"""`relaygr settings`: the effective settings and the origin of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption
 
 
 def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
-    """Print the effective settings and where each came from. Secrets are masked."""
+    """Print the effective settings and the origin of each. Secrets are masked."""
     from relaygr.settings import load, values
 
     loaded = load(config, os.environ, overrides or (), bootstrap)

@@ -1,4 +1,4 @@
-"""`relaygr topics create` makes the topics; `relaygr topics check` compares them with the catalogue."""
+"""`relaygr topics create` creates the topics; `relaygr topics check` compares them with the catalogue."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "di
 
 @app.command()
 def create(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be created.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Also set the settings of topics that exist.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; report what would be created.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Also correct the settings of existing topics.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Create the topics that are missing. Those that exist stay; safe to run again.
+    """Create the missing topics. Existing topics are kept, so the command can be run again.
 
-    Exits with 0 when all topics are (or would be) as they should be, else with 1.
+    Exits with 0 if all topics match the catalogue (or would, with --dry-run), else with 1.
     """
     settings = command_settings(config, bootstrap, overrides)
     report = create_topics(settings, dry_run=dry_run, repair=repair)
@@ -44,14 +44,14 @@ def create(
 @app.command()
 def check(
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many workers will share the partitions.", show_default=False)
+        int | None, typer.Option(min=1, help="Number of workers that will share the partitions.", show_default=False)
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Compare the cluster's topics with what they should be. Exits with 1 if a start would refuse them."""
+    """Compare the cluster's topics with the catalogue. Exits with 1 if a process would refuse to start with them."""
     settings = command_settings(config, bootstrap, overrides)
     report = check_topics(settings, workers)
     _show(report, settings, as_json, "created")

@@ -1,7 +1,7 @@
-"""Reading JSON lines: one object a line, each line bounded, and a count of those that are broken.
+"""Reads JSON lines: one object on each line, lines of bounded length, and a limit on bad lines.
 
-Lines are numbered from 1; empty ones are passed over. A name given twice in one object, NaN and Infinity
-are errors: JSON readers disagree on what they mean.
+Lines are numbered from 1; empty lines are skipped. A name that occurs twice in one object, NaN and Infinity are
+errors, because JSON readers interpret them differently.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, BinaryIO, Final
 from relaygr.schemas.codec import MAX_MESSAGE_BYTES
 
 MAX_LINE_BYTES: Final = 4 * MAX_MESSAGE_BYTES
-"""A message of the largest size, its numbers written out."""
+"""Enough for a message of the largest size with its numbers as text."""
 
 
 class JsonLineError(ValueError):
-    """A line that is not one JSON object. The text is the reason."""
+    """The line is not one JSON object. The text gives the reason."""
 
 
-class TooManyBadLines(Exception):  # noqa: N818 - it ends the reading, and is no fault of the program
-    """More bad lines than are allowed."""
+class TooManyBadLines(Exception):  # noqa: N818 - it ends the reading and is not a fault of the program
+    """There are more bad lines than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: its number, its bytes, and how many were read up to its end."""
+    """One line: its number, its bytes, and the number of bytes read up to its end."""
 
     number: int
     content: bytes
@@ -53,7 +53,7 @@ class Line:
 
 
 class BadLines:
-    """Reports bad lines, and stops at a limit."""
+    """Reports and counts bad lines up to a limit."""
 
     def __init__(self, limit: int, report: Callable[[str], None]) -> None:
         self._limit = limit
@@ -69,7 +69,7 @@ class BadLines:
 
 
 def read_lines(stream: BinaryIO) -> Iterator[Line]:
-    """The lines of a stream. Of one that is too long only the beginning is kept."""
+    """The lines of a stream. Only the beginning of a line that is too long is kept."""
     number = read_bytes = 0
     while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -93,4 +93,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")

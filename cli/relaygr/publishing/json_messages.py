@@ -1,8 +1,8 @@
-"""Messages as JSON objects: `from_json(Class, object)`, strictly, and `to_json(message)`.
+"""Messages as JSON objects: `from_json(Class, object)` and `to_json(message)`.
 
-The fields are the message's own, by name. Arrays are lists of numbers, digests are hexadecimal text,
-nested messages are objects, an absent or null field is None. What the codec would refuse, and a field
-that the message does not have, raises FieldError, whose text begins with the field's place.
+The object has the message's fields by name. Arrays are lists of numbers, digests are hexadecimal text, nested
+messages are objects, an absent or null field is None. `from_json` raises FieldError for an unknown field and for a
+value that the codec would refuse; the error's text begins with the path of the field.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def to_json(message: Any) -> dict[str, Any]:
 
 
 def refuse_unknown(content: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises FieldError for a name that is not known, with the nearest one that is."""
+    """Raises FieldError for an unknown name, and suggests a known one."""
     known = list(known)
     for name in content:
         if name not in known:
@@ -87,7 +87,7 @@ def _array(kind: Packed, value: Any) -> Any:
         if type(entry) is not int and (whole or type(entry) is not float):
             raise FieldError(f"[{index}] is {_name_of(entry)}, expected a {'whole ' if whole else ''}number")
     bounds = np.iinfo(dtype) if whole else np.finfo(dtype)
-    # numpy 1 would wrap what does not fit.
+    # numpy 1 would wrap a number that does not fit.
     if value and not bounds.min <= min(value) <= max(value) <= bounds.max:
         raise FieldError(f"a number does not fit {dtype.name}")
     return kind.unpack(np.array(value, dtype=dtype).tobytes())
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(value: Any) -> str:
-    """What JSON calls the type of a value."""
+    """The name of a value's type in JSON's terms."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""From the object on a line to the message that is sent: what may be left out, and what it is then.
+"""Makes the message to send from the JSON object of a line.
 
-Ids and times may be left out, and a time may be given relative to the moment of sending: the format is
-described in `docs/publishing.md`.
+A line may omit ids and times, and may give a time relative to the moment of sending. `docs/publishing.md` describes
+the format.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _names(message: type[Any]) -> list[str]:
 
 
 def _with_history_user(content: dict[str, Any]) -> dict[str, Any]:
-    """A copy without nulls, in which an inline history belongs to the line's user unless it says otherwise."""
+    """A copy without nulls. An inline history without a user id gets the line's user id."""
     content = {name: value for name, value in content.items() if value is not None}
     history = content.get("history")
     if isinstance(history, dict) and "user_id" in content:
@@ -66,7 +66,7 @@ def _with_id(content: dict[str, Any], new_id: Callable[[], str]) -> dict[str, An
 
 
 def _resolve(content: dict[str, Any], relative: str, absolute: str, start: str, default_ms: int) -> None:
-    """Puts the absolute time in the place of the relative one."""
+    """Replaces a relative time by the absolute one."""
     if relative in content and absolute in content:
         raise FieldError(f".{relative}: give it or {absolute}, not both")
     if absolute in content:

@@ -1,4 +1,4 @@
-"""Outcomes of ranking requests as JSON lines on standard output, as they come."""
+"""Prints the outcomes of ranking requests as JSON lines on standard output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from relaygr.schemas.messages import RankingRequest
 
 
 class Outcomes:
-    """Prints outcomes in a thread of its own, and holds back when too many are awaited.
+    """Prints outcomes in a thread of its own, and limits the number of open requests.
 
-    In a thread, so that an answer is printed while the next line of a pipe is still awaited.
+    With a thread of its own it prints an outcome while the main thread waits for the next line of a pipe.
     """
 
     def __init__(self, max_in_flight: int) -> None:
@@ -32,7 +32,7 @@ class Outcomes:
         self._thread = threading.Thread(target=self._print, name="relaygr-outcomes", daemon=True)
 
     def follow(self, line: int, request: RankingRequest, submit: Callable[[], Future[RankOutcome]]) -> None:
-        """Submits a request when there is room for it; its outcome will be printed."""
+        """Waits until fewer than `max_in_flight` requests are open, and submits one. Its outcome will be printed."""
         self._room.acquire()
         try:
             future = when_there_is_room(submit, time.sleep)
@@ -50,7 +50,7 @@ class Outcomes:
         future.add_done_callback(end)
 
     def wait(self) -> None:
-        """Until every request has ended."""
+        """Waits until every request has ended."""
         for _ in range(self._max_in_flight):
             self._room.acquire()
 
@@ -67,5 +67,5 @@ class Outcomes:
             try:
                 typer.echo(text)
             except BrokenPipeError:
-                # Whoever read the outcomes has gone; the rest is still counted.
+                # The reader of the outcomes has exited; further outcomes are counted only.
                 return

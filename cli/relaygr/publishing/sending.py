@@ -1,4 +1,4 @@
-"""Sending what the lines of a file hold: opened, paced, shown, and the bad ones reported."""
+"""Sends the lines of a file at a limited rate, shows the progress, and reports bad lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def send_lines(
     idle: Callable[[float], object],
     show: bool,
 ) -> SendReport:
-    """Sends what the lines hold, at most `rate` a second; bad lines are reported and left out."""
+    """Sends each line, at most `rate` a second. Bad lines are reported and skipped."""
     bad = BadLines(max_bad_lines, say)
     sent, stopped, started_s = 0, False, time.monotonic()
     slot_s = started_s
@@ -68,7 +68,7 @@ def send_lines(
 
 
 def when_there_is_room(send: Callable[[], T], idle: Callable[[float], object]) -> T:
-    """Tries until the queue takes it: it empties as messages are delivered or given up."""
+    """Retries while the queue is full. It empties as messages are delivered or expire."""
     while True:
         try:
             return send()
@@ -77,25 +77,25 @@ def when_there_is_room(send: Callable[[], T], idle: Callable[[float], object]) -
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, idle: Callable[[float], object]) -> None:
-    """Idles until the condition holds or time runs out."""
+    """Calls `idle` until the condition holds or `timeout_s` has passed."""
     ends_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < ends_s:
         idle(_STEP_S)
 
 
 def say(text: str) -> None:
-    """Says something to the person at the terminal, above the progress bar."""
+    """Prints a line on standard error, above the progress bar."""
     _console.print(text, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def opened(source: str) -> Iterator[BinaryIO]:
-    """The file, or standard input for `-`. Raises RelayError if it can not be read."""
+    """The file, or standard input for `-`. Raises RelayError if the file cannot be read."""
     if source == "-":
         yield sys.stdin.buffer
         return
     try:
-        stream = Path(source).open("rb")  # noqa: SIM115 - closed below; what the body raises is not ours
+        stream = Path(source).open("rb")  # noqa: SIM115 - closed below; errors of the body must not be caught here
     except OSError as error:
         raise RelayError(f"{source} can not be read: {error.strerror}") from error
     with stream:
@@ -104,7 +104,7 @@ def opened(source: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _progress(stream: BinaryIO, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of a file, or only their number for a pipe."""
+    """A progress bar over the bytes of a file; for a pipe, their number only."""
     if not show:
         yield lambda _read_bytes: None
         return
