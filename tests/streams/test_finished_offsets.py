@@ -1,4 +1,4 @@
-"""The finished offsets that one process leaves to the next: what is believed, and what is not."""
+"""The finished offsets that one process leaves to the next: which of them are plausible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.consumer import Begin, FinishedOffsets, Progress, TopicPartition, WatermarkTracker
-from relaygr.consumer.finished import believed
+from relaygr.consumer.finished import is_plausible
 from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
 
@@ -52,7 +52,7 @@ def test_the_first_process_has_no_predecessor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 3, 4])
-def test_only_the_epoch_directly_before_is_believed(tmp_path: Path, epoch: int) -> None:
+def test_only_the_epoch_directly_before_expected(tmp_path: Path, epoch: int) -> None:
     leave(tmp_path, epoch=1)
     assert open_log(tmp_path, epoch).predecessor() == {}
 
@@ -71,7 +71,7 @@ def test_a_holder_that_noted_nothing_ends_the_line(tmp_path: Path) -> None:
         replace(IDENTITY, topic_ids={"other.ranking": "id-1", "t.preinfer": "id-2"}),
     ],
 )
-def test_another_cluster_or_topic_is_not_believed(tmp_path: Path, other: TopicIdentity) -> None:
+def test_another_cluster_or_topic_is_not_plausible(tmp_path: Path, other: TopicIdentity) -> None:
     leave(tmp_path)
     assert open_log(tmp_path, 2, other).predecessor() == {}
     # And nothing of it comes back for those that it was written for.
@@ -136,7 +136,7 @@ def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("committed", "end", "is_believed"),
+    ("committed", "end", "expected"),
     [
         (100, 200, True),
         (110, 120, True),
@@ -146,22 +146,22 @@ def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> Non
         (100, 119, False),  # The log ends before: it was cut, or is another.
     ],
 )
-def test_it_must_lie_between_commit_and_end(committed: int, end: int, is_believed: bool) -> None:
-    assert believed(Progress(100, 120), committed, end) is is_believed
+def test_it_must_lie_between_commit_and_end(committed: int, end: int, expected: bool) -> None:
+    assert is_plausible(Progress(100, 120), committed, end) is expected
 
 
-def test_what_is_trusted_is_delivered_and_passed_over() -> None:
+def test_offsets_assumed_finished_are_delivered_and_skipped() -> None:
     tracker = WatermarkTracker(100)
     tracker.assign({RANKING_0: 100})
-    tracker.trust({RANKING_0: 103})
+    tracker.assume_finished({RANKING_0: 103})
     assert [tracker.begin(RANKING_0, offset) for offset in range(100, 105)] == [Begin.FINISHED] * 3 + [Begin.NEW] * 2
     assert tracker.in_flight() == 2
 
 
-def test_what_is_trusted_is_committed_though_nothing_follows() -> None:
+def test_offsets_assumed_finished_are_committed_though_nothing_follows() -> None:
     tracker = WatermarkTracker(100)
     tracker.assign({RANKING_0: 100})
-    tracker.trust({RANKING_0: 103})
+    tracker.assume_finished({RANKING_0: 103})
     assert tracker.committable() == {RANKING_0: 103}
     assert tracker.progress([RANKING_0]) == {RANKING_0: Progress(100, 103)}
 

@@ -157,8 +157,8 @@ def test_the_value_gate_never_asks_for_more_than_was_lately_offered(densities: l
     gate = ValueGate(window=16)
     for density in densities:
         gate.observe(density)
-    assert gate.asks(fill) <= max(densities[-16:])
-    assert gate.asks(0.5) == 0
+    assert gate.threshold(fill) <= max(densities[-16:])
+    assert gate.threshold(0.5) == 0
 
 
 MODEL = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0))

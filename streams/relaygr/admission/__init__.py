@@ -1,4 +1,4 @@
-"""Which prefixes are worth computing: the latency model, the admission policy and its buckets.
+"""Admission of pre-infer jobs: the latency model, the admission policy and its buckets. All of it is pure.
 
-The trigger decides by these from metadata; each worker decides again with what it alone knows. All of it is pure.
+The trigger decides from the metadata of an event. Each worker decides again, with the state of its own cache.
 """

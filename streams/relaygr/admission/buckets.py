@@ -1,25 +1,25 @@
-"""The buckets: how much pre-infer work one owner's share allows.
+"""The admission buckets: how much pre-infer work each owner (worker) may be given.
 
-**Footprint.** By Little's law the cache holds, on average, rate × E[bytes × time alive]. The account is charged
-bytes × time alive for each admission and drains at (1 - r) × capacity bytes a second, so over any window
+**Footprint.** By Little's law the cache holds, on average, rate × E[bytes × time alive]. Each admission charges
+bytes × time alive to a leaky bucket that drains at (1 - r) × capacity bytes a second, so over any window
 
     sum of admitted bytes × time alive <= drain × (window + burst) + the largest admission.
 
-**Load.** The account is charged the device time of each admitted preparation and drains at
+**Load.** Each admission charges the device time of its preparation to a second bucket, which drains at
 
     max(preinfer_share, rho - ranking load)
 
-where the ranking load is a running mean over every impression, cached (T_hit) or not (T_full). Without the
-guaranteed share, an overload would refuse every job, turn every ranking into full inference and so keep itself
-alive for good.
+where the ranking load is a moving average over all impressions, with T_hit for admitted ones and T_full for the
+others. The guaranteed share is needed because an overload would otherwise refuse every job, which turns every ranking
+into full inference, which keeps the overload going.
 
-**Value.** From half full on, an account asks for a value density (time saved per byte) of at least a quantile of
-what was lately offered; the fuller, the higher. Ties are admitted.
+**Value.** When a bucket is more than half full, an admission must save at least a certain time per byte: a quantile of
+the recently offered values, which rises with the level of the bucket. Equal values are admitted.
 
-An account is per owner and process. Its share is (the owner's partitions that this process is assigned) /
-(the owner's partitions), so the accounts of several trigger processes add up to one whole budget.
+Each process has its own buckets per owner. Their share of the owner's budget is (partitions of the owner that are
+assigned to this process) / (partitions of the owner), so the buckets of several trigger processes add up to one budget.
 
-Not thread-safe: the deciding thread owns it. Time comes in as numbers; one that goes back counts as standing still.
+Not thread-safe: the deciding thread owns the buckets. Times are arguments; a time that goes back has no effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from relaygr.admission.policy import Estimate, OwnerView, Refusal
 
 _SHORT_FROM = 0.5
-"""Fill of an account from which value decides."""
+"""The level, as a share of the burst, above which the value threshold applies."""
 _TOP_QUANTILE = 0.95
 _VALUE_WINDOW = 256
 _RANKING_WINDOW_US = 1_000_000.0
@@ -41,9 +41,9 @@ MAX_OWNERS = 4096
 
 
 class LeakyBucket:
-    """A level that drains at a constant rate and refuses what would lift it above its burst.
+    """A level that drains at a constant rate. A charge has room unless it would raise the level above the burst.
 
-    A charge larger than the burst is taken when the account is empty: it may not starve for being large.
+    A charge that is larger than the burst has room while the bucket is empty; otherwise it would never be admitted.
     """
 
     def __init__(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
@@ -59,7 +59,7 @@ class LeakyBucket:
         self._burst = rate_per_us * burst_us
 
     def configure(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
-        """A new rate from now on; what was charged stays charged."""
+        """Changes the rate from now on. The level stays."""
         self._drain(now_us)
         self._set(rate_per_us, burst_us)
 
@@ -69,27 +69,27 @@ class LeakyBucket:
             self._at_us = now_us
 
     def fill(self, now_us: int) -> float:
-        """Level / burst, 0 when empty. At most 1, but after an oversized charge or a lowered rate."""
+        """Level / burst; 0 when empty. It exceeds 1 only after an oversized charge or a lowered rate."""
         self._drain(now_us)
         if self._level == 0:
             return 0.0
         return self._level / self._burst if self._burst else math.inf
 
     def has_room(self, charge: float, now_us: int) -> bool:
-        """Would `charge` be taken?"""
+        """Whether the bucket has room for `charge`."""
         self._drain(now_us)
         if self._rate_per_us == 0:
             return charge == 0
         return self._level == 0 or self._level + charge <= self._burst
 
     def charge(self, amount: float, now_us: int) -> None:
-        """Adds to the level, room or not."""
+        """Adds to the level, even without room."""
         self._drain(now_us)
         self._level += amount
 
 
 class ValueGate:
-    """A running quantile over the value densities that were lately offered, admitted or not."""
+    """A moving quantile over the recently offered values (time saved per byte), admitted or not."""
 
     def __init__(self, window: int = _VALUE_WINDOW) -> None:
         self._recent: deque[float] = deque()
@@ -97,14 +97,14 @@ class ValueGate:
         self._window = window
 
     def observe(self, density: float) -> None:
-        """Notes an offer; the oldest beyond the window is forgotten. O(log window) and a short move."""
+        """Adds an offered value and drops the oldest one beyond the window, in O(log window) and one short move."""
         if len(self._recent) == self._window:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(density)
         bisect.insort(self._sorted, density)
 
-    def asks(self, fill: float) -> float:
-        """The density that an account filled to `fill` asks for."""
+    def threshold(self, fill: float) -> float:
+        """The least value that is admitted at the level `fill`."""
         if fill <= _SHORT_FROM or not self._sorted:
             return 0.0
         quantile = min(_TOP_QUANTILE, (fill - _SHORT_FROM) / (1 - _SHORT_FROM))
@@ -113,7 +113,7 @@ class ValueGate:
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """Settings of the buckets; `share` and the owner's capacity come with the owner."""
+    """Settings of the buckets."""
 
     footprint_reserve: float
     load_limit: float
@@ -122,7 +122,7 @@ class BucketLimits:
 
 
 class OwnerBuckets:
-    """One owner's footprint and load, as far as this process may spend them. Implements `policy.Buckets`."""
+    """The footprint and load buckets of one owner, for the share of this process. Implements `policy.Buckets`."""
 
     def __init__(self, limits: BucketLimits, hbm_capacity_bytes: int, share: float, now_us: int) -> None:
         """`share` in (0, 1] of the owner's whole budget."""
@@ -137,14 +137,14 @@ class OwnerBuckets:
         self.configure(hbm_capacity_bytes, share, now_us)
 
     def configure(self, hbm_capacity_bytes: int, share: float, now_us: int) -> None:
-        """The owner's capacity or our share changed."""
+        """Sets the owner's capacity and the share of this process."""
         self._capacity_bytes = (1 - self._limits.footprint_reserve) * hbm_capacity_bytes
         self._share = share
         self._footprint.configure(self._capacity_bytes * share, self._limits.burst_us, now_us)
         self._configure_load(now_us)
 
     def ranking_load(self, now_us: int) -> float:
-        """Device time of ranking per unit of time, as part of our share; 1 is a device fully busy with it."""
+        """Device time of ranking per unit of time, relative to the share; 1 is a device that only ranks."""
         self._decay_ranking(now_us)
         return self._ranking_us / _RANKING_WINDOW_US / self._share
 
@@ -158,20 +158,20 @@ class OwnerBuckets:
         self._configure_load(now_us)
         density = estimate.saved_us_per_byte
         self._value.observe(density)
-        # No burst makes a prefix fit that is larger than all there is.
+        # A prefix that is larger than the capacity never fits, whatever the burst.
         fits = estimate.new_bytes <= self._capacity_bytes
         if not (fits and self._footprint.has_room(estimate.footprint_byte_us, now_us)):
             return Refusal.FOOTPRINT
         if not self._load.has_room(estimate.prepare_us, now_us):
             return Refusal.LOAD
         fill = max(self._footprint.fill(now_us), self._load.fill(now_us))
-        if density < self._value.asks(fill):
+        if density < self._value.threshold(fill):
             return Refusal.LOW_VALUE
         self.charge(estimate.footprint_byte_us, estimate.prepare_us, now_us)
         return None
 
     def charge(self, footprint_byte_us: float, device_us: float, now_us: int) -> None:
-        """Counts what is done, whether there is room for it or not."""
+        """Charges both buckets, even without room."""
         self._footprint.charge(footprint_byte_us, now_us)
         self._load.charge(device_us, now_us)
 
@@ -186,7 +186,7 @@ class OwnerBuckets:
 
 
 class FleetBuckets:
-    """The buckets of every owner that this process decides for, at most `MAX_OWNERS`, longest unchanged forgotten."""
+    """The buckets of every owner that this process decides for: at most `MAX_OWNERS`, least recently changed out."""
 
     def __init__(self, limits: BucketLimits) -> None:
         self._limits = limits
@@ -194,14 +194,14 @@ class FleetBuckets:
         self._buckets: OrderedDict[str, tuple[OwnerView | None, OwnerBuckets]] = OrderedDict()
 
     def reassign(self, partitions: frozenset[int]) -> None:
-        """This process now decides for these partitions, and spends as much of each owner's budget."""
+        """Sets the partitions that this process decides for, and with them its share of each owner's budget."""
         if partitions != self._assigned:
             self._assigned = partitions
             for worker_id, (_, buckets) in self._buckets.items():
                 self._buckets[worker_id] = (None, buckets)
 
     def of(self, owner: OwnerView, now_us: int) -> OwnerBuckets:
-        """The owner's buckets, following its latest view."""
+        """The owner's buckets, configured by its latest view."""
         known = self._buckets.get(owner.worker_id)
         if known is not None and known[0] is owner:
             return known[1]
@@ -218,6 +218,6 @@ class FleetBuckets:
         return buckets
 
     def _share(self, owner: OwnerView) -> float:
-        # An event of a partition just taken over may be ahead of the news: then it is one partition's worth.
+        # An event can arrive before the assignment of its partition is known. It then gets the share of one partition.
         held = max(1, len(owner.partitions & self._assigned))
         return held / max(1, len(owner.partitions))

@@ -1,4 +1,4 @@
-"""How long a worker's device takes: the latency model that trigger, scheduler and cache decide by.
+"""The latency model: predicted device times of a worker. The trigger, the scheduler and the cache decide with it.
 
     T_full(n, m)    = a0 + a1 (n+m) + a2 (n+m)²       full inference
     T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
@@ -7,14 +7,14 @@
     T_reload(bytes) = d0 + d1 bytes                   a copy from DRAM to HBM
 
 n: prefix tokens, m: suffix tokens + candidates, k: new prefix tokens; all times in µs of device time.
-The linear terms are the projections, the quadratic ones the attention: k new rows see n + k/2 keys each on
-average (hence k (2n+k) / 2), m rows of a ranking see n + m. c3 is what a ranking pays for its prefix whatever it
-scores: few candidates on a long prefix spend their time fetching K,V. Splitting a prefix into appends costs b0 more per
-piece and nothing else: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0. Background: RelayGR,
-arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
+The linear terms are the projections, the quadratic terms the attention: each of k new rows attends to n + k/2 keys on
+average (hence k (2n+k) / 2), each of the m rows of a ranking to n + m keys. c3 is the cost of reading the K,V of the
+prefix, which does not depend on the number of candidates. Splitting a prefix into appends costs b0 for each additional
+chunk and nothing else: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0. Background: RelayGR, arXiv 2601.01712
+(at-risk test and pre-infer budget), and `docs/trigger.md`.
 
-Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee it;
-`LatencyModel` refuses anything else. `Corrector` follows a device whose speed drifts from its calibration.
+Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee this, and
+`LatencyModel` refuses other coefficients. `Corrector` adapts the model to a device whose speed drifts.
 
 Pure: numpy only, no clock, no I/O.
 """
@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import LatencyCoefficients
 
 MIN_POINTS = 3
-"""Fewer distinct measurements cannot say anything about a curve."""
+"""The least number of distinct measurements of a fit."""
 
 
 class Stage(enum.StrEnum):
-    """A kind of device work with coefficients of its own. Appends share PRE with pre-infer."""
+    """A kind of device work with its own coefficients. Appends and pre-infer share PRE."""
 
     FULL = "full"
     PRE = "pre"
@@ -94,11 +94,11 @@ class LatencyModel:
         return c.a0 + c.a1 * tokens + c.a2 * tokens * tokens
 
     def pre_us(self, prefix_tokens: int) -> float:
-        """Pre-infer of a whole prefix in one piece."""
+        """Pre-infer of a whole prefix in one chunk."""
         return self.append_us(0, prefix_tokens)
 
     def append_us(self, cached_tokens: int, new_tokens: int) -> float:
-        """Pre-infer of `new_tokens` after `cached_tokens` that are there already."""
+        """Pre-infer of `new_tokens` after `cached_tokens` whose K,V is cached."""
         c = self.coefficients
         return c.b0 + c.b1 * new_tokens + c.b2 * new_tokens * (2 * cached_tokens + new_tokens)
 
@@ -113,12 +113,12 @@ class LatencyModel:
         return self.coefficients.d0 + self.coefficients.d1 * size_bytes
 
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
-        """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None: not even the fixed part."""
+        """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None if the fixed cost exceeds it."""
         c = self.coefficients
         spare_us = budget_us - c.b0
         if limit_tokens < 0 or spare_us < 0:
             return None
-        # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the form that does not cancel; asked for at every piece.
+        # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the numerically stable form. Called for every chunk.
         linear = c.b1 + 2 * c.b2 * cached_tokens
         steepness = linear + math.sqrt(linear * linear + 4 * c.b2 * spare_us)
         tokens = limit_tokens if steepness <= 0 else int(min(2 * spare_us / steepness, limit_tokens))
@@ -187,8 +187,7 @@ def _three(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> 
 def _fit(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> list[float]:
     """Coefficients >= 0 with the least sum of squared *relative* errors.
 
-    Relative, since durations span orders of magnitude and a decision near the deadline of a short prefix
-    matters as much as one near that of a long prefix.
+    The errors are relative because durations span orders of magnitude, and short prefixes matter as much as long ones.
     """
     if len(set(rows)) < MIN_POINTS:
         raise ValueError(f"{len(set(rows))} distinct sizes were measured; a fit needs at least {MIN_POINTS}")
@@ -202,8 +201,8 @@ def _fit(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> li
 def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
     """The x >= 0 [columns] that minimises |matrix x - target|², for a matrix [rows, columns] of few columns.
 
-    Tries every set of columns that may be non-zero: the optimum is the plain least-squares solution on its own
-    set, so the best non-negative one of all 2^columns is exact.
+    Tries every set of non-zero columns. The optimum is the plain least-squares solution on its own set of columns, so
+    the best non-negative solution among all 2^columns sets is exact.
     """
     columns = matrix.shape[1]
     scale = np.linalg.norm(matrix, axis=0)
@@ -225,14 +224,15 @@ def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.f
 
 
 class Corrector:
-    """Follows a device on-line: one multiplicative factor per stage, a clipped EMA of measured / calibrated.
+    """Corrects a calibrated model on-line: one factor per stage, a clipped moving average of measured / calibrated.
 
-    A single observation is clipped to half or double the current factor, so that one stall moves little, and
-    the factor stays within [1/max_factor, max_factor]. The device's thread owns it; any thread may read `model`.
+    Each observation is clipped to half or double the current factor, so that one stall changes the factor only a
+    little. The factor stays within [1/max_factor, max_factor]. The device thread owns the corrector; any thread may
+    read `model`.
     """
 
     def __init__(self, calibrated: LatencyModel, weight: float = 0.05, max_factor: float = 8.0) -> None:
-        """`weight` is what one observation counts, in (0, 1]; `max_factor` is above 1. Raises ValueError."""
+        """`weight` of one observation, in (0, 1]; `max_factor` is above 1. Raises ValueError for other values."""
         if not 0 < weight <= 1 or not max_factor > 1:
             raise ValueError(f"weight {weight} must be in (0, 1] and max_factor {max_factor} above 1")
         self.calibrated = calibrated
@@ -242,16 +242,16 @@ class Corrector:
         self._model: LatencyModel | None = calibrated
 
     def recalibrate(self, calibrated: LatencyModel) -> None:
-        """Begins anew with another calibration."""
+        """Starts again with another calibration and without corrections."""
         self.calibrated = self._model = calibrated
         self._factors = dict.fromkeys(Stage, 1.0)
 
     @property
     def model(self) -> LatencyModel:
-        """The corrected model as of now."""
+        """The corrected model."""
         model = self._model
         if model is None:
-            # Returned as it is here: an observation on the device's thread may drop it meanwhile.
+            # The local variable is returned, because an observation on the device thread may reset the attribute.
             model = self._model = self.calibrated.scaled(self._factors)
         return model
 
@@ -260,7 +260,7 @@ class Corrector:
         return self._factors[stage]
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
-        """One finished piece of work: what `calibrated` (not `model`) predicts for it, and what it took."""
+        """Takes the time of finished work that `calibrated` (not `model`) predicts, and the measured time."""
         if not (calibrated_us > 0 and math.isfinite(calibrated_us) and measured_us >= 0 and math.isfinite(measured_us)):
             return
         factor = self._factors[stage]

@@ -1,20 +1,20 @@
-"""The admission policy: is this impression worth a pre-infer job, and is there room for it?
+"""The admission policy: whether an impression gets a pre-infer job.
 
     at risk    P99(ranking queue) + T_full > ranking budget
     feasible   queued pre-infer work + T_prepare <= lead_fraction × (expected ranking - now)
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
     load       admitted rate × E[T_prepare] + ranking rate × E[T_hit or T_full] <= rho
 
-Admitted is what is at risk, feasible, and has room in both buckets; when a bucket runs short, what saves the most
-time per byte comes first. An owner that is not known, or has been silent for too long, leaves a length threshold.
-Skipping is always safe: the ranking request then takes the full path. From the RelayGR paper, arXiv 2601.01712
-(sequence-aware trigger); `docs/trigger.md` works an example.
+An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
+impressions that save the most time per byte are preferred. While the owner is unknown or silent, the length of the
+history decides alone. Skipping an impression is always safe: its ranking request takes the full path. The rules come
+from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` works an example.
 
-The trigger decides coarsely, from metadata alone, and guesses what is cached. The worker asks the buckets again, of its
-own, with what it alone knows: a prefix in HBM is charged its tail, one in DRAM its reload and its tail.
+The trigger decides from metadata and estimates what the owner has cached. The worker decides again with buckets of its
+own and the real state of its cache: a prefix in HBM is charged for its tail, a prefix in DRAM for its reload and tail.
 
-Pure: numbers in, a decision out. Only the buckets (`relaygr.admission.buckets`) hold state, and `decide` alone
-charges them. All durations are µs; `now_us` is wall time, on the same clock as the messages.
+Pure. Only the buckets (`relaygr.admission.buckets`) hold state, and only `decide` charges them. All durations are in
+µs; `now_us` is wall time, as in the messages.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
 
 
 class DecisionReason(enum.StrEnum):
-    """What became of a retrieval event. Bounded: a metric label. Every event counts under exactly one."""
+    """The outcome of a retrieval event, a metric label. Every event is counted under exactly one reason."""
 
     ADMITTED = "admitted"
     NO_STATUS_THRESHOLD = "no_status_threshold"
-    """Admitted by its length alone: the owner is unknown or silent."""
+    """Admitted by the length of its history, while the owner is unknown or silent."""
     BELOW_THRESHOLD = "below_threshold"
-    """Owner unknown or silent, and shorter than the threshold."""
+    """Refused by the length of its history, while the owner is unknown or silent."""
     NOT_AT_RISK = "not_at_risk"
     INFEASIBLE = "infeasible"
-    """The lead time is too short to have the prefix ready."""
+    """The lead time is too short to compute the prefix."""
     FOOTPRINT = "footprint"
     LOAD = "load"
     LOW_VALUE = "low_value"
-    """A bucket is short, and others lately saved more time per byte."""
+    """A bucket is nearly full, and recent impressions saved more time per byte."""
     NO_HISTORY = "no_history"
     EXPIRED = "expired"
     DISABLED = "disabled"
     UNDECODABLE = "undecodable"
     MISROUTED = "misrouted"
     NOT_SENT = "not_sent"
-    """Admitted, but the producer could not take the job."""
+    """Admitted, but the producer did not accept the job."""
     ERROR = "error"
-    """A fault of ours; the event is in dead letters, the traceback in the log."""
+    """A bug in the trigger. The event is in dead letters, the traceback in the log."""
 
 
 class PrefixTier(enum.StrEnum):
-    """Where a cached prefix lies."""
+    """The tier in which a prefix is cached, if any."""
 
     NONE = "none"
     DRAM = "dram"
@@ -63,7 +63,7 @@ class PrefixTier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What is cached of an impression's prefix: known to the worker, a guess of the trigger's."""
+    """The cached part of an impression's prefix. The worker knows it; the trigger estimates it."""
 
     tier: PrefixTier = PrefixTier.NONE
     tokens: int = 0
@@ -74,12 +74,12 @@ NOTHING_CACHED = CachedPrefix()
 
 @dataclass(frozen=True, slots=True)
 class ImpressionFacts:
-    """The metadata of one retrieval event, or of the job made from it."""
+    """The input of the policy: metadata of one retrieval event, or of the job made from it."""
 
     expected_ranking_at_us: int
     ranking_budget_us: int
     history_behaviours: int | None
-    """None: the message names no history."""
+    """None if the message names no history."""
     expected_suffix: int
     expected_candidates: int
 
@@ -101,7 +101,7 @@ class ImpressionFacts:
 
 @dataclass(frozen=True, slots=True)
 class OwnerView:
-    """What the policy needs to know of the worker that owns a partition."""
+    """The facts about the worker that owns a partition, as the policy takes them."""
 
     worker_id: str
     partitions: frozenset[int]
@@ -117,7 +117,7 @@ class OwnerView:
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
-        """The view of a status. Raises ValueError if its latency model is not one."""
+        """The view of a status. Raises ValueError if its latency model is not valid."""
         return cls(
             worker_id=status.worker_id,
             partitions=frozenset(status.partitions),
@@ -133,7 +133,7 @@ class OwnerView:
         )
 
     def prefix_tokens(self, behaviours: int) -> int:
-        """Tokens of the prefix of a history, of which the newest part counts where it is too long."""
+        """Tokens of the prefix of a history with so many behaviours. Beyond the model's limit they count no more."""
         return self.contextual_tokens + self.tokens_per_behaviour * min(behaviours, self.max_prefix_behaviours)
 
 
@@ -143,46 +143,46 @@ class PolicyLimits:
 
     fallback_behaviours: int
     assumed_behaviours: int
-    """Length assumed where a message names no history; 0: such messages are skipped."""
+    """The length assumed if a message names no history; 0: such messages are skipped."""
     lead_fraction: float
     lease_margin_us: int
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an impression costs on its owner, with and without the relay."""
+    """The costs of an impression on its owner, with and without the relay."""
 
     prefix_tokens: int
     scored_tokens: int
     full_us: float
     hit_us: float
     prepare_us: float
-    """Device time until the prefix is ready: pre-infer, or reload and tail."""
+    """Device time until the prefix is ready: pre-infer, or reload and pre-infer of the tail."""
     new_bytes: int
-    """Cache bytes that admission takes; what lies in HBM already takes none."""
+    """HBM bytes that the admission needs in addition. Tokens that are in HBM already need none."""
     lead_us: int
-    """From now to the expected ranking request; at most 0 when that time has passed."""
+    """From now to the expected ranking request; 0 or less when that time has passed."""
     alive_us: int
-    """How long those bytes stay taken: to the expected ranking request and the lease's margin."""
+    """How long the bytes stay in use: until the expected ranking request plus the margin of the lease."""
 
     @property
     def saved_us(self) -> float:
-        """Time that the ranking request gains, at least 0."""
+        """Device time that the ranking request saves, at least 0."""
         return max(0.0, self.full_us - self.hit_us)
 
     @property
     def footprint_byte_us(self) -> float:
-        """Bytes × time alive, the charge to the footprint bucket."""
+        """The charge to the footprint bucket: bytes × time alive."""
         return float(self.new_bytes) * self.alive_us
 
     @property
     def saved_us_per_byte(self) -> float:
-        """The value density by which impressions compete when a bucket is short."""
+        """The value by which impressions compete when a bucket is nearly full."""
         return self.saved_us / max(1, self.new_bytes)
 
 
 class Refusal(enum.StrEnum):
-    """Which bucket had no room."""
+    """Why the buckets refused an impression."""
 
     FOOTPRINT = "footprint"
     LOAD = "load"
@@ -190,18 +190,18 @@ class Refusal(enum.StrEnum):
 
 
 class Buckets(Protocol):
-    """The budget of one owner, as far as this process may spend it (`relaygr.admission.buckets.OwnerBuckets`)."""
+    """The buckets of one owner, for the share of this process (`relaygr.admission.buckets.OwnerBuckets`)."""
 
     def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
-        """Charges both buckets and answers None, or says which one refuses and charges neither."""
+        """Charges both buckets and returns None, or charges neither and returns why."""
 
     def count_ranking(self, device_us: float, now_us: int) -> None:
-        """A ranking request that will come anyway takes this much device time."""
+        """Adds the device time of an expected ranking request to the ranking load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Admit or not, and why. `estimate` is None where the owner is not known or was not needed."""
+    """Whether the impression is admitted, and why. `estimate` is None if no owner is known or none was needed."""
 
     admit: bool
     reason: DecisionReason
@@ -223,7 +223,7 @@ def estimate(
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
 ) -> Estimate:
-    """Costs of an impression with `behaviours` long-term behaviours on its owner."""
+    """The costs of an impression with `behaviours` long-term behaviours on its owner."""
     latency = owner.latency
     prefix_tokens = owner.prefix_tokens(behaviours)
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
@@ -247,17 +247,17 @@ def estimate(
 
 
 def at_risk(ranking_queue_p99_us: float, full_us: float, ranking_budget_us: float) -> bool:
-    """Would full inference miss the ranking budget?"""
+    """Whether full inference would miss the ranking budget."""
     return ranking_queue_p99_us + full_us > ranking_budget_us
 
 
 def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_fraction: float) -> bool:
-    """Can the prefix be ready before the ranking request, which may come earlier than expected?"""
+    """Whether the prefix can be ready before the ranking request, which may come earlier than expected."""
     return preinfer_queue_us + prepare_us <= lead_fraction * lead_us
 
 
 def expired(impression: ImpressionFacts, now_us: int) -> bool:
-    """Is the whole impression over?"""
+    """Whether the ranking deadline of the impression has passed."""
     return now_us >= impression.expected_ranking_at_us + impression.ranking_budget_us
 
 
@@ -269,9 +269,9 @@ def decide(
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
 ) -> Decision:
-    """Admit this impression? Charges `buckets` for what it admits, and for the ranking request either way.
+    """Decides about one impression. Charges `buckets` for an admission, and counts the ranking request in any case.
 
-    `owner` None: unknown or silent, so length alone decides. `buckets` None: nothing bounds the rate here.
+    `owner` None: the owner is unknown or silent, and the length of the history decides. `buckets` None: no limit.
     """
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)

@@ -1,4 +1,4 @@
-"""Settings of admission, which trigger and workers share."""
+"""Settings of admission, shared by the trigger and the workers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from relaygr.runtime.settings import Section
 
 
 class AdmissionSettings(Section):
-    """How much pre-infer work a device is given. The trigger decides by these, and each worker again."""
+    """How much pre-infer work a device is given. The trigger and each worker decide with the same settings."""
 
-    lease_margin_ms: Annotated[int, Field(ge=0, description="how long a prefix is kept past its expected ranking")] = (
-        200
-    )
+    lease_margin_ms: Annotated[
+        int, Field(ge=0, description="how long the lease of a prefix lasts after the expected ranking request")
+    ] = 200
     footprint_reserve: Annotated[
-        float, Field(ge=0, lt=1, description="r: part of the HBM tier that jobs never fill")
+        float, Field(ge=0, lt=1, description="r: share of the HBM tier that admitted jobs do not fill")
     ] = 0.1
     load_limit: Annotated[
         float, Field(gt=0, le=1, description="rho: device load, ranking included, up to which jobs are admitted")
     ] = 0.8
     preinfer_share: Annotated[
-        float, Field(ge=0, le=0.9, description="device time kept for jobs however busy ranking is")
+        float, Field(ge=0, le=0.9, description="share of device time that jobs get even if ranking needs all of it")
     ] = 0.3
-    burst_ms: Annotated[int, Field(ge=1, le=60_000, description="how far the buckets may run ahead of their rate")] = (
-        500
-    )
+    burst_ms: Annotated[
+        int, Field(ge=1, le=60_000, description="size of each bucket, as the time in which it drains")
+    ] = 500
 
     def bucket_limits(self) -> BucketLimits:
-        """The numbers that the buckets count by."""
+        """The settings as the buckets take them."""
         return BucketLimits(
             footprint_reserve=self.footprint_reserve,
             load_limit=self.load_limit,

@@ -1,4 +1,4 @@
-"""The worker's consumer: poll thread and commit watermark."""
+"""The consumer loop of a worker: poll thread, commit watermark, finished offsets for a successor."""
 
 from relaygr.consumer.finished import FinishedLog, FinishedOffsets
 from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token

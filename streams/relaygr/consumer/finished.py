@@ -1,24 +1,23 @@
-"""The watermark of finished offsets, beside what else outlives the process.
+"""The watermark of finished offsets in a mapped file, for the next process of the same worker.
 
-A consumer commits about once a second, so a successor that began at the commit would do up to a second's work
-again. The poll thread therefore also writes each partition's watermark into a small mapped file, with plain stores,
-whenever it moves. A successor believes it only where
+A consumer commits about once a second. A successor that starts at the commit would repeat up to a second of work, so
+the poll thread also writes the watermark of each partition into a small mapped file whenever the watermark moves. A
+successor uses a watermark only if
 
-* the file was written for this cluster and these topics (by id: a topic made anew is another one);
-* it was written under the `arena_epoch` directly before the successor's own: nobody was in between;
-* `start <= committed <= finished <= end`, where all of [start, finished) was finished by the predecessor. A group
-  whose offset was set back before that, or a log that was cut, makes it worthless.
+* the file was written for this cluster and these topics, compared by id, so that a recreated topic does not match;
+* the file was written under the `arena_epoch` directly before the successor's epoch, so that no process was in between;
+* `start <= committed <= finished <= end`, where the predecessor finished all of [start, finished). This fails if the
+  offset of the group was reset to before `start` or if the log was truncated.
 
-What is believed is treated as finished, not skipped over: the messages are delivered from the commit on, and
-the tracker answers FINISHED for them.
+The successor does not skip the finished messages: they are delivered from the commit on, and the tracker answers
+FINISHED for each.
 
     header   magic | length u32 | CRC-32 u32 | JSON object, in 4096 bytes
-    slots    by topic, in the order of names, then partition: two copies each, written in turn, of
+    slots    by topic, in the order of names, then partition; each has two copies, written alternately, of
              arena_epoch u64 | sequence u64 | start u64 | finished u64 | CRC-32 of these u32 | unused u32
 
-The newer of the two copies whose checksum is right counts, so a process that dies while it writes one leaves
-the one before. `FinishedOffsets` is made whenever one likes, `begin` is for when this process is the writer;
-from then on it belongs to the poll thread.
+A reader takes the newer copy with a correct checksum, so a process that dies during a write leaves the copy before it.
+`begin` may be called only while this process is the writer; after that only the poll thread uses the object.
 """
 
 from __future__ import annotations
@@ -49,27 +48,27 @@ class Writer(Protocol):
 
     @property
     def arena_epoch(self) -> int:
-        """Counts the holders; 1 for the first."""
+        """The number of holders so far; 1 for the first."""
 
     def is_held(self) -> bool:
-        """Whether this process may write now."""
+        """Whether this process holds the lock."""
 
 
 class FinishedLog(Protocol):
-    """What the consumer loop needs of it."""
+    """Where the consumer loop keeps finished offsets for its successor."""
 
     def predecessor(self) -> Mapping[TopicPartition, Progress]:
-        """What the process before this one had finished, as far as it may be believed without asking Kafka."""
+        """The offsets that the process before this one finished. The caller checks them against Kafka."""
 
     def note(self, progress: Mapping[TopicPartition, Progress]) -> None:
-        """This is finished now, of partitions that are ours."""
+        """Writes the progress of owned partitions."""
 
     def forget(self, partitions: Iterable[TopicPartition]) -> None:
-        """These are not ours any more: whoever gets them commits past us."""
+        """Erases partitions that this process no longer owns, because their next owner commits beyond this progress."""
 
 
-def believed(progress: Progress, committed: int, end: int) -> bool:
-    """Whether a successor may take [committed, progress.finished) for finished."""
+def is_plausible(progress: Progress, committed: int, end: int) -> bool:
+    """Whether a successor may treat [committed, progress.finished) as finished."""
     return progress.start <= committed <= progress.finished <= end
 
 
@@ -83,7 +82,7 @@ class FinishedOffsets:
         partitions: int,
         writer: Writer,
     ) -> None:
-        """Maps the file, which is made if it is not there. Raises RelayError if there is no room for it."""
+        """Maps the file, and creates it if it is missing. Raises RelayError if there is no space for it."""
         self._writer = writer
         topics = sorted(identity.topic_ids)
         self._slots = {
@@ -97,9 +96,9 @@ class FinishedOffsets:
         self._predecessor: dict[TopicPartition, Progress] = {}
 
     def begin(self) -> None:
-        """Reads what the predecessor left. Raises ValueError unless this process is the writer."""
+        """Reads the offsets of the predecessor. Raises ValueError unless this process is the writer."""
         if not self._writer.is_held():
-            raise ValueError("only the writer may take up its predecessor's offsets")
+            raise ValueError("only the writer may read the offsets of its predecessor")
         if self._file[: len(self._header)] == self._header:
             self._read()
         else:
@@ -128,7 +127,7 @@ class FinishedOffsets:
                 self._predecessor[tp] = Progress(start, finished)
 
     def _copy(self, at: int) -> tuple[int, int, int, int]:
-        """Epoch, sequence, start, finished; zeros if it is torn."""
+        """Epoch, sequence, start, finished; zeros if the checksum is wrong."""
         values = self._file[at : at + _VALUES.size]
         [crc] = struct.unpack_from("<I", self._file, at + _VALUES.size)
         if zlib.crc32(values) != crc:
@@ -151,7 +150,7 @@ def _header(identity: TopicIdentity, partitions: int) -> bytes:
         {"cluster_id": identity.cluster_id, "topic_ids": identity.topic_ids, "partitions": partitions}, sort_keys=True
     ).encode()
     if len(text) > _HEADER_BYTES - _HEADER.size:
-        raise RelayError("The names of the cluster's topics are too long to be kept: shorten `kafka.topic_prefix`.")
+        raise RelayError("The topic names do not fit into the file of finished offsets: shorten `topic_prefix`.")
     return _HEADER.pack(_MAGIC, len(text), zlib.crc32(text)) + text
 
 
@@ -159,13 +158,13 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # In full: writing to a hole where no memory is left would end the process.
+            # Allocated in full: a write to a hole without free memory behind it would end the process.
             os.posix_fallocate(file, 0, size_bytes)
             return mmap.mmap(file, size_bytes)
         finally:
             os.close(file)
     except OSError as error:
         raise RelayError(
-            f"{path} can not be used ({error.strerror}): give `worker.shared_path` a folder with room that this user "
-            "may write."
+            f"{path} can not be used ({error.strerror}): set `worker.shared_path` to a folder with free space that "
+            "this user may write."
         ) from error

@@ -1,4 +1,4 @@
-"""What the consumer loop and its handler say to each other. Contract and threads: `relaygr.consumer.loop`."""
+"""The types between the consumer loop and its handler. For contract and threads see `relaygr.consumer.loop`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relaygr.schemas.headers import RawHeaders
 
 
 class LoopState(enum.StrEnum):
-    """Where the loop is in its life. FENCED and FAILED are ends that nobody asked for."""
+    """The state of a loop. FENCED and FAILED are final states without a call of `stop`."""
 
     NEW = "new"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class LoopState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What `finish` takes: which message, of which generation of its partition."""
+    """Identifies a message for `finish`, with the generation of its partition."""
 
     topic: str
     partition: int
@@ -39,7 +39,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message, handed over once. `message` is the client's own, for dead letters."""
+    """One message, handed over once. `message` is the object of the Kafka client, for dead letters."""
 
     topic: str
     partition: int
@@ -57,14 +57,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatus:
-    """For readiness and status messages. `assigned`: the group has answered, if only with no partition."""
+    """The state for readiness and status messages. `assigned`: the group sent an assignment, possibly an empty one."""
 
     state: LoopState
     assigned: bool
     partitions: frozenset[int]
     assignment_epoch: int
     last_poll_us: int
-    """Monotonic. Older than a second: the poll thread hangs."""
+    """Monotonic. When it is older than a second, the poll thread hangs."""
     broker_reachable: bool
     stalled: bool
     in_flight: int
@@ -74,43 +74,43 @@ class LoopStatus:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a member asks before it joins again after its membership was lost, and when it was stopped."""
+    """Answers whether this process was replaced. The loop asks after it lost its membership or was suspended."""
 
     may_own: Callable[[], bool] = lambda: True
-    """Whether this process is still the one that may own anything: it holds the lock of its id, say."""
+    """Whether this process may own partitions, for example because it holds the lock of its worker id."""
     holder: Callable[[], str | None] = lambda: None
-    """The member id that its static id has in the group now; None: not known. May take seconds."""
+    """The member id that the static id has in the group; None if it is not known. May take seconds."""
 
 
 class Handler(Protocol):
-    """Called on the poll thread; never computes, never blocks."""
+    """Callbacks on the poll thread. They must neither compute nor block."""
 
     def on_message(self, message: Received) -> None:
-        """New work. Sooner or later its token goes to `finish`."""
+        """Takes a new message. The handler must pass its token to `finish` when the work is done."""
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
-        """The whole of what this process owns now."""
+        """Takes all partitions that this process owns now."""
 
     def on_revoked(self, partitions: frozenset[int]) -> None:
-        """Taken in a rebalance, most of them to be given back in a moment."""
+        """Takes the partitions that a rebalance revoked. The next assignment usually contains most of them."""
 
     def on_lost(self, partitions: frozenset[int]) -> None:
-        """The membership expired: others may own them already."""
+        """Takes the partitions of an expired membership. Other members may own them already."""
 
     def on_tick(self, now_us: int) -> None:
-        """Between polls, every `tick_interval_ms`: producer polls, timers. Monotonic µs."""
+        """Called between polls, every `tick_interval_ms`, for producer polls and timers. `now_us` is monotonic."""
 
 
 log = structlog.get_logger()
 
 
 def holder_of(kafka: KafkaSettings, group: str, instance_id: str, timeout_s: float) -> str | None:
-    """The member id under which `instance_id` is in `group`; None: nobody's, or the broker does not say."""
+    """The member id of the static `instance_id` in `group`; None if there is none or the broker does not tell."""
     try:
         admin = make_admin(kafka, f"relaygr-{instance_id}-holder")
         answer: Future[Any] = admin.describe_consumer_groups([group], request_timeout=timeout_s)[group]
         members = answer.result(timeout_s).members
     except (KafkaException, TimeoutError) as error:
-        log.info("the group's members are not known", group=group, cause=str(error))
+        log.info("the members of the group are unknown", group=group, cause=str(error))
         return None
     return next((str(member.member_id) for member in members if member.group_instance_id == instance_id), None)

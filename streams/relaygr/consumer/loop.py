@@ -2,37 +2,37 @@
 
 Contract:
 
-* `start()` subscribes and starts the poll thread. All calls of the `Handler` come from that thread, so they
-  must not block: they put work elsewhere, or answer it at once.
-* Each message is handed over once (`on_message`), with a `token`. When its work is done, whatever its end, any
-  thread calls `finish(token)`. What may be committed is the contiguous watermark of finished offsets
-  (`relaygr.consumer.watermark`), handed to the client's auto-commit a few times a second.
-* A rebalance: the watermark is committed before the partitions go, and everything known is kept.
-  What comes back and is delivered again is skipped if it is in flight or finished here; the work of lost
-  partitions may go on, but never touches an offset. A message that was begun and not finished when the
-  process dies is delivered again to whoever owns the partition then.
-* What is finished is also noted in a `FinishedLog`, if one is given, and at the first assignment the predecessor's
-  notes count as finished here, where they may be believed (`relaygr.consumer.finished`).
+* `start()` subscribes and starts the poll thread. That thread makes all calls of the `Handler`, so they must not
+  block: they queue work for other threads, or answer at once.
+* The loop hands over each message once (`on_message`), with a `token`. When the work is done, with any outcome, any
+  thread calls `finish(token)`. The loop gives the contiguous watermark of finished offsets
+  (`relaygr.consumer.watermark`) to the client's auto-commit a few times a second.
+* In a rebalance the loop commits the watermark before the partitions are revoked, and keeps their state. If a
+  partition is assigned again, messages that are in flight or finished here are skipped. Work for lost partitions may
+  go on, but never changes an offset. A message that is unfinished when the process dies is delivered again to the
+  next owner of its partition.
+* If a `FinishedLog` is given, the loop also writes finished offsets there. At the first assignment it treats the
+  offsets of the predecessor as finished, if they are plausible (`relaygr.consumer.finished`).
 * `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
   `status()` shows an assignment once `on_assigned` has returned: a worker that is not told of its partitions yet is
   not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
-* `pause` and `resume` come from any thread and take effect within `poll_timeout_ms`. They outlive rebalances.
-  A partition whose span reaches `max_span` is paused by the loop itself until half of it is finished.
-* `stop(drain_s)` reads no more, waits for what is in flight, commits, and closes. `join` waits for the end. While
-  a broker hangs, closing does too: `join` with a time-out, and then go, since the poll thread is a daemon.
-* The loop ends by itself as FENCED (another process took over the `group.instance.id`: exit at once, with a
-  code on which nobody restarts it), or as FAILED with the reason in `error`: a topic that stays unknown, missing
-  rights, or an exception of the handler. A handler that meets a bad message must deal with it (dead letter)
-  and finish it; an exception that it lets out is a bug, and going on would lose that message or block its
-  partition for ever.
-* A broker that is away ends nothing: `status().broker_reachable` says so until it is back. After more than a
-  session of it the membership is lost, and the loop joins again, if need be with a new consumer. So it does after a
-  stop of its own process. But not if `membership` says that this process may own nothing any more, or that its
-  static id is in the group under another member id: then it ends as FENCED. It asks the same when it wakes up from
-  a stop too short for that, before it hands over or writes anything.
+* Any thread may call `pause` and `resume`. They take effect within `poll_timeout_ms` and persist over rebalances.
+  The loop itself pauses a partition whose span reaches `max_span`, until half of the span is finished.
+* `stop(drain_s)` stops reading, waits for the work in flight, commits and closes. `join` waits for the end. Closing
+  hangs while a broker hangs: call `join` with a time-out and exit then; the poll thread is a daemon.
+* The loop ends without a call of `stop` in two states. FENCED: another process took over the `group.instance.id`;
+  this process must exit at once, with an exit code on which it is not restarted. FAILED: a topic stays unknown, a
+  permission is missing, or the handler raised; `error` has the reason. A handler must write a bad message to dead
+  letters and finish it. An exception of the handler is a bug, and continuing would lose the message or block its
+  partition.
+* An unreachable broker does not end the loop; `status().broker_reachable` is false until it is back. If the outage is
+  longer than the session time-out, the membership is lost, and the loop joins again, with a new consumer if necessary.
+  The same happens after this process was suspended. Before it joins, the loop asks `membership`: if this process may
+  not own partitions any more, or if its static id has another member id in the group, the loop ends as FENCED. After
+  a shorter suspension the loop asks the same before it hands over a message or commits.
 
-Calls of a confluent consumer from other threads block for seconds, so everything comes to the poll thread
-through a queue that it looks at between polls.
+Calls of a confluent consumer from other threads block for seconds, so other threads put commands into a queue that
+the poll thread reads between polls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, 
 from confluent_kafka import TopicPartition as KafkaPartition
 from prometheus_client import Counter, Gauge
 
-from relaygr.consumer.finished import FinishedLog, believed
+from relaygr.consumer.finished import FinishedLog, is_plausible
 from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker, split_partitions
@@ -72,16 +72,16 @@ _REFUSED: Final = {
     KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to what the broker allows (6000 by default)",
 }
 _PROBE_INTERVAL_US: Final = 1_000_000
-# While the broker is away the poll thread has nothing to read, and can wait so long for a sign of it.
+# While the broker is away the poll thread has nothing to read, and may wait so long for metadata.
 _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
-# A topic just made has partitions without a leader for some milliseconds.
+# A new topic has partitions without a leader for some milliseconds.
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
-# Heartbeats tell a member that runs that it was replaced; who was away for longer has to ask.
+# A running member learns from its heartbeats that it was replaced. A process that was suspended for longer has to ask.
 _ABSENCE_US: Final = 1_000_000
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
-_REPLACED: Final = "Another process took over this group.instance.id. This one must exit, and stay down"
+_REPLACED: Final = "Another process took over this group.instance.id. This process must exit and must not be restarted"
 _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 
 
@@ -89,32 +89,32 @@ _ALIVE: Final = frozenset((LoopState.RUNNING, LoopState.DRAINING))
 _MESSAGES = Counter("relaygr_consumer_messages_total", "Messages handed to the handler", ["loop", "topic"])
 _SKIPPED = Counter(
     "relaygr_consumer_redelivered_skipped_total",
-    "Messages delivered again and skipped: in flight or finished here, or of a partition that went away",
+    "Messages delivered again and skipped, because they are in flight or finished in this process",
     ["loop", "state"],
 )
 _TAKEN_UP = Counter(
     "relaygr_consumer_taken_up_total",
-    "Messages that the process before had finished and not committed, so that this one need not work on them",
+    "Messages that the previous process finished without committing them, so that this process skips them",
     ["loop"],
 )
-_ERRORS = Counter("relaygr_consumer_errors_total", "Errors that the consumer reported", ["loop", "error"])
-_COMMITS = Counter("relaygr_consumer_commits_total", "Hand-overs of the watermark", ["loop", "kind"])
+_ERRORS = Counter("relaygr_consumer_errors_total", "Errors reported by the Kafka consumer", ["loop", "error"])
+_COMMITS = Counter("relaygr_consumer_commits_total", "Updates of the offsets that the client commits", ["loop", "kind"])
 _REJOINS = Counter(
-    "relaygr_consumer_rejoins_total", "Times that a broker's outage made the member join again as a new one", ["loop"]
+    "relaygr_consumer_rejoins_total", "New consumers created to join the group again after an outage", ["loop"]
 )
 _IN_FLIGHT = Gauge("relaygr_consumer_in_flight_messages", "Messages read and not finished", ["loop"])
 _PAUSED = Gauge("relaygr_consumer_paused_partitions", "Partitions paused now", ["loop"])
-_OWNED = Gauge("relaygr_consumer_owned_partitions", "Partitions owned now, counted once over all topics", ["loop"])
-_EPOCH = Gauge("relaygr_consumer_assignment_epoch", "Counts this process's assignments", ["loop"])
+_OWNED = Gauge("relaygr_consumer_owned_partitions", "Partition numbers owned, counted once for all topics", ["loop"])
+_EPOCH = Gauge("relaygr_consumer_assignment_epoch", "Number of assignments that this process has received", ["loop"])
 _OWNER_SPLIT = Gauge(
-    "relaygr_consumer_owner_split_partitions", "Partitions owned on some topics, but not on all of them", ["loop"]
+    "relaygr_consumer_owner_split_partitions", "Partition numbers owned on some topics, but not on all", ["loop"]
 )
-_BROKER_REACHABLE = Gauge("relaygr_consumer_broker_reachable", "1 while the cluster answers", ["loop"])
-_STALLED = Gauge("relaygr_consumer_stalled", "1 while assigned, with messages to read, and none comes", ["loop"])
+_BROKER_REACHABLE = Gauge("relaygr_consumer_broker_reachable", "1 while the Kafka cluster answers", ["loop"])
+_STALLED = Gauge("relaygr_consumer_stalled", "1 while unread messages of owned partitions do not arrive", ["loop"])
 
 
 class ConsumerLoop:
-    """See the module. `topics` are the co-partitioned ones that one owner must have alike."""
+    """See the module. `topics` are co-partitioned: one member must own the same partitions of all of them."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class ConsumerLoop:
     # Before `start`, one thread.
 
     def connect(self, timeout_s: float) -> None:
-        """Makes the client and opens its connections, those to the group's coordinator included; joins nothing.
+        """Creates the client and opens its connections, the one to the group's coordinator included, without joining.
 
-        So that a later `start` owns its partitions within milliseconds. To be called again now and then until then:
-        it takes in what the client has to say, and keeps brokers from closing what is not used. A broker that does
-        not answer is no error here. Raises what the factory raises.
+        A later `start` then owns its partitions within milliseconds. Until `start`, call this method again from time
+        to time: it serves the client's callbacks and keeps brokers from closing idle connections. A broker that does
+        not answer is no error here. Raises the errors of the factory.
         """
         if self._consumer is None:
             self._consumer = self._factory(self._on_client_error)
@@ -188,7 +188,7 @@ class ConsumerLoop:
             self._count_error(error.args[0])
 
     def start(self) -> None:
-        """Subscribes, and starts the poll thread. Raises what the factory raises."""
+        """Subscribes, and starts the poll thread. Raises the errors of the factory."""
         self._subscribe()
         self._last_poll_us = self._message_at_us = self._clock.monotonic_us()
         self._state = LoopState.RUNNING
@@ -198,11 +198,11 @@ class ConsumerLoop:
     # Any thread.
 
     def finish(self, token: Token) -> None:
-        """The message's work is done: its offset may be committed. Never blocks."""
+        """Marks the work of a message as done: its offset may be committed. Never blocks."""
         self._finished.append(token)
 
     def pause(self, topic: str, partitions: Iterable[int]) -> None:
-        """No more messages of these until `resume`."""
+        """Stops the delivery of these partitions until `resume`."""
         asked = {TopicPartition(topic, partition) for partition in partitions}
         self._commands.append(lambda: self._asked.update(asked))
 
@@ -212,22 +212,22 @@ class ConsumerLoop:
         self._commands.append(lambda: self._asked.difference_update(asked))
 
     def stop(self, drain_s: float) -> None:
-        """Reads no more, waits at most `drain_s` for what is in flight, commits and closes. Returns at once."""
+        """Stops reading, waits at most `drain_s` for the work in flight, commits and closes. Returns at once."""
         self._commands.append(lambda: self._drain(drain_s))
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for the end of the poll thread; whether it has ended."""
+        """Waits for the end of the poll thread. Returns whether it has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def error(self) -> BaseException | None:
-        """Why the loop is FENCED or FAILED: a RelayError where the user can mend it."""
+        """Why the loop is FENCED or FAILED; a RelayError if the user can fix it."""
         return self._error
 
     def status(self) -> LoopStatus:
-        """A snapshot, as of the last tick."""
+        """The state at the last tick."""
         return LoopStatus(
             state=self._state,
             assigned=self._assigned,
@@ -263,7 +263,7 @@ class ConsumerLoop:
             self._fail(LoopState.FAILED, error)
             self._log.exception("consumer loop failed")
         if self._state is LoopState.FENCED:
-            # Its process must go at once: closing comes second.
+            # The process must exit at once, so it is told before the consumer is closed.
             self._tell_end()
             self._close()
         else:
@@ -275,16 +275,16 @@ class ConsumerLoop:
             self._on_end(self._state)
 
     def _step(self) -> None:
-        message = self._ask(self._client.poll, self._settings.poll_timeout_ms / 1000)
+        message = self._call(self._client.poll, self._settings.poll_timeout_ms / 1000)
         if self._was_absent() and self._is_replaced():
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
         if self._state not in _ALIVE:
             return
         if message is not None:
             self._receive(message)
-            # poll() is the one call that wakes at the first message; consume() waits out its time-out, but
-            # takes what is there with one release of the interpreter lock.
-            for message in self._ask(self._client.consume, self._settings.batch_messages - 1, 0) or ():
+            # poll() returns at the first message. consume() would wait for its whole time-out, but takes all messages
+            # that are there with one release of the interpreter lock.
+            for message in self._call(self._client.consume, self._settings.batch_messages - 1, 0) or ():
                 self._receive(message)
         self._take_finished()
         while self._commands:
@@ -294,8 +294,8 @@ class ConsumerLoop:
             self._tick_at_us = now_us + self._settings.tick_interval_ms * 1000
             self._tick(now_us)
 
-    def _ask(self, call: Callable[..., T], *arguments: float) -> T | None:
-        """What the client answers; None after an error of its own. A handler's KafkaException is none of those."""
+    def _call(self, call: Callable[..., T], *arguments: float) -> T | None:
+        """The result of a call of the client; None after an error. No call of the handler goes through here."""
         try:
             return call(*arguments)
         except KafkaException as error:
@@ -308,7 +308,7 @@ class ConsumerLoop:
             self._on_error(error)
             return
         if self._state is not LoopState.RUNNING:
-            # Not begun, so never committed: its next owner reads it.
+            # The message is not begun and so never committed. The next owner reads it.
             return
         topic, partition, offset = message.topic(), message.partition(), message.offset()
         assert topic is not None and partition is not None and offset is not None
@@ -339,7 +339,7 @@ class ConsumerLoop:
 
     def _tick(self, now_us: int) -> None:
         self._handler.on_tick(now_us)
-        # A tick polls producers, so it finishes what was waiting for its delivery report.
+        # A tick polls producers, and delivery reports finish messages.
         self._take_finished()
         self._full = {tp for tp in self._full if self._tracker.span(tp) * 2 > self._settings.max_span}
         self._apply_pauses()
@@ -363,7 +363,7 @@ class ConsumerLoop:
             self._drain_until_us = self._clock.monotonic_us() + int(drain_s * 1e6)
 
     def _close(self) -> None:
-        """The last hand-over of the watermark, and good-bye. Takes long only if the broker hangs."""
+        """Stores the watermark and closes the consumer. Takes long only if the broker hangs."""
         try:
             self._store()
             self._client.close()
@@ -385,11 +385,11 @@ class ConsumerLoop:
             self._finished_log.note(self._tracker.progress(moved))
 
     def _store(self) -> None:
-        """Hands the watermark to the client, which commits it once a second and before partitions go.
+        """Gives the watermark to the client, which commits it once a second and before partitions are revoked.
 
-        The client commits in the background, and on the connection on which it then rejoins, so that a broker
-        that hangs never holds up this thread. A commit of our own would be turned back by an older offset that is
-        still stored. A fenced consumer commits nothing: the id is another's now, and so are its offsets.
+        The client commits in the background, so a broker that hangs never blocks this thread. A commit made here could
+        be followed by the client's commit of an older stored offset. A fenced consumer commits nothing, because
+        another process owns the id and its offsets.
         """
         offsets = self._tracker.committable() if self._state is not LoopState.FENCED else {}
         if not offsets:
@@ -409,14 +409,14 @@ class ConsumerLoop:
         self._tracker.assign(positions)
         if self._finished_log is not None:
             if self._epoch == 0:
-                self._take_up(consumer, self._finished_log.predecessor(), positions)
+                self._adopt_finished(consumer, self._finished_log.predecessor(), positions)
             self._finished_log.note(self._tracker.progress(positions))
         self._member_id = consumer.memberid()
         epoch = self._epoch + 1
         self._may_rejoin = False
         self._stalled = False
         self._message_at_us = self._clock.monotonic_us()
-        self._paused.difference_update(_from_kafka(partitions))  # What is newly assigned starts unpaused.
+        self._paused.difference_update(_from_kafka(partitions))  # Newly assigned partitions are not paused.
         owned = self._tracker.owned()
         if self._missing_topic in {tp.topic for tp in owned}:
             self._missing_topic = None
@@ -427,9 +427,9 @@ class ConsumerLoop:
         self._assigned = True
         if self._owner_split:
             self._log.error(
-                "owner split: these partitions are not owned on all topics alike, so requests and prefixes miss "
-                "each other; every member must subscribe to the same topics, of equal partition counts, with the "
-                "range assignor",
+                "owner split: these partitions are owned on some topics only, so the jobs and requests of a user go to "
+                "different workers; every member must subscribe to the same topics, with equal partition counts and "
+                "the range assignor",
                 partitions=sorted(self._owner_split)[:20],
             )
         self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
@@ -449,22 +449,22 @@ class ConsumerLoop:
         self._let_go(gone)
         self._paused.difference_update(gone)
         self._assigned = False
-        # Not after a stop of this process: another may have taken its place meanwhile.
+        # False after a suspension of this process: another process may have replaced it.
         self._may_rejoin = not self._broker_reachable
         self._note_ownership()
         self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
         self._handler.on_lost(frozenset(tp.partition for tp in gone))
         if self._is_replaced():
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
-            # The client would join again by itself, without its member id, and take the id back from its new holder.
-            # One that has been told so by the broker refuses this as well.
+            # Without this call the client would join again without its member id, and take the static id from the
+            # new holder. A client that the broker has fenced raises here.
             with contextlib.suppress(KafkaException, KafkaError):  # type: ignore[arg-type]  # It raises the latter bare.
                 consumer.unsubscribe()
 
     def _positions(self, consumer: Consumer, partitions: list[KafkaPartition]) -> dict[TopicPartition, int | None]:
-        """Where the group stands. A partition without a commit gets one, at the start of its log.
+        """The committed offsets of the group. A partition without a commit gets one, at the start of its log.
 
-        Without it, and with a log that is cut meanwhile, a dead owner's unfinished messages could be passed over.
+        Otherwise the unfinished messages of an owner that dies before its first commit could be skipped.
         """
         positions: dict[TopicPartition, int | None] = dict.fromkeys(_from_kafka(partitions))
         for attempt in range(_POSITION_TRIES if partitions else 0):
@@ -475,7 +475,7 @@ class ConsumerLoop:
             except KafkaException as error:
                 self._count_error(error.args[0])
                 if error.args[0].code() not in _NO_LEADER_YET:
-                    break  # The first message of each partition tells as well.
+                    break  # The first message of each partition sets the position then.
                 time.sleep(_POSITION_RETRY_S * attempt)
                 continue
             positions.update(_offsets(committed))
@@ -486,13 +486,13 @@ class ConsumerLoop:
             break
         return positions
 
-    def _take_up(
+    def _adopt_finished(
         self,
         consumer: Consumer,
         predecessor: Mapping[TopicPartition, Progress],
         positions: Mapping[TopicPartition, int | None],
     ) -> None:
-        """Takes for finished what the predecessor had finished and not committed, as far as that may be believed."""
+        """Marks messages as finished that the predecessor finished and did not commit, if its offsets are plausible."""
         ahead = {
             tp: progress
             for tp, progress in predecessor.items()
@@ -505,20 +505,22 @@ class ConsumerLoop:
                 [KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._settings.request_timeout_s
             )
         except KafkaException as error:
-            # Then a second's work is done again.
+            # About a second of work is done again then.
             self._count_error(error.args[0])
             return
         ends = _offsets(found)
         finished = {
             tp: progress.finished
             for tp, progress in ahead.items()
-            if (position := positions[tp]) is not None and believed(progress, position, ends.get(tp, -1))
+            if (position := positions[tp]) is not None and is_plausible(progress, position, ends.get(tp, -1))
         }
-        self._tracker.trust(finished)
-        taken = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
-        _TAKEN_UP.labels(self._name).inc(taken)
+        self._tracker.assume_finished(finished)
+        adopted = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
+        _TAKEN_UP.labels(self._name).inc(adopted)
         self._log.info(
-            "takes up what its predecessor had finished", messages=taken, not_believed=len(ahead) - len(finished)
+            "took over the finished offsets of its predecessor",
+            messages=adopted,
+            implausible_partitions=len(ahead) - len(finished),
         )
 
     def _let_go(self, gone: list[TopicPartition]) -> None:
@@ -548,7 +550,7 @@ class ConsumerLoop:
             if resume := self._paused - wanted:
                 self._client.resume([KafkaPartition(*tp) for tp in resume])
         except KafkaException as error:
-            # A rebalance is under way; the next tick finds out what is ours.
+            # A rebalance is in progress. The next tick tries again with the new assignment.
             self._count_error(error.args[0])
             return
         self._paused = wanted
@@ -588,22 +590,23 @@ class ConsumerLoop:
             self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
 
     def _was_absent(self) -> bool:
-        """Whether an owner was stopped, with its whole process perhaps, for so long that it may be none any more."""
+        """Whether the poll thread was suspended for so long that this process may have lost its partitions."""
         return self._assigned and self._clock.monotonic_us() - self._last_poll_us > _ABSENCE_US
 
     def _is_replaced(self) -> bool:
-        """Whether what was ours is another's: the right to own anything, or the static id."""
+        """Whether another process has the right to own partitions, or the static id in the group."""
         if not self._membership.may_own():
             return True
         holder = self._membership.holder() if self._member_id is not None else None
         return holder is not None and holder != self._member_id
 
     def _rejoin(self) -> None:
-        """Fenced by itself: the broker was away for longer than a session, and a commit of before came after that.
+        """Joins again with a new consumer, after the old one was fenced by its own late commit.
 
-        It goes out without the member id, which was given up with the membership, and the broker takes it for
-        another holder's. The client is of no more use; a new one joins as any that lost its membership does. Once,
-        until there is an assignment: a second fencing is another process's.
+        This happens when the broker was away for longer than a session: the client sends a pending commit without the
+        member id, which it gave up with the membership, and the broker treats the commit as that of another holder.
+        The client is unusable then. Allowed once until the next assignment: a second fencing comes from another
+        process.
         """
         self._may_rejoin = False
         self._log.warning("fenced by its own late commit: joins again with a new consumer")
@@ -659,7 +662,7 @@ class ConsumerLoop:
         self._broker_is(True)
 
     def _look_for_unread(self) -> None:
-        """Quiet for long: is there really nothing to read? A consumer that was fenced just returns None for ever."""
+        """Checks whether there are unread messages. A fenced consumer raises no error; its polls just return None."""
         readable = [KafkaPartition(*tp, OFFSET_END) for tp in self._tracker.owned() - self._paused]
         if not readable:
             return
@@ -674,7 +677,7 @@ class ConsumerLoop:
         unread = sum(max(0, end - self._tracker.next_offset(tp)) for tp, end in ends.items())
         self._stall_is(unread > 0)
         if unread:
-            self._log.error("assigned, but no message comes", unread=unread, quiet_s=self._settings.stall_s)
+            self._log.error("unread messages are not delivered", unread=unread, quiet_s=self._settings.stall_s)
 
     def _stall_is(self, stalled: bool) -> None:
         self._stalled = stalled
@@ -694,7 +697,7 @@ def _from_kafka(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:
 
 
 def _offsets(partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, int]:
-    """The offsets that are known: errors and logical offsets are left out."""
+    """The known offsets, without errors and logical offsets."""
     return {
         TopicPartition(tp.topic, tp.partition): tp.offset for tp in partitions if tp.error is None and tp.offset >= 0
     }

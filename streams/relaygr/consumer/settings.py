@@ -10,25 +10,29 @@ from relaygr.runtime.settings import Section
 
 
 class ConsumerSettings(Section):
-    """How a consumer loop polls, commits and lets go."""
+    """How a consumer loop polls and commits."""
 
     poll_timeout_ms: Annotated[
-        int, Field(ge=1, le=1000, description="longest wait for a message: also how late a pause or a stop is heard")
+        int, Field(ge=1, le=1000, description="longest wait for a message; also the longest delay of a pause or a stop")
     ] = 10
-    batch_messages: Annotated[int, Field(ge=1, le=10_000, description="messages between two looks at commands")] = 64
-    tick_interval_ms: Annotated[int, Field(ge=1, le=1000, description="between two calls of on_tick")] = 5
+    batch_messages: Annotated[
+        int, Field(ge=1, le=10_000, description="most messages read before pauses and stops are handled")
+    ] = 64
+    tick_interval_ms: Annotated[
+        int, Field(ge=1, le=1000, description="time between two calls of the handler's on_tick")
+    ] = 5
     store_interval_ms: Annotated[
-        int, Field(ge=1, le=60_000, description="between two hand-overs of the watermark to the client's auto-commit")
+        int, Field(ge=1, le=60_000, description="time between two updates of the offsets that the client commits")
     ] = 100
     max_span: Annotated[
-        int, Field(ge=1, description="messages of a partition past its oldest unfinished one, before it is paused")
+        int, Field(ge=1, description="a partition is paused so many messages past its oldest unfinished one")
     ] = 10_000
     request_timeout_s: Annotated[
-        float, Field(gt=0, description="for the group's offsets, asked on assignment; later they are found out lazily")
+        float, Field(gt=0, description="time-out of the request for the group's offsets on assignment")
     ] = 2.0
     missing_topic_grace_s: Annotated[
-        float, Field(gt=0, description="how long a subscribed topic may be unknown before the loop gives up")
+        float, Field(gt=0, description="how long a subscribed topic may be missing before the loop ends")
     ] = 10.0
     stall_s: Annotated[
-        float, Field(gt=0, description="assigned, messages to read, none delivered for so long: not ready")
+        float, Field(gt=0, description="not ready if no message arrives for so long although some are unread")
     ] = 10.0

@@ -1,24 +1,25 @@
-"""Which offsets may be committed: per partition, the contiguous watermark of what is finished.
+"""The commit watermark of each partition: the offset up to which every message is finished.
 
-Work ends out of order, Kafka commits one number. So for each partition the tracker holds the offsets
-that were begun and are not finished; what may be committed is the first of them, or, when there is none,
-the offset after the last that was begun. A consumer delivers in order, so offsets that it passed over
-(compacted away, transaction markers) do not exist and hold nothing up.
+Work ends out of order, but Kafka commits one offset. The tracker therefore holds, for each partition, the offsets that
+were begun and are not finished. The watermark is the first of them or, if there is none, the offset after the last
+message that was begun. A consumer delivers in order, so offsets that it skipped (compacted records, transaction
+markers) do not exist and do not hold up the watermark.
 
-    assign(positions)      the group gave us these partitions, to be read from these offsets
-    trust(progress)        of these, so much was finished by our predecessor
-    begin(tp, offset)      a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (both: skip it)
-    finish(tp, offset, g)  its work is done, in any order, from any assignment
-    committable()          what to commit now, of partitions that are ours
-    progress(partitions)   what is finished now, for a successor
-    revoke(partitions)     no longer ours; what is known about them is kept
+    assign(positions)       the group assigned these partitions, to be read from these offsets
+    assume_finished(ends)   the predecessor finished everything before these offsets
+    begin(tp, offset)       a message was delivered: NEW, or again: IN_FLIGHT or FINISHED (skip both)
+    finish(tp, offset, g)   the work of the message is done; calls come in any order
+    committable()           the offsets to commit now, of owned partitions
+    progress(partitions)    the finished offsets, for a successor
+    revoke(partitions)      the partitions are no longer owned; their state is kept
 
-A rebalance of the classic protocol takes all partitions and gives most of them back, with everything that
-was not committed delivered a second time. Since the knowledge is kept, what is in flight or finished here
-is not done twice. Where another owner committed past us meanwhile, what lies before its commit is dropped.
-Where a message is delivered from before all that was seen here, or a second time within one assignment,
-somebody reset the group's offset or the log was cut: all is forgotten and done again, under the next
-`generation`, so that a late `finish` of the old work does not count for the new.
+A rebalance of the classic protocol revokes all partitions, assigns most of them again, and delivers every uncommitted
+message a second time. Because the tracker keeps the state, messages that are in flight or finished here are not
+processed twice. If another owner committed a later offset in the meantime, the state before that offset is dropped.
+
+If a message is delivered from before all offsets seen here, or twice within one assignment, then the offset of the
+group was reset or the log was truncated. The tracker then drops the state of the partition and starts its next
+`generation`, so that a late `finish` of old work does not count for the new delivery.
 
 Pure: no Kafka, no clock, no threads.
 """
@@ -49,31 +50,31 @@ class Progress:
 
 
 class Begin(enum.StrEnum):
-    """What a delivered message is to us."""
+    """The state of a delivered message."""
 
     NEW = "new"
     IN_FLIGHT = "in_flight"
-    """Delivered again while its work goes on here: skip it."""
+    """Delivered again while this process works on it: skip it."""
     FINISHED = "finished"
-    """Delivered again after its work ended here: skip it."""
+    """Delivered again after this process finished it: skip it."""
 
 
 class _Partition:
-    """What is known about one partition. `next_offset` follows the last offset that was begun."""
+    """The state of one partition. `next_offset` follows the last offset that was begun."""
 
     __slots__ = ("committed", "delivered", "generation", "low", "next_offset", "owned", "unfinished")
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.owned = False
-        # Insertion order is offset order: begin() only ever adds at the end.
+        # Insertion order is offset order, because begin() adds at the end.
         self.unfinished: dict[int, None] = {}
-        # [low, next_offset) was seen here; None before the first position is known.
+        # [low, next_offset) was delivered here; None until the first position is known.
         self.low: int | None = None
         self.next_offset = 0
-        # What the group holds or will hold, so that it is not committed again; None: not known.
+        # The offset that the group has or will have soon, so that it is not committed again; None: not known.
         self.committed: int | None = None
-        # The last offset delivered in this assignment: within one it only grows.
+        # The last offset delivered in this assignment. Within an assignment it grows.
         self.delivered = -1
 
     @property
@@ -84,9 +85,8 @@ class _Partition:
 class WatermarkTracker:
     """Offsets in flight, finished and committable of all partitions that this process ever owned.
 
-    `max_span` bounds what lies between the watermark and the last offset begun: what would be delivered
-    again after a crash. At the bound `is_full` says so, and the partition should pause until it is not.
-    Not thread-safe: it belongs to the poll thread.
+    `max_span` bounds the offsets between the watermark and the last one begun, which are delivered again after a crash.
+    At the bound `is_full` is true, and the caller should pause the partition. Not thread-safe: the poll thread owns it.
     """
 
     def __init__(self, max_span: int) -> None:
@@ -97,10 +97,10 @@ class WatermarkTracker:
         self._changed: set[TopicPartition] = set()
 
     def assign(self, positions: Mapping[TopicPartition, int | None]) -> None:
-        """These partitions are ours now, besides those that are already.
+        """Adds owned partitions.
 
-        A position is the offset from which the group reads, that is, its commit; None if it is not known
-        now, in which case the first delivered message tells it.
+        A position is the committed offset of the group, from which it reads. If the position is None, it is not known
+        yet, and the first delivered message sets it.
         """
         for tp, position in positions.items():
             state = self._partitions.get(tp)
@@ -108,14 +108,16 @@ class WatermarkTracker:
                 state = self._partitions[tp] = _Partition(generation=0)
             state.owned = True
             state.delivered = -1
-            # Until the position is known nothing may be committed: it could turn another owner's commit back.
+            # Nothing may be committed until the position is known: it could reset the commit of another owner.
             state.committed = None
             if position is not None:
                 self._placed(tp, position)
 
-    def trust(self, finished: Mapping[TopicPartition, int]) -> None:
-        """All before these offsets was finished before this process began. For partitions just assigned for the
-        first time, whose position is known; what is delivered from before is FINISHED, and committable.
+    def assume_finished(self, finished: Mapping[TopicPartition, int]) -> None:
+        """Marks every message before these offsets as finished by the predecessor.
+
+        Only for partitions that were just assigned for the first time and whose position is known. Messages before
+        these offsets are FINISHED when they are delivered, and their offsets are committable.
         """
         for tp, offset in finished.items():
             state = self._partitions[tp]
@@ -123,7 +125,7 @@ class WatermarkTracker:
             self._changed.add(tp)
 
     def progress(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Progress]:
-        """What is finished of those that are ours and whose position is known."""
+        """The finished offsets of those partitions that are owned and whose position is known."""
         found = {}
         for tp in partitions:
             state = self._partitions.get(tp)
@@ -132,7 +134,7 @@ class WatermarkTracker:
         return found
 
     def revoke(self, partitions: Iterable[TopicPartition]) -> None:
-        """These are no longer ours: nothing of them is committable until they are assigned again."""
+        """Removes owned partitions. None of their offsets is committable until they are assigned again."""
         for tp in partitions:
             state = self._partitions.get(tp)
             if state is not None:
@@ -140,12 +142,12 @@ class WatermarkTracker:
             self._changed.discard(tp)
 
     def begin(self, tp: TopicPartition, offset: int) -> Begin:
-        """A message of an owned partition was delivered."""
+        """Notes the delivery of a message of an owned partition."""
         state = self._partitions[tp]
         if state.committed is None:
-            # Whatever lies before the first message delivered was committed by somebody, or does not exist.
+            # Every message before the first delivered one was committed by another process or does not exist.
             self._placed(tp, offset)
-            # Maybe nobody ever committed: offer this one as the start.
+            # The group may have no commit at all: offer this offset as its first commit.
             state.committed = offset - 1
         if offset <= state.delivered or (state.low is not None and offset < state.low):
             state = self._forget(tp, offset)
@@ -157,11 +159,11 @@ class WatermarkTracker:
         return Begin.IN_FLIGHT if offset in state.unfinished else Begin.FINISHED
 
     def generation(self, tp: TopicPartition) -> int:
-        """Counts how often all was forgotten. `finish` takes that of the moment of `begin`."""
+        """How often the state of the partition was dropped. `finish` takes the value at the time of `begin`."""
         return self._partitions[tp].generation
 
     def finish(self, tp: TopicPartition, offset: int, generation: int) -> None:
-        """The work of a message that was NEW is done. Repeated or outdated calls do nothing."""
+        """Marks a message that was NEW as finished. Repeated calls and calls of an old generation do nothing."""
         state = self._partitions.get(tp)
         if state is None or state.generation != generation or offset not in state.unfinished:
             return
@@ -170,9 +172,9 @@ class WatermarkTracker:
             self._changed.add(tp)
 
     def committable(self) -> dict[TopicPartition, int]:
-        """Offsets to commit: watermarks of owned partitions that passed what the group will hold.
+        """The watermarks of owned partitions that are beyond the committed offset of the group.
 
-        They are offered again until `committed` takes note of them.
+        They are returned again until `committed` is called for them.
         """
         offsets = {}
         for tp in list(self._changed):
@@ -185,18 +187,18 @@ class WatermarkTracker:
         return offsets
 
     def committed(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """These offsets were handed to a client that commits them in a while."""
+        """Notes that these offsets were given to the client, which commits them soon."""
         for tp, offset in offsets.items():
             state = self._partitions.get(tp)
             if state is not None and state.owned and state.committed is not None:
                 state.committed = max(state.committed, offset)
 
     def is_full(self, tp: TopicPartition) -> bool:
-        """Whether no more of this partition should be begun before its oldest message is finished."""
+        """Whether no more messages of this partition should be begun until its oldest one is finished."""
         return self.span(tp) >= self.max_span
 
     def span(self, tp: TopicPartition) -> int:
-        """Offsets between the watermark and the last one begun."""
+        """The number of offsets between the watermark and the last one begun."""
         state = self._partitions.get(tp)
         return 0 if state is None else state.next_offset - state.watermark
 
@@ -205,15 +207,15 @@ class WatermarkTracker:
         return self._partitions[tp].next_offset
 
     def in_flight(self) -> int:
-        """Messages of owned partitions that are not finished."""
+        """The number of unfinished messages of owned partitions."""
         return sum(len(state.unfinished) for state in self._partitions.values() if state.owned)
 
     def owned(self) -> frozenset[TopicPartition]:
-        """The partitions that are ours."""
+        """The owned partitions."""
         return frozenset(tp for tp, state in self._partitions.items() if state.owned)
 
     def _placed(self, tp: TopicPartition, position: int) -> None:
-        """The group's offset of an owned partition is known: whatever lies before it is somebody's done work."""
+        """Sets the group's offset of an owned partition. All messages before it are finished by some process."""
         state = self._partitions[tp]
         if state.low is None:
             state.low = state.next_offset = position
@@ -234,7 +236,10 @@ class WatermarkTracker:
 
 
 def split_partitions(owned: Iterable[TopicPartition], topics: Sequence[str]) -> frozenset[int]:
-    """Partitions owned on some of `topics`, but not on all: their users' K,V and requests do not meet."""
+    """Partitions owned on some of `topics`, but not on all of them (an owner split).
+
+    Pre-infer jobs and ranking requests of their users go to different workers.
+    """
     by_topic: dict[str, set[int]] = {topic: set() for topic in topics}
     for tp in owned:
         by_topic.setdefault(tp.topic, set()).add(tp.partition)

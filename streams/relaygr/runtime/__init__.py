@@ -1,1 +1,1 @@
-"""What every process needs: a clock, errors for people, logs, and the pages that it serves over HTTP."""
+"""Shared by every process: clocks, errors, settings, logging, and the HTTP server of metrics and probes."""

@@ -1,4 +1,4 @@
-"""Time as the rest of the code sees it: a wall clock for messages, a monotonic clock for decisions."""
+"""Time: a wall clock for messages, a monotonic clock for decisions, and the histogram buckets of latencies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """Both clocks, in microseconds. Decision code takes one, and never reads `time` itself."""
+    """Both clocks, in microseconds. Decision code takes a `Clock` and never reads `time` itself."""
 
     def monotonic_us(self) -> int:
-        """Never goes back; only differences mean anything."""
+        """A time that never goes back. Only differences of two readings have a meaning."""
 
     def wall_us(self) -> int:
-        """Since the epoch; may jump."""
+        """Time since the epoch. It may jump."""
 
 
 class SystemClock:
@@ -27,7 +27,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told, for tests and simulation."""
+    """A clock that moves only by `advance_us`, for tests and simulation."""
 
     def __init__(self, monotonic_us: int = 0, wall_us: int = 1_700_000_000_000_000) -> None:
         self._monotonic_us = monotonic_us
@@ -51,4 +51,7 @@ LATENCY_BUCKETS_S: Final = (
     *(ms / 1000 for ms in range(1, 21)),
     *(ms / 1000 for ms in (25, 30, 40, 50, 60, 75, 100, 150, 200, 300, 500, 1000, 2500, 5000, 10_000)),
 )
-"""1 ms steps up to 20 ms: deadlines are tens of milliseconds, and a P99 is read off the buckets."""
+"""Histogram buckets of every latency that is counted, in seconds.
+
+Steps of 1 ms up to 20 ms, because deadlines are tens of milliseconds and a P99 is computed from the buckets.
+"""

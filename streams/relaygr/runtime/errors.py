@@ -1,10 +1,10 @@
-"""Errors whose text is written for the person at the keyboard."""
+"""Errors that the user can fix."""
 
 from __future__ import annotations
 
 
 class RelayError(Exception):
-    """Something that the user can mend. The text is one or two sentences: what is wrong, and what to do.
+    """An error that the user can fix. The text is one or two sentences: what is wrong, and what to do.
 
-    The command line prints it without a traceback and exits with 1.
+    The command line prints the text without a traceback and exits with 1.
     """

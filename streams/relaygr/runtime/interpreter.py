@@ -1,4 +1,4 @@
-"""The Python interpreter of a process whose answers have deadlines of milliseconds."""
+"""Interpreter settings of a process that answers within milliseconds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from typing import Final
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""A thread that computes gives the interpreter to one that waits after so long; the default of 5 ms is a deadline."""
+"""How long a computing thread keeps the interpreter lock while another thread waits for the lock.
+
+Python's default of 5 ms is too long against deadlines of tens of milliseconds.
+"""
 
 
 def tune_interpreter() -> None:
-    """Once, when a process has started: its threads take shorter turns, and what start-up left is collected no more.
+    """Shortens the turns of threads, and excludes every object that exists now from garbage collection.
 
-    A full collection over a heap with torch in it stops every thread for tens of milliseconds.
+    Call it once, at the end of start-up. A full collection over a heap that contains torch stops every thread for tens
+    of milliseconds.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
@@ -24,7 +28,10 @@ def tune_interpreter() -> None:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """For much that is made at once and stays: no collection looks at it, neither meanwhile nor later."""
+    """Switches garbage collection off for the block, and excludes the objects made in it from later collections.
+
+    Use it where many long-lived objects are made at once.
+    """
     gc.disable()
     try:
         yield

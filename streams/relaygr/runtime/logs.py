@@ -1,8 +1,8 @@
-"""Logging of every process: structured lines on standard error, one place for ours and the libraries'.
+"""Logging of every process: structured lines on standard error, for our own loggers and those of libraries.
 
-JSON lines where standard error is no terminal, coloured text where it is. What aiokafka, faust and uvicorn
-say through `logging` takes the same way. A message that repeats is limited: in an outage a client library
-says the same thing thousands of times a second, and what is worth knowing is that it does, and how often.
+Lines are coloured text on a terminal and JSON elsewhere. The loggers of aiokafka, faust and uvicorn write to the same
+handler. The handler limits repeated messages: during an outage a client library logs the same message thousands of
+times a second, so the handler writes a few of them and the number of the others.
 
 `structlog.get_logger()` works before `configure_logging`, with structlog's own defaults.
 """
@@ -21,20 +21,20 @@ import structlog
 from relaygr.runtime.settings import LogFormat, LogSettings
 
 MAX_TRACKED_MESSAGES = 1024
-"""Distinct messages that are counted at a time; the one unseen for longest is forgotten."""
+"""How many distinct messages are counted at a time. The least recently seen message is dropped first."""
 _WINDOW_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatDecision:
-    """Whether a line is written, and how many like it were held back before it."""
+    """Whether a line is written, and how many equal lines were suppressed before it."""
 
     admitted: bool
     suppressed_before: int
 
 
 class RepeatLimiter:
-    """At most so many lines of one kind in each second. Pure; not thread-safe: a handler calls it under its lock."""
+    """Admits at most `per_second` lines of one kind a second. Pure; a handler calls it under its lock."""
 
     def __init__(self, per_second: int, max_tracked: int = MAX_TRACKED_MESSAGES) -> None:
         self._per_second = per_second
@@ -42,7 +42,7 @@ class RepeatLimiter:
         self._windows: OrderedDict[tuple[str, str], _RepeatWindow] = OrderedDict()
 
     def admit(self, key: tuple[str, str], now_us: int) -> RepeatDecision:
-        """Decides on one line of the kind `key` at `now_us` of a monotonic clock."""
+        """Decides whether one line of the kind `key` is written at `now_us`, a monotonic time."""
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = _RepeatWindow(now_us)
@@ -60,7 +60,7 @@ class RepeatLimiter:
         return RepeatDecision(False, 0)
 
     def take_overdue(self, now_us: int) -> list[tuple[tuple[str, str], int]]:
-        """Kinds that went quiet with lines held back, and how many; each is told once."""
+        """Kinds with suppressed lines and no admitted line for a second, and the number of lines. Reports each once."""
         overdue = []
         for key, window in self._windows.items():
             if window.suppressed and now_us - window.started_us >= _WINDOW_US:
@@ -70,7 +70,7 @@ class RepeatLimiter:
 
 
 class _RepeatWindow:
-    """One kind's current second."""
+    """The current second of one kind of line."""
 
     __slots__ = ("admitted", "started_us", "suppressed")
 
@@ -84,7 +84,7 @@ class _RepeatWindow:
 
 
 class _LimitedHandler(logging.StreamHandler[TextIO]):
-    """A stream handler that holds repeated messages back and says how many they were."""
+    """A stream handler that suppresses repeated messages and writes how many it suppressed."""
 
     def __init__(self, stream: TextIO, per_second: int) -> None:
         super().__init__(stream)
@@ -96,21 +96,21 @@ class _LimitedHandler(logging.StreamHandler[TextIO]):
         if now_us - self._swept_us >= _WINDOW_US:
             self._swept_us = now_us
             for (name, message), count in self._limiter.take_overdue(now_us):
-                self._say_suppressed(name, message, count)
+                self._write_suppressed(name, message, count)
         key = (record.name, _message(record))
         admission = self._limiter.admit(key, now_us)
         if admission.suppressed_before:
-            self._say_suppressed(*key, admission.suppressed_before)
+            self._write_suppressed(*key, admission.suppressed_before)
         if admission.admitted:
             super().emit(record)
 
-    def _say_suppressed(self, name: str, message: str, count: int) -> None:
+    def _write_suppressed(self, name: str, message: str, count: int) -> None:
         text = f"suppressed {count} more of: {message}"
         super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))
 
 
 def configure_logging(settings: LogSettings | None = None, stream: TextIO | None = None) -> None:
-    """Sets up structlog and `logging` for this process; a second call replaces the first.
+    """Configures structlog and `logging` for this process. A second call replaces the first.
 
     `stream` is standard error by default.
     """
@@ -153,6 +153,6 @@ def configure_logging(settings: LogSettings | None = None, stream: TextIO | None
 
 
 def _message(record: logging.LogRecord) -> str:
-    """What makes two lines the same: a structlog event without its values, a `logging` text without its arguments."""
+    """The part of a line that is compared: a structlog event without values, a `logging` text without arguments."""
     message = record.msg
     return str(message.get("event", "")) if isinstance(message, dict) else str(message)

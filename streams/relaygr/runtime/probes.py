@@ -1,13 +1,14 @@
-"""What each process serves over HTTP: `/metrics`, `/healthz` and `/readyz`.
+"""The HTTP server of each process: `/metrics`, `/healthz` and `/readyz`.
 
 * `/metrics`: a prometheus_client registry.
-* `/healthz`: 200 while the process serves; `health` may add checks of its own (restart me when one fails).
-* `/readyz`: 200 once every check of `readiness` passes, else 503 (send me no work yet).
+* `/healthz`: 200 while every check of `health` passes, else 503: the process should be restarted. By default there is
+  no check.
+* `/readyz`: 200 while every check of `readiness` passes, else 503: the process should receive no work.
 
-Both bodies name each check: `{"ok": false, "checks": [{"name": "model", "ok": false, "detail": "warming up"}]}`.
+Both bodies list the checks: `{"ok": false, "checks": [{"name": "model", "ok": false, "detail": "warming up"}]}`.
 
-The server has a daemon thread and an event loop of its own, and touches no signal handler. Checks are called
-on that thread: they must be quick, must not block, and are asked again at every request.
+The server runs on a daemon thread with its own event loop and installs no signal handler. It calls the checks on that
+thread at every request, so they must return quickly and must not block.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must be so, and for people why it is or is not."""
+    """One condition, whether it holds, and an explanation for people."""
 
     name: str
     ok: bool
@@ -46,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Several checks; ready when all pass."""
+    """Several checks. Ready means that all of them pass."""
 
     checks: tuple[Check, ...] = ()
 
@@ -67,8 +68,9 @@ class ProbeServer:
         registry: CollectorRegistry = REGISTRY,
         documents: Mapping[str, Callable[[], object]] | None = None,
     ) -> None:
-        """`port` 0 takes any free one; `port` of the started server says which. `documents`: path -> what is
-        served there as JSON, asked at every request like a check.
+        """`port` 0 takes any free port, which the property `port` tells after `start`.
+
+        `documents`: path -> a function whose value is served there as JSON. It is called at every request.
         """
         self._host = host
         self._port = port
@@ -86,11 +88,11 @@ class ProbeServer:
 
     @property
     def port(self) -> int:
-        """The port that is bound; before `start`, the one asked for."""
+        """The bound port; before `start`, the requested port."""
         return self._port
 
     def start(self) -> None:
-        """Binds and serves. Raises RelayError if the address cannot be had."""
+        """Binds the address and serves. Raises RelayError if the address cannot be bound."""
         self._listener = _bind(self._host, self._port)
         self._port = self._listener.getsockname()[1]
         app = Starlette(
@@ -119,15 +121,15 @@ class ProbeServer:
             target=self._server.run, kwargs={"sockets": [self._listener]}, name="probes", daemon=True
         )
         self._thread.start()
-        log.info("probes are served", host=self._host, port=self._port)
+        log.info("probe server started", host=self._host, port=self._port)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stops serving, within `timeout_s`. Does nothing if it is not running."""
+        """Stops the server within `timeout_s`. Does nothing if the server is not running."""
         if self._server is None or self._thread is None or self._listener is None:
             return
         self._server.should_exit = True
         self._thread.join(timeout_s)
-        # uvicorn leaves it open when it had to cut connections off.
+        # uvicorn leaves the socket open when it had to cut off connections.
         self._listener.close()
         self._server = self._thread = self._listener = None
 
@@ -152,8 +154,8 @@ class ProbeServer:
 def _answer(ask: Callable[[], Readiness]) -> Response:
     try:
         readiness = ask()
-    except Exception as error:  # A probe must say that its check is broken, not fall silent.
-        log.exception("a probe's check failed")
+    except Exception as error:  # The answer must tell that the check itself is broken.
+        log.exception("a check of a probe raised")
         readiness = Readiness((Check("check", False, f"{type(error).__name__}: {error}"),))
     body = {"ok": readiness.ready, "checks": [asdict(check) for check in readiness.checks]}
     return JSONResponse(body, status_code=200 if readiness.ready else 503)
@@ -172,7 +174,8 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RelayError(
-                f"Port {port} of {host} is in use: stop what listens there, or choose another (0: any free one)."
+                f"Port {port} of {host} is in use. Stop the process that listens there, or choose another port "
+                "(0: any free port)."
             ) from error
         raise RelayError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A group of settings: an unknown key is an error, and nothing changes after start."""
+    """The base class of a group of settings. Unknown keys are errors, and instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
@@ -24,7 +24,7 @@ class LogLevel(enum.StrEnum):
 
 
 class LogFormat(enum.StrEnum):
-    """How a line looks; AUTO is console on a terminal, else json."""
+    """The format of a log line. AUTO is CONSOLE on a terminal and JSON elsewhere."""
 
     AUTO = "auto"
     JSON = "json"
@@ -32,10 +32,10 @@ class LogFormat(enum.StrEnum):
 
 
 class LogSettings(Section):
-    """What is logged, and how."""
+    """Logging of a process."""
 
     level: LogLevel = Field(LogLevel.INFO, description="the least severe level that is written")
     format: LogFormat = Field(LogFormat.AUTO, description="auto: console on a terminal, else json")
     repeats_per_second: Annotated[
-        int, Field(ge=1, description="lines a second of the same logger and message; the rest is counted")
+        int, Field(ge=1, description="most lines a second of one logger and message; more are only counted")
     ] = 10
