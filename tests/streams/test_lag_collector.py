@@ -47,7 +47,7 @@ def commit(kafka: KafkaSettings, group: str, topic: str, offsets: dict[int, int]
     consumer.close()
 
 
-class GroupMember:
+class PollingMember:
     """A member that polls while it is waited for."""
 
     def __init__(self, kafka: KafkaSettings, topics: list[Topic], name: str) -> None:
@@ -139,7 +139,7 @@ def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: Kaf
     if not home:
         pytest.skip("the tool is in KAFKA_HOME")
     kafka = real_kafka
-    member = GroupMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
+    member = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
     until(lambda: member.owns(2 * PARTITIONS), "joined")
     send(kafka, Topic.RANKING, 7)
     ranking = kafka.topic(Topic.RANKING)
@@ -177,11 +177,11 @@ def test_figures_equal_those_of_kafkas_own_tool_on_a_quiet_topic(real_kafka: Kaf
 @pytest.mark.kafka
 def test_a_member_of_one_topic_only_is_an_owner_split_and_whole_members_are_not(real_kafka: KafkaSettings) -> None:
     kafka = real_kafka
-    whole = GroupMember(kafka, [Topic.PREINFER, Topic.RANKING], "whole")
+    whole = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "whole")
     until(lambda: whole.owns(2 * PARTITIONS), "joined")
     monitor = LagMonitor(kafka, FAST)
     assert monitor.poll().groups[0].owner_split == ()
-    half = GroupMember(kafka, [Topic.RANKING], "half")
+    half = PollingMember(kafka, [Topic.RANKING], "half")
     until(lambda: whole.owns(18) and half.owns(6), "shared")
     [group] = monitor.poll().groups
     monitor.stop()
@@ -194,7 +194,7 @@ def test_a_member_of_one_topic_only_is_an_owner_split_and_whole_members_are_not(
 @pytest.mark.kafka
 def test_a_group_of_the_new_protocol_is_measured_and_its_members_are_named(real_kafka: KafkaSettings) -> None:
     kafka = real_kafka.model_copy(update={"group_protocol": GroupProtocol.CONSUMER})
-    member = GroupMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
+    member = PollingMember(kafka, [Topic.PREINFER, Topic.RANKING], "worker-00")
     until(lambda: member.owns(2 * PARTITIONS), "joined")
     send(kafka, Topic.RANKING, 1)
     member.consumer.commit(offsets=[TopicPartition(kafka.topic(Topic.RANKING), 0, 0)], asynchronous=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr.lag.status import LagSample, LagStatus, judge, worst
+from relaygr.lag.status import LagSample, LagStatus, evaluate, worst
 
 WINDOW = 4
 
@@ -14,7 +14,7 @@ def samples(*pairs: tuple[int | None, int | None]) -> list[LagSample]:
 
 
 def status(*pairs: tuple[int | None, int | None], ok_messages: int = 0, owned: bool | None = True) -> LagStatus:
-    return judge(samples(*pairs), WINDOW, ok_messages, owned)
+    return evaluate(samples(*pairs), WINDOW, ok_messages, owned)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def status(*pairs: tuple[int | None, int | None], ok_messages: int = 0, owned: b
         pytest.param([(5, 0)], LagStatus.OK, id="nothing to read"),
         pytest.param([(None, None)], LagStatus.NO_COMMIT, id="never committed"),
         pytest.param([(5, None)], LagStatus.UNKNOWN, id="the end is not known"),
-        pytest.param([(5, 9)] * 3, LagStatus.OK, id="too early to judge"),
+        pytest.param([(5, 9)] * 3, LagStatus.OK, id="too early to evaluate"),
         pytest.param([(5, 9)] * 4, LagStatus.STALL, id="does not move"),
         pytest.param([(5, 9), (5, 10), (5, 11), (5, 99)], LagStatus.STALL, id="does not move while more arrives"),
         pytest.param([(9, 1), (5, 5)], LagStatus.REWIND, id="went back"),

@@ -1,4 +1,4 @@
-"""One event, one verdict: from bytes to a job's bytes, a dead letter's sentence, or nothing."""
+"""One event, one decision: from bytes to the bytes of a job, the text of a dead letter, or nothing."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def handler(fleet: Fleet | None = None, **settings: object) -> EventHandler:
     return made
 
 
-def judged(event: RetrievalEvent = EVENT, fleet: Fleet | None = None, **settings: object) -> TriggerDecision:
-    return handler(fleet, **settings).judge(KEY, encode(event), PARTITION)
+def decided(event: RetrievalEvent = EVENT, fleet: Fleet | None = None, **settings: object) -> TriggerDecision:
+    return handler(fleet, **settings).decide(KEY, encode(event), PARTITION)
 
 
 def known_fleet() -> Fleet:
@@ -76,66 +76,66 @@ def with_length(length: int) -> RetrievalEvent:
 
 
 def test_an_at_risk_event_becomes_a_job_that_copies_it() -> None:
-    verdict = judged(fleet=known_fleet())
-    assert verdict.reason is DecisionReason.ADMITTED
-    job = decode(PreInferJob, verdict.job)
+    decision = decided(fleet=known_fleet())
+    assert decision.reason is DecisionReason.ADMITTED
+    job = decode(PreInferJob, decision.job)
     assert job.decided_at_us == NOW_US
     for field in dataclasses.fields(RetrievalEvent):
         assert getattr(job, field.name) == getattr(EVENT, field.name), field.name
-    assert verdict.age_us == 4000
+    assert decision.age_us == 4000
 
 
 def test_a_short_history_on_a_known_owner_sends_nothing() -> None:
-    assert judged(with_length(500), fleet=known_fleet()) == TriggerDecision(DecisionReason.NOT_AT_RISK, age_us=4000)
+    assert decided(with_length(500), fleet=known_fleet()) == TriggerDecision(DecisionReason.NOT_AT_RISK, age_us=4000)
 
 
 def test_without_an_owner_length_alone_decides() -> None:
-    assert judged(with_length(1024)).reason is DecisionReason.NO_STATUS_THRESHOLD
-    assert judged(with_length(1023)).reason is DecisionReason.BELOW_THRESHOLD
+    assert decided(with_length(1024)).reason is DecisionReason.NO_STATUS_THRESHOLD
+    assert decided(with_length(1023)).reason is DecisionReason.BELOW_THRESHOLD
 
 
 def test_a_stale_owner_falls_back_to_the_length() -> None:
     fleet = Fleet(3000)
     fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, written_at_us=NOW_US - 4_000_000), NOW_US)
-    assert judged(with_length(1024), fleet=fleet).reason is DecisionReason.NO_STATUS_THRESHOLD
+    assert decided(with_length(1024), fleet=fleet).reason is DecisionReason.NO_STATUS_THRESHOLD
 
 
 def test_a_disabled_trigger_sends_nothing_and_says_so() -> None:
-    assert judged(enabled=False) == TriggerDecision(DecisionReason.DISABLED, age_us=4000)
+    assert decided(enabled=False) == TriggerDecision(DecisionReason.DISABLED, age_us=4000)
 
 
 def test_a_key_that_is_not_the_user_is_misrouted() -> None:
-    verdict = handler().judge(b"user-18", encode(EVENT), PARTITION)
-    assert verdict.reason is DecisionReason.MISROUTED
-    assert verdict.detail is not None
-    assert "user-18" in verdict.detail
-    assert "user-17" in verdict.detail
-    assert handler().judge(None, encode(EVENT), PARTITION).reason is DecisionReason.MISROUTED
+    decision = handler().decide(b"user-18", encode(EVENT), PARTITION)
+    assert decision.reason is DecisionReason.MISROUTED
+    assert decision.detail is not None
+    assert "user-18" in decision.detail
+    assert "user-17" in decision.detail
+    assert handler().decide(None, encode(EVENT), PARTITION).reason is DecisionReason.MISROUTED
 
 
 def test_another_partitioner_is_misrouted_and_the_sentence_says_where_it_belongs() -> None:
-    verdict = handler().judge(KEY, encode(EVENT), (PARTITION + 1) % PARTITIONS)
-    assert verdict.reason is DecisionReason.MISROUTED
-    assert verdict.detail is not None
-    assert f"says {PARTITION}" in verdict.detail
+    decision = handler().decide(KEY, encode(EVENT), (PARTITION + 1) % PARTITIONS)
+    assert decision.reason is DecisionReason.MISROUTED
+    assert decision.detail is not None
+    assert f"gives {PARTITION}" in decision.detail
 
 
 @pytest.mark.parametrize("value", [None, b"", b"\x7f", b"\x01\xc0", b"not a message"])
 def test_bytes_that_are_no_event_are_undecodable_with_a_reason(value: bytes | None) -> None:
-    verdict = handler().judge(KEY, value, PARTITION)
-    assert verdict.reason is DecisionReason.UNDECODABLE
-    assert verdict.detail
-    assert verdict.job is None
+    decision = handler().decide(KEY, value, PARTITION)
+    assert decision.reason is DecisionReason.UNDECODABLE
+    assert decision.detail
+    assert decision.job is None
 
 
 @given(st.binary(max_size=200) | st.none(), st.binary(max_size=40) | st.none(), st.integers(0, 11))
 def test_whatever_the_bytes_there_is_a_verdict(value: bytes | None, key: bytes | None, partition: int) -> None:
-    assert handler().judge(key, value, partition).reason in DecisionReason
+    assert handler().decide(key, value, partition).reason in DecisionReason
 
 
 def test_a_flood_is_held_to_the_owners_load() -> None:
     made = handler(known_fleet())
-    reasons = [made.judge(KEY, encode(EVENT), PARTITION).reason for _ in range(200)]
+    reasons = [made.decide(KEY, encode(EVENT), PARTITION).reason for _ in range(200)]
     # 41 ms each, a burst of half a second at 0.8 of a device, of which ranking takes its part.
     assert 3 <= reasons.count(DecisionReason.ADMITTED) <= 10
     assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
@@ -145,6 +145,6 @@ def test_a_returning_user_is_not_refused_for_load_that_a_reload_does_not_take() 
     fleet = Fleet(3000)
     fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, dram_capacity_bytes=2**30), NOW_US)
     made = handler(fleet)
-    reasons = [made.judge(KEY, encode(EVENT), PARTITION).reason for _ in range(50)]
+    reasons = [made.decide(KEY, encode(EVENT), PARTITION).reason for _ in range(50)]
     # Reloads are free in this model, and 50 x 4 MiB for 0.4 s stay within the footprint of a GiB.
     assert reasons == [DecisionReason.ADMITTED] * 50

@@ -1,8 +1,8 @@
-"""Local brokers: `with local_broker("auto") as broker:` gives a broker that answers, whatever is there.
+"""Local brokers for development, tests and the demo: `with local_broker("auto") as broker:`.
 
-`auto` takes the first of: a cluster that the caller names, a real Apache Kafka (KAFKA_HOME and Java),
-librdkafka's own cluster; it never downloads. What was started is gone when the block ends, or when this
-process dies in any way. Each broker says which one it is (`what`) and what it can not show (`limits`).
+`auto` takes the first of: a cluster that the caller names, a real Apache Kafka (KAFKA_HOME and Java), librdkafka's own
+cluster. It never downloads anything. A broker that is started here ends with the block, or with this process in any
+way it may die. Each broker describes itself (`what`) and lists what a run on it can not show (`limits`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["AvailableBrokers", "BrokerChoice", "Chosen", "LocalBroker", "availab
 
 
 def available_brokers(known_bootstrap: str | None = None, environ: Mapping[str, str] | None = None) -> AvailableBrokers:
-    """What there is to choose from on this machine. `known_bootstrap` is the caller's, never read here."""
+    """The brokers of this machine that `choose` can take. Only the caller knows `known_bootstrap`."""
     environ = os.environ if environ is None else environ
     home = environ.get("KAFKA_HOME")
     java_home = environ.get("JAVA_HOME")
@@ -44,9 +44,9 @@ def local_broker(
 ) -> Iterator[LocalBroker]:
     """A broker while the block runs.
 
-    `choice` is auto, embedded, kafka, docker or HOST:PORT[,HOST:PORT...]; `known_bootstrap` a cluster
-    that `auto` takes first (`RELAYGR_BOOTSTRAP`); `kafka` holds the security for one that we do not
-    start. Raises RelayError for what is not possible here, and if the broker does not answer.
+    `choice` is auto, embedded, kafka, docker or HOST:PORT[,HOST:PORT...]. `known_bootstrap` is a cluster that `auto`
+    takes first (`RELAYGR_BOOTSTRAP`). `kafka` has the security settings of a cluster that is not started here. Raises
+    RelayError if the choice is not possible on this machine, or if the broker does not answer.
     """
     chosen = choose(choice, available_brokers(known_bootstrap, environ))
     with _open(chosen, kafka or KafkaSettings()) as broker:
@@ -54,7 +54,7 @@ def local_broker(
 
 
 def _open(chosen: Chosen, kafka: KafkaSettings) -> AbstractContextManager[LocalBroker]:
-    # Imported here, so that each needs only what it uses.
+    # Imported here, so that each kind of broker needs only its own libraries.
     if chosen.kind is BrokerChoice.KAFKA and chosen.kafka_home is not None:
         from relaygr.devbroker.kafka import kafka_broker
 
@@ -72,9 +72,9 @@ def _open(chosen: Chosen, kafka: KafkaSettings) -> AbstractContextManager[LocalB
 
 @contextmanager
 def _external(bootstrap: str, why: str, kafka: KafkaSettings) -> Iterator[LocalBroker]:
-    """A cluster that is there already; its topics stay unless the caller deletes them."""
+    """A cluster that exists already. Its topics stay unless the caller deletes them."""
     cluster = require_broker(kafka.model_copy(update={"bootstrap": bootstrap}))
-    limits = ["the cluster is shared: others' load is in the figures"]
+    limits = ["the cluster may have other users, whose load is in the figures"]
     if is_embedded(cluster):
         limits.append("it is librdkafka's embedded cluster, which has no admin requests")
     yield LocalBroker(

@@ -1,4 +1,4 @@
-"""Which broker a `--broker` choice means: a pure decision over what is there.
+"""Which broker a `--broker` choice means: a pure decision over the available brokers.
 
 `auto` takes the first of: an address that is already known (`RELAYGR_BOOTSTRAP`), a real Apache Kafka
 (`KAFKA_HOME` and a Java runtime), librdkafka's own cluster. It never downloads anything.
@@ -20,7 +20,7 @@ _ADDRESSES: Final = re.compile(r"[^\s,:]+:\d{1,5}(,[^\s,:]+:\d{1,5})*|\[[0-9a-fA
 
 
 class BrokerChoice(enum.StrEnum):
-    """What `--broker` takes; EXTERNAL is written HOST:PORT[,HOST:PORT...]."""
+    """The values of `--broker`. EXTERNAL is written as HOST:PORT[,HOST:PORT...]."""
 
     AUTO = "auto"
     EMBEDDED = "embedded"
@@ -31,10 +31,10 @@ class BrokerChoice(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AvailableBrokers:
-    """What there is to choose from."""
+    """The brokers that can be chosen on this machine."""
 
     known_bootstrap: str | None = None
-    """A cluster that the user named already; tests never pass the user's."""
+    """A cluster that the user has configured. Tests never pass the user's cluster."""
     kafka_home: Path | None = None
     java: Path | None = None
 
@@ -53,7 +53,7 @@ class Chosen:
 
 
 def choose(choice: str, available: AvailableBrokers) -> Chosen:
-    """Decides. Raises RelayError for a word that is no choice, and for a choice that is not possible here."""
+    """Decides. Raises RelayError for an unknown choice, and for one that is not possible on this machine."""
     if _ADDRESSES.fullmatch(choice):
         return Chosen(BrokerChoice.EXTERNAL, "named by --broker", bootstrap=choice)
     try:
@@ -86,7 +86,7 @@ def _first(available: AvailableBrokers) -> Chosen:
 
 
 def _hindrance(available: AvailableBrokers) -> str | None:
-    """Why no real Kafka can be started here; None: it can."""
+    """Why no real Kafka can be started on this machine; None if it can."""
     if available.kafka_home is None:
         return "KAFKA_HOME is not set (the folder of an unpacked Apache Kafka)"
     missing = [script for script in (SERVER_SCRIPT, STORAGE_SCRIPT) if not (available.kafka_home / script).is_file()]

@@ -37,7 +37,7 @@ def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterato
         container = _container(DockerContainer, port)
         container.start()
     except Exception as error:
-        # The Docker client has many errors for one thing: there is no Docker that we may use.
+        # The Docker client raises many kinds of errors if there is no Docker, or none that this user may use.
         raise RelayError(
             f"Docker can not start {IMAGE}: {error}. Is the Docker daemon running, and may you use it?"
         ) from error

@@ -1,8 +1,8 @@
-"""librdkafka's own cluster in a child process: always there, nothing to install.
+"""librdkafka's own cluster in a child process: available everywhere, with nothing to install.
 
-A process of its own, so that gateway, trigger and workers meet in the broker alone, and that a busy
-parent neither slows it nor is slowed. Parent and child speak JSON lines over the child's standard
-input and output; when the input ends, because the parent closed it or died, the child ends.
+The cluster has its own process, so that it and a busy parent do not slow each other down. Parent and child exchange
+JSON lines over the child's standard input and output. When the input ends, because the parent closed it or died, the
+child ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from relaygr.schemas.topics import CATALOGUE
 LIMITS: Final = (
     "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, and knows neither retention, "
     "compaction, replicas nor security",
-    "its waiting fetches do not wake up for new data, so a hop takes up to fetch_wait_max_ms: no latency of Kafka's",
+    "its waiting fetches do not wake up for new data, so a hop takes up to fetch_wait_max_ms: not Kafka's latency",
     "it answers no admin requests: topic settings are not checked, and group members can not be listed",
-    "when a group's members change it waits out the session time-out less a second: hand-over times are not Kafka's",
+    "when the members of a group change it waits for the session time-out less a second: rebalance times are not "
+    "Kafka's",
 )
 FETCH_WAIT_MAX_MS: Final = 2
 SESSION_TIMEOUT_MS: Final = 2000
-"""Short, since a change of members takes this long less a second there."""
+"""Short, because a change of members takes this time less a second."""
 ANSWER_TIMEOUT_S: Final = 20.0
 
 
@@ -67,12 +68,12 @@ def embedded_broker(why: str) -> Iterator[LocalBroker]:
 
 
 class _ClusterProcess:
-    """The child process, asked one thing at a time."""
+    """The child process. It handles one request at a time."""
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
         self._lock = threading.Lock()
-        # A session of its own: Ctrl-C reaches the parent only, which ends the child when it is done.
+        # A new session: Ctrl-C reaches only the parent, which ends the child when it has finished.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "relaygr.devbroker.embedded"],
             stdin=subprocess.PIPE,
@@ -82,7 +83,7 @@ class _ClusterProcess:
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises RelayError for a refusal, and if the child is gone or silent."""
+        """Sends a request and returns the answer. Raises RelayError for a refusal or a child that does not answer."""
         with self._lock:
             assert self._process.stdin is not None
             try:
@@ -122,11 +123,11 @@ class _ClusterProcess:
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - 2000))
         tail = self._errors.read().decode(errors="replace").strip()
-        return RelayError(f"The embedded cluster's process ended by itself: {tail or 'it said nothing'}")
+        return RelayError(f"The process of the embedded cluster ended: {tail or 'without an error message'}")
 
 
 def serve() -> None:
-    """The child: a cluster, and the parent's requests until its input ends."""
+    """The main function of the child: runs a cluster and serves the parent's requests until the input ends."""
     try:
         cluster = MockCluster()
     except RelayError as error:

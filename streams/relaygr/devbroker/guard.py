@@ -1,13 +1,13 @@
-"""Runs commands one after the other, and ends them with the process that asked for them.
+"""Runs commands one after the other, and kills them when the parent process ends.
 
-Run as a script, by path and with the standard library alone:
+It is run as a script, by its path and with the standard library alone:
 
     python guard.py FOLDER LOG COMMAND [ARGUMENT ...] [--then-- COMMAND [ARGUMENT ...]]...
 
-The last command stays, the ones before must succeed. "started PID" is written for each, "exited CODE"
-when one ended too soon. When standard input ends, because the parent closed it or died (a closed pipe
-is the one signal that outlives kill -9), the running command's process group is killed, FOLDER is
-removed, and the guard ends. Killing is right here: all data is in FOLDER.
+Every command but the last must succeed; the last one keeps running. The guard writes "started PID" for each command and
+"exited CODE" when a command fails or the last one ends. When standard input ends, the guard kills the process group of
+the running command, removes FOLDER and ends. Standard input ends when the parent closes the pipe or dies, even by
+kill -9. Killing loses nothing, because all data is in FOLDER.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Guarded:
-    """The command that runs now."""
+    """The running command."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class _Guarded:
         self._ended = False
 
     def run(self, command: Sequence[str], log: str) -> int:
-        """Runs to its end; the exit code."""
+        """Runs a command to its end. Returns the exit code."""
         with self._lock:
             if self._ended:
                 return -signal.SIGKILL
@@ -54,7 +54,7 @@ class _Guarded:
         return process.wait()
 
     def end(self) -> None:
-        """Kills what runs, and lets nothing start after."""
+        """Kills the running command. No command starts after that."""
         with self._lock:
             self._ended = True
             if self._process is not None and self._process.poll() is None:
@@ -63,12 +63,12 @@ class _Guarded:
 
 
 def _die_with_the_guard() -> None:
-    """For the case that the guard itself is killed."""
+    """Has the kernel kill the command if the guard itself is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _say(line: str) -> None:
-    # Without a parent nobody reads it; the end of standard input says that too.
+    # Fails if the parent has died. The end of standard input tells that too.
     with contextlib.suppress(OSError):
         print(line, flush=True)  # noqa: T201 (its protocol)
 

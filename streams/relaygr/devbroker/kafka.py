@@ -1,7 +1,7 @@
 """A real Apache Kafka as a child process: one KRaft broker in a temporary folder, on free ports.
 
-It is ready when it answers a metadata request. `relaygr.devbroker.guard` ends it, and removes its folder,
-when the block ends or this process dies in any way; Ctrl-C reaches this process only.
+The broker is ready when it answers a metadata request. `relaygr.devbroker.guard` kills the broker and removes its
+folder when the block ends or this process dies. Ctrl-C reaches only this process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 
 LIMITS: Final = (
-    "one Kafka broker on this machine: no replication, no network between machines, and it shares this one's cores",
-    "its data is in memory where there is room (TMPDIR chooses another folder): no disk is in the figures",
+    "one Kafka broker on this machine: no replication, no network between machines, and it shares the machine's cores",
+    "its data is in memory if there is space (TMPDIR chooses another folder): the figures include no disk",
 )
 START_TIMEOUT_S: Final = 60.0
 HEAP_MIB: Final = 512
@@ -53,7 +53,7 @@ _PROPERTIES: Final[dict[str, str | int]] = {
     "transaction.state.log.min.isr": 1,
     "share.coordinator.state.topic.replication.factor": 1,
     "share.coordinator.state.topic.min.isr": 1,
-    # Internal topics are opened on first use: few partitions make that quick.
+    # Internal topics are created on first use. Few partitions make that quick.
     "offsets.topic.num.partitions": 8,
     "transaction.state.log.num.partitions": 2,
     "share.coordinator.state.topic.num.partitions": 2,
@@ -61,16 +61,16 @@ _PROPERTIES: Final[dict[str, str | int]] = {
     "group.initial.rebalance.delay.ms": 0,
     # Tests may choose short sessions.
     "group.min.session.timeout.ms": 1000,
-    # The new group protocol hands over one step a heartbeat, and the heartbeat is set here (default 5 s).
+    # The new group protocol rebalances one step a heartbeat, and the broker sets the heartbeat (default 5 s).
     "group.consumer.heartbeat.interval.ms": 200,
     "group.consumer.min.heartbeat.interval.ms": 200,
     "group.consumer.session.timeout.ms": 3000,
     "group.consumer.min.session.timeout.ms": 3000,
-    # After a kill -9 the broker is back sooner.
+    # A broker is back sooner after kill -9.
     "broker.session.timeout.ms": 2000,
     "broker.heartbeat.interval.ms": 500,
     "auto.create.topics.enable": "false",
-    # A broker for minutes: bounds its memory, maps small indexes, and deletes files soon.
+    # For a broker that runs for minutes: less memory, small indexes, early deletion of files.
     "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
     "log.index.size.max.bytes": 1024 * 1024,
     "log.segment.delete.delay.ms": 1000,
@@ -86,7 +86,7 @@ _PORT_TAKEN: Final = re.compile(r"Address already in use|SocketServer failed to 
 
 
 class _PortTakenError(Exception):
-    """Another process took a port between our look and the broker's."""
+    """Another process took a port before the broker bound it."""
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def kafka_broker(
     start_timeout_s: float = START_TIMEOUT_S,
     properties: Mapping[str, str | int] | None = None,
 ) -> Iterator[LocalBroker]:
-    """A broker while the block runs. `properties` replace ours.
+    """A broker while the block runs. `properties` override the defaults of this module.
 
     Raises RelayError, with the end of the broker's log, if it is not ready within `start_timeout_s`.
     """
@@ -155,7 +155,7 @@ class _Server:
             [sys.executable, "-I", guard.__file__, str(folder), str(self._log), *format_data, guard.THEN, *run],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A session of its own: the terminal's Ctrl-C must not end the broker before its clients.
+            # A new session: Ctrl-C in the terminal must not end the broker before its clients.
             start_new_session=True,
             env=environment,
         )
@@ -163,7 +163,7 @@ class _Server:
     def await_ready(self, timeout_s: float) -> None:
         """Raises RelayError, or _PortTakenError, if it does not come up."""
         kafka = KafkaSettings(bootstrap=self.bootstrap)
-        # Refused connections are no news while it starts.
+        # Connections are refused while the broker starts, so client errors are not logged.
         admin = make_admin(kafka, "relaygr-broker-start", ClientErrors("relaygr-broker-start", quiet=True))
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s:
@@ -175,7 +175,7 @@ class _Server:
         raise self._failure(f"was not ready within {timeout_s:.0f} s")
 
     def stop(self) -> None:
-        """Ends the broker for good, and removes its folder."""
+        """Kills the broker and removes its folder."""
         assert self._guard.stdin is not None and self._guard.stdout is not None
         self._guard.stdin.close()
         try:
@@ -188,7 +188,7 @@ class _Server:
         self._guard.stdout.close()
 
     def _exited(self) -> bool:
-        """Whether the guard said so, or is gone itself."""
+        """Whether the guard reported the exit of the broker, or has ended itself."""
         assert self._guard.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._guard.stdout, selectors.EVENT_READ)
@@ -210,9 +210,9 @@ class _Server:
 
 
 def _memory_folder() -> str | None:
-    """A file system in memory with room to spare; None: the default temporary folder, or TMPDIR's.
+    """A file system in memory with enough space; None: the default temporary folder, or that of TMPDIR.
 
-    Creating a topic syncs several files a partition: hundreds of partitions take seconds on a disk.
+    Creating a topic syncs several files of each partition, which takes seconds on a disk for hundreds of partitions.
     """
     if "TMPDIR" in os.environ:
         return None
@@ -224,14 +224,14 @@ def _memory_folder() -> str | None:
 
 
 def _cluster_id() -> str:
-    """A Kafka id: 16 random bytes in URL-safe base 64. One that began with '-' would look like an option."""
+    """A Kafka id: 16 random bytes in URL-safe base 64, without a leading '-', which would look like an option."""
     while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
         pass
     return text
 
 
 def _version(home: Path) -> str:
-    """The version, from the names of its jars; empty if they do not tell."""
+    """The version, from the names of the jar files; empty if it can not be found."""
     for jar in sorted((home / "libs").glob("kafka-clients-*.jar")):
         return f" {jar.stem.removeprefix('kafka-clients-')}"
     return ""

@@ -1,4 +1,4 @@
-"""What a local broker is to the one who started it."""
+"""What all kinds of local brokers share: the description of a running broker, and free ports."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from relaygr.kafka.settings import KafkaSettings, Security
 
 @dataclass(frozen=True, slots=True)
 class LocalBroker:
-    """A broker that answers, and what to know about it."""
+    """A broker that answers requests, and its properties."""
 
     kind: BrokerChoice
     """Never AUTO."""
     bootstrap: str
     what: str
-    """Which one it is and why it was taken, for the user."""
+    """Which broker it is and why it was chosen, for the user."""
     limits: tuple[str, ...]
-    """Sentences: what a run on this broker can not show."""
+    """Sentences about what a run on this broker can not show."""
     create_topics: Callable[[KafkaSettings], object]
-    """Creates the catalogue's topics under these settings' prefix."""
+    """Creates the topics of the catalogue with the prefix of these settings."""
     delete_topics: Callable[[KafkaSettings], object]
-    """Deletes them, with all that they hold."""
+    """Deletes these topics and their data."""
     fetch_wait_max_ms: int
     session_timeout_ms: int
 
     @property
     def ours(self) -> bool:
-        """Whether it was started here, and goes with all its topics at the end."""
+        """Whether the broker was started here, and ends with all its topics when the block ends."""
         return self.kind is not BrokerChoice.EXTERNAL
 
     def settings(self, kafka: KafkaSettings | None = None) -> KafkaSettings:
-        """`kafka`'s settings for this broker. One of ours speaks plaintext, whatever the user's own cluster does."""
+        """The settings `kafka`, changed for this broker. A broker that was started here has no security."""
         kafka = kafka or KafkaSettings()
         return kafka.model_copy(
             update={
@@ -49,26 +49,26 @@ class LocalBroker:
         )
 
 
-# Below the ports that operating systems give to outgoing connections, which could take one in between.
+# Below the range of outgoing connections, which could take a port before it is used.
 _PORTS: Final = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, held together while they are searched.
+    """Distinct ports of 127.0.0.1 that are free now.
 
-    Another process may still take one before it is used: be ready to try again.
+    Another process may take one before it is used, so the caller must be ready to try again.
     """
-    doors: list[socket.socket] = []
+    bound: list[socket.socket] = []
     try:
-        while len(doors) < count:
-            door = socket.socket()
+        while len(bound) < count:
+            candidate = socket.socket()
             try:
-                door.bind(("127.0.0.1", random.choice(_PORTS)))
+                candidate.bind(("127.0.0.1", random.choice(_PORTS)))
             except OSError:
-                door.close()
+                candidate.close()
                 continue
-            doors.append(door)
-        return [int(door.getsockname()[1]) for door in doors]
+            bound.append(candidate)
+        return [int(each.getsockname()[1]) for each in bound]
     finally:
-        for door in doors:
-            door.close()
+        for each in bound:
+            each.close()

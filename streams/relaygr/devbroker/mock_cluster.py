@@ -1,8 +1,8 @@
-"""The cluster that librdkafka carries for its own tests, in this process, through ctypes.
+"""librdkafka's mock cluster in this process, through ctypes.
 
-confluent-kafka starts one for `test.mock.num.brokers`, but only librdkafka's own functions create
-topics with a chosen partition count and shorten the wait before a group's first assignment. It runs in
-a thread of librdkafka, listens on loopback, and keeps about 5 MB of each partition.
+confluent-kafka starts a mock cluster for `test.mock.num.brokers`, but only librdkafka's own functions create topics
+with a chosen partition count and shorten the delay of a group's first assignment. The cluster runs on a thread of
+librdkafka, listens on loopback, and keeps about 5 MB of each partition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import confluent_kafka
 from relaygr.runtime.errors import RelayError
 
 FIRST_ASSIGNMENT_DELAY_MS: Final = 100
-"""How long a new group waits for more members; librdkafka's 3 s is for groups that start slowly."""
+"""How long a new group waits for more members. librdkafka's default is 3 s."""
 
 _PRODUCER: Final = 0
 _LOG_LEVEL: Final = b"2"
@@ -29,7 +29,7 @@ _WAKE_INTERVAL_S: Final = 0.002
 
 
 class MockCluster:
-    """A cluster of one broker. Raises RelayError if this librdkafka can not carry one."""
+    """A cluster of one broker. Raises RelayError if librdkafka can not start it."""
 
     def __init__(self) -> None:
         self._library = _library()
@@ -48,7 +48,7 @@ class MockCluster:
         self._library.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, FIRST_ASSIGNMENT_DELAY_MS)
 
     def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Creates topics by name; one that it made before with this count stays. Raises RelayError else."""
+        """Creates topics by name. A topic that exists with the same count stays. Raises RelayError on failure."""
         for name, count in partitions.items():
             if self._topics.get(name) == count:
                 continue
@@ -58,7 +58,7 @@ class MockCluster:
             self._topics[name] = count
 
     def delete_topics(self, names: Iterable[str]) -> None:
-        """Deletes topics; one that does not exist is passed over."""
+        """Deletes topics. Topics that do not exist are ignored."""
         for name in names:
             self._awake(self._library.rd_kafka_mock_topic_delete, name.encode())
             self._topics.pop(name, None)
@@ -73,37 +73,36 @@ class MockCluster:
         return text.decode()
 
     def _awake(self, function: Callable[..., int], name: bytes, *arguments: int) -> int:
-        """Calls `function` while knocking at the cluster's door.
+        """Calls `function` while a thread opens connections to the cluster.
 
-        Its thread looks at calls only when it wakes up, which on an idle cluster is once a second;
-        a connection wakes it.
+        The thread of an idle cluster looks at calls only once a second; a connection wakes it.
         """
         done = threading.Event()
-        knocker = threading.Thread(target=self._knock, args=(done,), daemon=True)
-        knocker.start()
+        waker = threading.Thread(target=self._connect_until, args=(done,), daemon=True)
+        waker.start()
         try:
             replicas = (1,) if arguments else ()
             return function(self._cluster, name, *arguments, *replicas)
         finally:
             done.set()
-            knocker.join()
+            waker.join()
 
-    def _knock(self, done: threading.Event) -> None:
+    def _connect_until(self, done: threading.Event) -> None:
         host, _, port = self.bootstrap.rpartition(":")
         while not done.wait(_WAKE_INTERVAL_S):
-            with contextlib.suppress(OSError), socket.socket() as door:
-                door.settimeout(1.0)
-                door.connect((host, int(port)))
+            with contextlib.suppress(OSError), socket.socket() as connection:
+                connection.settimeout(1.0)
+                connection.connect((host, int(port)))
 
 
 def _library() -> ctypes.CDLL:
-    """The librdkafka that confluent-kafka itself has loaded, or the system's where it is built on that."""
+    """The librdkafka that confluent-kafka has loaded: the bundled one, or that of the system."""
     package = Path(confluent_kafka.__file__).parent
     places = [package.parent / "confluent_kafka.libs", package / ".dylibs", package.parent / "confluent_kafka.dylibs"]
     bundled = [path for place in places for path in sorted(place.glob("librdkafka*"))]
     name = str(bundled[0]) if bundled else ctypes.util.find_library("rdkafka")
     if name is None:
-        raise RelayError("librdkafka's own cluster is not here: install confluent-kafka's wheel, or set KAFKA_HOME")
+        raise RelayError("librdkafka is not found: install confluent-kafka from its wheel, or set KAFKA_HOME")
     library = ctypes.CDLL(name)
     pointer, text, integer, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {

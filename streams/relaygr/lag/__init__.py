@@ -1,12 +1,11 @@
-"""Consumer lag: how far each group is behind, in messages and in seconds, who owns what, and whether it moves.
+"""Consumer lag: how far each group is behind in messages and seconds, who owns each partition, and the trend.
 
-collector   asks Kafka, and joins no group that it watches
-time_lag    seconds behind: interpolated between polls, or read from one record
+collector   polls Kafka; joins no group that it measures
+model       the result of one poll, and the owner split
 status      Burrow's rules over the last polls
-owners      partitions whose users' messages go to two owners
-report      all of that put together, pure
-monitor     collects in the background
-exporter    the report as Prometheus metrics; a scrape asks Kafka nothing
+report      all of that as one report, with the lag in seconds; pure
+monitor     polls in the background
+exporter    the report as Prometheus metrics; a scrape sends no request to Kafka
 """
 
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot

@@ -1,12 +1,11 @@
-"""Asks Kafka where groups and logs stand. It joins no group that it watches, and commits nothing.
+"""Reads the offsets and members of groups and the ends of logs from Kafka, without joining a group or committing.
 
-Order of a poll: metadata (the partition list: partitions without a commit are absent from a group's offsets),
-members, committed offsets, and the ends of the logs last. With the ends asked first, a group that keeps up
-would be ahead of them.
+Order of a poll: metadata, members, committed offsets, ends of the logs. The metadata gives the partitions, because a
+group's offsets do not include partitions without a commit. The ends come last; otherwise a group that keeps up could
+be ahead of them.
 
-librdkafka's embedded cluster has no DescribeGroups: members and state are unknown there, and the rest is
-measured as anywhere. What one group does not let us see is a sentence in its `problems`; only a cluster that
-does not answer is an error.
+librdkafka's embedded cluster has no DescribeGroups, so members and state are unknown there. A value of one group that
+can not be read becomes a sentence in its `problems`; only a cluster that does not answer is an error.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 
 _T = TypeVar("_T")
-# Futures are resolved by the request's own time-out; this is for a client that hangs.
+# Each request has its own time-out. This one is for a client that hangs.
 _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
-_NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are not known"
+_NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
 
 
 def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
-    """Our groups, and the topics that each subscribes to."""
+    """The groups of RelayGR, and the topics of each."""
     return {
         kafka.workers_group: (kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)),
         kafka.trigger_group: (kafka.topic(Topic.RETRIEVAL),),
@@ -55,7 +54,7 @@ def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _GroupDescription:
-    """What DescribeGroups said of one group, or why it did not."""
+    """The answer of DescribeGroups for one group, or why there is none."""
 
     state: str = UNKNOWN
     protocol: str = UNKNOWN
@@ -63,7 +62,7 @@ class _GroupDescription:
     members: tuple[GroupMember, ...] | None = None
     problem: str | None = None
     refused: bool = False
-    """It is there, or may be: this user is not told."""
+    """This user has no right to describe the group, so the group may exist."""
 
 
 class LagCollector:
@@ -96,10 +95,10 @@ class LagCollector:
             raise self._no_answer(error) from error
 
     def record_timestamps(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
-        """For each partition the offset asked for, and the timestamp (ms) of the first record from there on.
+        """Partition -> (requested offset, timestamp in ms of the first record from that offset on).
 
-        Reads one record each, within `record_timeout_s` for all; what does not come in time is left out. Raises
-        RelayError as `poll` does.
+        Reads one record of each partition, all within `record_timeout_s`. Partitions without a record by then are
+        missing in the result. Raises RelayError as `poll` does.
         """
         if not offsets or self._settings.record_timeout_s == 0:
             return {}
@@ -110,7 +109,7 @@ class LagCollector:
 
     def _read_records(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
         if self._records is None:
-            # One record is wanted, not a megabyte of them.
+            # One record of each partition is needed, not a megabyte.
             options = {"queued.min.messages": 1, "max.partition.fetch.bytes": 1024}
             self._records = make_assigned_consumer(self._kafka, _CLIENT_ID, options=options)
         consumer = self._records
@@ -135,7 +134,7 @@ class LagCollector:
         return RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {cause}")
 
     def close(self) -> None:
-        """Closes what was opened."""
+        """Closes the consumer that reads records."""
         if self._records is not None:
             self._records.close()
 
@@ -160,9 +159,9 @@ class LagCollector:
             offsets, problem = committed[group]
             problems = [text for text in (described[group].problem, problem) if text is not None]
             if group not in known:
-                problems.append("The cluster knows no member and no commit of it")
+                problems.append("The group has no member and no commit")
             if gone:
-                problems.append(f"It has commits for topics that do not exist any more: {', '.join(gone)}")
+                problems.append(f"The group has commits for topics that no longer exist: {', '.join(gone)}")
             failed = sorted({failures[tp] for tp in partitions if tp in failures})
             problems += [f"The end of some logs can not be read: {text}" for text in failed]
             snapshots.append(
@@ -205,10 +204,10 @@ class LagCollector:
     def _committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
     ) -> tuple[dict[TopicPartition, int], str | None]:
-        """The group's offsets, and a sentence if they can not be had."""
+        """The group's offsets, and a sentence if they can not be read."""
         asked: list[KafkaPartition] | None = None
         if group in self._ours and is_embedded(cluster):
-            # It tells only what it is asked for by name.
+            # The embedded cluster answers only for partitions that the request names.
             asked = [
                 KafkaPartition(tp.topic, tp.partition) for tp in _partitions_of(cluster, self._ours[group])
             ] or None
@@ -221,7 +220,7 @@ class LagCollector:
             if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
                 return {}, None
             if error.args[0].code() in (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED):
-                return {}, f"Its offsets are not shown to this user: {error.args[0].str()}"
+                return {}, f"This user may not read the offsets of the group: {error.args[0].str()}"
             raise
         return {
             TopicPartition(tp.topic, tp.partition): tp.offset
@@ -232,7 +231,7 @@ class LagCollector:
     def _partitions(
         self, cluster: ClusterMetadata, group: str, described: _GroupDescription, offsets: Mapping[TopicPartition, int]
     ) -> tuple[list[TopicPartition], list[str]]:
-        """Every partition of every topic of the group, and those of its topics that are gone."""
+        """Every partition of every topic of the group, and the topics with commits that no longer exist."""
         topics = {tp.topic for tp in offsets} | set(self._ours.get(group, ()))
         for member in described.members or ():
             topics |= {tp.topic for tp in member.partitions}
@@ -270,7 +269,7 @@ def _described(future: Future[ConsumerGroupDescription]) -> _GroupDescription:
         if code == KafkaError.GROUP_ID_NOT_FOUND:
             return _GroupDescription(state="dead", members=())
         if code == KafkaError.GROUP_AUTHORIZATION_FAILED:
-            problem = "Its members are not shown to this user: give it the right to describe the group"
+            problem = "This user may not see the members of the group: grant it the right to describe the group"
             return _GroupDescription(problem=problem, refused=True)
         raise
     members = tuple(

@@ -1,7 +1,8 @@
-"""The last report as Prometheus metrics, under the names and labels of kafka-lag-exporter, which public
-dashboards know, and what only we tell under `relaygr_lag_`. A scrape asks Kafka nothing.
+"""The last lag report as Prometheus metrics. A scrape sends no request to Kafka.
 
-A report older than `max_age_s` is not exported: figures that stand still look like a group that does.
+The metrics have the names and labels of kafka-lag-exporter, which public dashboards use; additional ones begin with
+`relaygr_lag_`. A report older than `max_age_s` is not exported, because constant values would look like a stalled
+group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _POLLS_KEPT: Final = 3
 
 
 class LagExporter(Collector):
-    """Register it, and serve the registry."""
+    """A collector to register in a Prometheus registry."""
 
     def __init__(self, monitor: LagMonitor, settings: LagSettings, clock: Clock | None = None) -> None:
         self._monitor = monitor
@@ -34,54 +35,64 @@ class LagExporter(Collector):
 
     @property
     def fresh_report(self) -> LagReport | None:
-        """The last report, if it is not too old."""
+        """The last report; None if it is too old or if there is none."""
         report = self._monitor.state.report
         if report is None or self._clock.monotonic_us() - report.polled_at_us > self.max_age_s * 1e6:
             return None
         return report
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: which series there are depends on the cluster."""
+        """Describes nothing, because the series depend on the cluster."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
         state, report = self._monitor.state, self.fresh_report
-        polls = CounterMetricFamily("relaygr_lag_polls", "Polls of the cluster")
+        polls = CounterMetricFamily("relaygr_lag_polls", "Polls of the Kafka cluster")
         polls.add_metric([], state.polls)
-        failures = CounterMetricFamily("relaygr_lag_poll_failures", "Polls that the cluster did not answer")
+        failures = CounterMetricFamily("relaygr_lag_poll_failures", "Polls that failed")
         failures.add_metric([], state.failures)
         yield polls
         yield failures
         if report is not None:
-            took = GaugeMetricFamily("relaygr_lag_poll_seconds", "How long the last poll took")
+            took = GaugeMetricFamily("relaygr_lag_poll_seconds", "Duration of the last successful poll")
             took.add_metric([], state.poll_us / 1e6)
             yield took
             yield from _metrics(report, self._cluster_name or report.cluster_id)
 
 
 def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
-    offset = GaugeMetricFamily("kafka_consumergroup_group_offset", "Committed offset", labels=_PARTITION)
-    lag = GaugeMetricFamily("kafka_consumergroup_group_lag", "Messages behind", labels=_PARTITION)
-    seconds = GaugeMetricFamily("kafka_consumergroup_group_lag_seconds", "Seconds behind", labels=_PARTITION)
-    max_lag = GaugeMetricFamily("kafka_consumergroup_group_max_lag", "Messages behind, worst partition", labels=_GROUP)
-    max_seconds = GaugeMetricFamily(
-        "kafka_consumergroup_group_max_lag_seconds", "Seconds behind, worst partition", labels=_GROUP
+    offset = GaugeMetricFamily("kafka_consumergroup_group_offset", "Committed offset of the group", labels=_PARTITION)
+    lag = GaugeMetricFamily("kafka_consumergroup_group_lag", "Lag in messages", labels=_PARTITION)
+    seconds = GaugeMetricFamily("kafka_consumergroup_group_lag_seconds", "Lag in seconds", labels=_PARTITION)
+    max_lag = GaugeMetricFamily(
+        "kafka_consumergroup_group_max_lag", "Largest lag of a partition, in messages", labels=_GROUP
     )
-    sum_lag = GaugeMetricFamily("kafka_consumergroup_group_sum_lag", "Messages behind, all partitions", labels=_GROUP)
+    max_seconds = GaugeMetricFamily(
+        "kafka_consumergroup_group_max_lag_seconds", "Largest lag of a partition, in seconds", labels=_GROUP
+    )
+    sum_lag = GaugeMetricFamily(
+        "kafka_consumergroup_group_sum_lag", "Sum of the lag of all partitions, in messages", labels=_GROUP
+    )
     topic_lag = GaugeMetricFamily(
-        "kafka_consumergroup_group_topic_sum_lag", "Messages behind, by topic", labels=[*_GROUP, "topic"]
+        "kafka_consumergroup_group_topic_sum_lag", "Sum of the lag by topic, in messages", labels=[*_GROUP, "topic"]
     )
     latest = GaugeMetricFamily(
-        "kafka_partition_latest_offset", "End of the log", labels=["cluster_name", "topic", "partition"]
+        "kafka_partition_latest_offset", "End offset of the log", labels=["cluster_name", "topic", "partition"]
     )
     status = GaugeMetricFamily(
-        "relaygr_lag_group_status", "1 for the status that the group has now", labels=[*_GROUP, "status"]
+        "relaygr_lag_group_status",
+        "1 for the current status of the group, 0 for the others",
+        labels=[*_GROUP, "status"],
     )
     split = GaugeMetricFamily(
-        "relaygr_lag_owner_split_partitions", "Partitions whose topics have different owners", labels=_GROUP
+        "relaygr_lag_owner_split_partitions",
+        "Partitions that different members own on co-partitioned topics",
+        labels=_GROUP,
     )
     members = GaugeMetricFamily("relaygr_lag_group_members", "Members of the group", labels=_GROUP)
-    without = GaugeMetricFamily("relaygr_lag_partitions_without_commit", "Partitions never committed", labels=_GROUP)
+    without = GaugeMetricFamily(
+        "relaygr_lag_partitions_without_commit", "Partitions without a commit of the group", labels=_GROUP
+    )
     ends: dict[tuple[str, int], int] = {}
     for group in report.groups:
         labels = [cluster, group.group]

@@ -1,4 +1,4 @@
-"""What one poll of Kafka says about groups: plain data, no I/O."""
+"""The result of one poll of Kafka: plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class GroupMember:
 
     @property
     def name(self) -> str:
-        """What people call it: the static id where it has one."""
+        """The name for people: static id (or client id) and host."""
         return f"{self.instance_id or self.client_id}@{self.host.lstrip('/')}"
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionOffsets:
-    """Where a group and a log stand. None: no commit, or an end that the broker did not tell."""
+    """The committed offset of a group and the end of the log. None: no commit, or an unknown end."""
 
     tp: TopicPartition
     committed: int | None
@@ -36,7 +36,7 @@ class PartitionOffsets:
 
     @property
     def lag(self) -> int | None:
-        """Messages between commit and end. The commit is asked first, so that a fast group is not behind itself."""
+        """Messages between commit and end; None if one of them is unknown."""
         if self.committed is None or self.end is None:
             return None
         return max(0, self.end - self.committed)
@@ -44,7 +44,7 @@ class PartitionOffsets:
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """One group. `members` is None where the cluster does not tell them."""
+    """One group. `members` is None if the cluster does not report them."""
 
     group: str
     state: str
@@ -53,11 +53,11 @@ class GroupSnapshot:
     members: tuple[GroupMember, ...] | None
     partitions: tuple[PartitionOffsets, ...]
     problems: tuple[str, ...] = ()
-    """Sentences for people: what could not be had, and why."""
+    """Sentences about values that could not be read."""
 
     @property
     def stable(self) -> bool:
-        """Whether what the members own is settled."""
+        """Whether no rebalance is in progress."""
         return self.state == "stable"
 
     def owner(self, tp: TopicPartition) -> GroupMember | None:
@@ -66,7 +66,7 @@ class GroupSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All groups at one time."""
+    """All groups at the time of one poll."""
 
     cluster_id: str
     polled_at_us: int
@@ -76,9 +76,11 @@ class Snapshot:
 
 
 def owner_split(group: GroupSnapshot, topics: Sequence[str]) -> frozenset[int]:
-    """Partitions that not one and the same member owns on all of `topics`.
+    """The partitions that different members own on the co-partitioned `topics`.
 
-    Empty while a rebalance is under way or members are not known: then nothing can be said.
+    Pre-infer jobs and ranking requests of their users go to different workers. Causes are unequal partition counts, an
+    assignor other than `range`, or a member that subscribes to one of the topics only. The result is empty during a
+    rebalance and while the members are unknown.
     """
     if group.members is None or not group.stable or len(topics) < 2:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Collects lag in the background, so that whoever looks at it waits for nothing and asks Kafka nothing."""
+"""Measures lag in the background. Readers take the last report and send no request to Kafka."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class MonitorState:
-    """The last report, and why there is no newer one."""
+    """The last report, and the error of the last poll if it failed."""
 
     report: LagReport | None = None
     error: str | None = None
     polls: int = 0
     failures: int = 0
     poll_us: int = 0
-    """How long the last successful poll took."""
+    """Duration of the last successful poll."""
 
 
 class LagMonitor:
-    """Polls every `interval_s` from `start` to `stop`; or once, by `poll`."""
+    """Polls every `interval_s` from `start` to `stop`, or once by `poll`."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LagMonitor:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.state = MonitorState()
-        """Replaced as a whole by each poll: read it once, then use it."""
+        """Each poll replaces the whole object, so read the attribute once."""
 
     def poll(self) -> LagReport:
-        """Measures once. Raises RelayError if the cluster does not answer; `state` says so too."""
+        """Measures once. Raises RelayError if the cluster does not answer, and sets `state.error`."""
         started_us = self._clock.monotonic_us()
         last = self.state
         try:
@@ -68,17 +68,17 @@ class LagMonitor:
         return report
 
     def start(self, on_poll: Callable[[MonitorState], None] | None = None) -> None:
-        """Polls in a thread of its own. A cluster that is away is logged, and asked again."""
+        """Polls on a thread. If the cluster does not answer, the thread logs it and polls again."""
         self._thread = threading.Thread(target=self._run, args=(on_poll,), name="lag-monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, after the poll that it is in."""
+        """Ends the thread after its current poll."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(self._settings.request_timeout_s)
             if self._thread.is_alive():
-                # Closing a consumer under a thread that polls it would crash the process; both go with it.
+                # Closing a consumer while another thread polls it would crash the process. Both end with the process.
                 return
         self._collector.close()
 

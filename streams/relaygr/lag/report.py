@@ -1,4 +1,12 @@
-"""What the monitor says: polls put together to lag in messages and seconds, status and owner split. Pure."""
+"""The lag report: lag in messages and in seconds, status and owner split, from the last polls. Pure.
+
+Lag in seconds is the time for which the next message of a group has been waiting. It comes from one of two sources:
+
+* `interpolated`: the time at which the end of the log passed the committed offset, interpolated between two polls. It
+  needs no read and only our own clock. The error is less than one poll interval.
+* `record`: the timestamp of the message at the committed offset, read once and compared with our wall clock. The error
+  is the difference between our clock and the producer's.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +18,13 @@ from dataclasses import dataclass, field
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
 from relaygr.lag.settings import LagSettings
-from relaygr.lag.status import LagSample, LagStatus, judge, worst
+from relaygr.lag.status import LagSample, LagStatus, evaluate, worst
 
 GroupPartition = tuple[str, TopicPartition]
 
 
 class TimeLagSource(enum.StrEnum):
-    """Where a figure in seconds comes from."""
+    """The source of a lag in seconds."""
 
     CAUGHT_UP = "caught_up"
     INTERPOLATED = "interpolated"
@@ -25,31 +33,31 @@ class TimeLagSource(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimeLag:
-    """Seconds behind."""
+    """A lag in seconds."""
 
     seconds: float
     source: TimeLagSource
 
 
 class EndOffsets:
-    """The end of one log at the last polls, at most `capacity` of them."""
+    """The end offsets of one log at the last polls, at most `capacity` of them."""
 
     def __init__(self, capacity: int) -> None:
         self._polls: deque[tuple[int, int]] = deque(maxlen=capacity)
 
     def add(self, polled_at_us: int, end: int) -> None:
-        """One poll, monotonic. A log that went back was made anew: what was known of it is dropped."""
+        """Adds the end at a monotonic time. An end that went back means a recreated topic: earlier ends are dropped."""
         if self._polls and end < self._polls[-1][1]:
             self._polls.clear()
         if len(self._polls) >= 2 and self._polls[-1][1] == self._polls[-2][1] == end:
-            # The end stands still: only when it began to, and when it was last so, matter.
+            # The end did not move. Only the first and the last poll with this end are kept.
             self._polls.pop()
         self._polls.append((polled_at_us, end))
 
     def time_lag(self, committed: int) -> TimeLag | None:
-        """Seconds since the log's end passed `committed`, as of the last poll.
+        """Seconds since the end of the log passed `committed`, as of the last poll.
 
-        None if that was before the first poll that is still known: then only a record can tell.
+        None if that was before the oldest poll that is kept. The timestamp of the record is needed then.
         """
         if not self._polls:
             return None
@@ -72,7 +80,7 @@ class EndOffsets:
 
 
 def record_time_lag(wall_us: int, timestamp_ms: int) -> TimeLag:
-    """Seconds since a record's timestamp."""
+    """The lag since the timestamp of a record."""
     return TimeLag(max(0.0, (wall_us - timestamp_ms * 1000) / 1e6), TimeLagSource.RECORD)
 
 
@@ -92,14 +100,14 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One group. `time_lag` and `lag` are those of the partition that is furthest behind, and the sum."""
+    """One group. `lag` is the sum over its partitions, `max_lag` and `max_time_lag` are their maxima."""
 
     group: str
     state: str
     protocol: str
     assignor: str
     members: int | None
-    """None: the cluster does not tell."""
+    """None if the cluster does not report members."""
     lag: int
     max_lag: int
     max_time_lag: TimeLag | None
@@ -118,7 +126,7 @@ class LagReport:
     polled_at_us: int
     wall_us: int
     settled: bool
-    """Enough polls to judge progress."""
+    """Whether there were enough polls to judge progress."""
     groups: tuple[GroupReport, ...]
 
     @property
@@ -133,10 +141,10 @@ class _LagHistory:
 
 
 class LagTracker:
-    """Remembers the last polls. What a snapshot no longer has is forgotten."""
+    """Keeps the last polls. Partitions that a snapshot no longer contains are dropped."""
 
     def __init__(self, settings: LagSettings, co_partitioned: Mapping[str, tuple[str, ...]]) -> None:
-        """`co_partitioned`: for groups by name, the topics whose partitions one member must own alike."""
+        """`co_partitioned`: group name -> topics of which one member must own the same partitions."""
         self._settings = settings
         self._co_partitioned = co_partitioned
         self._histories: dict[GroupPartition, _LagHistory] = {}
@@ -144,7 +152,7 @@ class LagTracker:
         self._polls = 0
 
     def observe(self, snapshot: Snapshot) -> None:
-        """Takes in one poll."""
+        """Adds one poll."""
         self._polls += 1
         seen: set[GroupPartition] = set()
         logs: dict[TopicPartition, int] = {}
@@ -164,7 +172,7 @@ class LagTracker:
         self._ends = {tp: ends for tp, ends in self._ends.items() if tp in logs}
 
     def unknown_times(self, snapshot: Snapshot) -> dict[TopicPartition, int]:
-        """Offsets whose record must be read to know the lag in seconds; the lowest per partition."""
+        """The offsets whose records must be read to know the lag in seconds, the lowest of each partition."""
         wanted: dict[TopicPartition, int] = {}
         for group in snapshot.groups:
             for offsets in group.partitions:
@@ -176,14 +184,14 @@ class LagTracker:
         return wanted
 
     def learn(self, timestamps_ms: Mapping[TopicPartition, tuple[int, int]]) -> None:
-        """Records that were read: (offset asked for, timestamp of the first record from there)."""
+        """Takes the records that were read: (requested offset, timestamp of the first record from there)."""
         for (_, tp), history in self._histories.items():
             if tp in timestamps_ms:
                 offset, timestamp_ms = timestamps_ms[tp]
                 history.record_ms = {offset: timestamp_ms}
 
     def report(self, snapshot: Snapshot) -> LagReport:
-        """The report of the snapshot that was observed last."""
+        """The report of the snapshot, which must be the last one observed."""
         settled = self._polls >= self._settings.window_polls
         groups = tuple(self._group(snapshot, group) for group in snapshot.groups)
         return LagReport(snapshot.cluster_id, snapshot.polled_at_us, snapshot.wall_us, settled, groups)
@@ -221,7 +229,7 @@ class LagTracker:
             lag=offsets.lag,
             time_lag=self._time_lag(snapshot, offsets, history),
             owner=owner,
-            status=judge(history.samples, self._settings.window_polls, self._settings.ok_messages, owned),
+            status=evaluate(history.samples, self._settings.window_polls, self._settings.ok_messages, owned),
         )
 
     def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _LagHistory) -> TimeLag | None:

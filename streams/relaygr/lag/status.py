@@ -1,22 +1,22 @@
-"""Whether a group keeps up, from its last polls: Burrow's rules, which need no threshold on lag.
+"""Whether a group keeps up, by Burrow's rules over the last polls. They need no threshold on lag.
 
-A polled offset does not tell *when* it was committed, so that "no commit for a whole window" shows as an
-offset that did not move. Whether somebody owns the partition tells the two cases apart:
+A polled offset does not tell *when* it was committed, so "no commit for a whole window" looks like an offset that did
+not move. Whether a member owns the partition tells the two cases apart. The first rule that applies gives the status:
 
     lag within bounds                                   OK
     the offset went back                                REWIND
     lag was within bounds at some time in the window    OK
-    the offset did not move, and nobody owns it         STOP
+    the offset did not move, and no member owns it      STOP
     the offset did not move, and a member owns it       STALL
     it moved, and lag is what arrives in two polls      OK
     it moved, and lag never fell                        WARN
     else                                                OK
 
-The last OK but one is ours: commits come about once a second, so a group that keeps up is always behind by
-about that much, and polls in step with the commits never see it fall.
+The rule about two polls is not Burrow's. A group commits about once a second, so a group that keeps up always has about
+a second of lag, and polls at the same times as the commits never see it fall.
 
-Before the window is full nothing is judged but REWIND: a slow start is no alarm. A partition without a
-commit is NO_COMMIT, which is no alarm either: a group that is new, or a partition that never had a message.
+Until the window is full only REWIND is reported, so that a slow start raises no alarm. A partition without a commit is
+NO_COMMIT, which is no alarm either: the group is new, or the partition never had a message.
 
 Source of the rules: LinkedIn's Burrow, wiki page "Consumer Lag Evaluation Rules". Pure.
 """
@@ -30,24 +30,24 @@ from dataclasses import dataclass
 
 
 class LagStatus(enum.StrEnum):
-    """How a partition, or the worst partition of a group, does. In order of gravity."""
+    """The status of a partition, or of the worst partition of a group. In order of severity."""
 
     NO_COMMIT = "no_commit"
     OK = "ok"
     WARN = "warn"
-    """It moves, and falls behind."""
+    """The offset moves, and the lag grows."""
     REWIND = "rewind"
-    """Its offset went back: messages are read again."""
+    """The offset went back, so messages are read again."""
     STALL = "stall"
-    """A member owns it, and its offset does not move."""
+    """A member owns the partition, and its offset does not move."""
     STOP = "stop"
-    """Nobody reads it, and there is something to read."""
+    """No member owns the partition, and it has unread messages."""
     UNKNOWN = "unknown"
-    """It could not be measured."""
+    """The lag could not be measured."""
 
     @property
     def exit_code(self) -> int:
-        """0: fine; 1: falls behind; 2: does not move, or went back; 3: not measured."""
+        """0: keeps up; 1: falls behind; 2: does not move, or went back; 3: not measured."""
         return _EXIT_CODES[self]
 
 
@@ -61,7 +61,7 @@ _EXIT_CODES = {
     LagStatus.UNKNOWN: 3,
 }
 _CADENCE_POLLS = 2
-_GRAVITY = {status: gravity for gravity, status in enumerate(LagStatus)}
+_SEVERITY = {status: severity for severity, status in enumerate(LagStatus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class LagSample:
 
 
 def worst(statuses: Iterable[LagStatus]) -> LagStatus:
-    """The gravest; UNKNOWN of none."""
-    return max(statuses, key=_GRAVITY.__getitem__, default=LagStatus.UNKNOWN)
+    """The most severe status; UNKNOWN of none."""
+    return max(statuses, key=_SEVERITY.__getitem__, default=LagStatus.UNKNOWN)
 
 
-def judge(samples: Sequence[LagSample], window_polls: int, ok_messages: int, owned: bool | None) -> LagStatus:
-    """The status after the last of `samples`, oldest first, at most `window_polls` of them.
+def evaluate(samples: Sequence[LagSample], window_polls: int, ok_messages: int, owned: bool | None) -> LagStatus:
+    """The status after the last of `samples`, which are at most `window_polls`, oldest first.
 
-    `owned`: whether a member owns the partition; None if that is not known, which counts as owned.
+    `owned`: whether a member owns the partition; None if that is unknown, which counts as owned.
     """
     last = samples[-1]
     if last.committed is None:

@@ -98,10 +98,10 @@ class _LimitedHandler(logging.StreamHandler[TextIO]):
             for (name, message), count in self._limiter.take_overdue(now_us):
                 self._write_suppressed(name, message, count)
         key = (record.name, _message(record))
-        admission = self._limiter.admit(key, now_us)
-        if admission.suppressed_before:
-            self._write_suppressed(*key, admission.suppressed_before)
-        if admission.admitted:
+        decision = self._limiter.admit(key, now_us)
+        if decision.suppressed_before:
+            self._write_suppressed(*key, decision.suppressed_before)
+        if decision.admitted:
             super().emit(record)
 
     def _write_suppressed(self, name: str, message: str, count: int) -> None:

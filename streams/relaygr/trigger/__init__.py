@@ -1,9 +1,9 @@
-"""The sequence-aware trigger: decides from metadata alone which users' prefixes are computed ahead of ranking.
+"""The trigger: decides from metadata which users' prefixes are computed before the ranking request.
 
-    policy    who is admitted: pure functions, shared with the worker's own re-check
-    buckets   how much may be admitted: footprint in bytes × time, load in device time
-    fleet     which worker owns a partition, and what it last said of itself
-    app       the faust app: events in, pre-infer jobs out
+    app           the process: events in, pre-infer jobs out
+    faust_stream  faust and aiokafka as the trigger runs them
+    handler       one event in, one decision out; no I/O
+    fleet         the owner of each partition, from the statuses of the workers
 
-Only `app` imports faust, so a worker can import the policy without it.
+The policy and its buckets are in `relaygr.admission`. Only `app` and `faust_stream` import faust.
 """

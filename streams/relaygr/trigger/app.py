@@ -1,18 +1,17 @@
-"""The trigger as a faust app: retrieval events in, pre-infer jobs out.
+"""The trigger process: retrieval events in, pre-infer jobs out.
 
     relaygr.retrieval --faust stream--> EventHandler --confluent producer--> relaygr.preinfer
                                              |      `--> relaygr.dead-letters (undecodable, misrouted)
                                           Fleet <--FleetReader-- relaygr.workers
 
-* The stream has concurrency 1 and its effects are idempotent: an event delivered twice makes a job with the same
-  request id twice, of which the worker drops the second. An event lost at a crash costs one pre-infer, never a
+* The stream has concurrency 1 and its effects are idempotent: an event that is delivered twice makes two jobs with the
+  same request id, and the worker drops the second. An event that is lost in a crash costs one pre-infer, never a
   ranking.
-* faust runs inside our process and loop: no command line, no web server, no directories, no leader topic, no
-  logging of its own. Jobs leave through our own producer, which has the settings and the partitioner of all our
-  producers.
-* A broker that goes away is waited for: the clients reconnect by themselves, and a gauge says so.
+* faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Jobs are sent by our own producer, with
+  the settings and the partitioner of all our producers.
+* If the broker goes away, the clients reconnect by themselves, and a gauge shows the outage.
 
-What was tuned, and what it brought, is in `docs/trigger.md`.
+`docs/trigger.md` has the tuning and its effects.
 """
 
 from __future__ import annotations
@@ -45,53 +44,56 @@ log = structlog.get_logger()
 
 _GAUGE_INTERVAL_S = 0.5
 _POLL_INTERVAL_S = 0.05
-"""How often delivery reports are taken; the producer sends by itself."""
+"""Time between two reads of delivery reports. The producer sends on its own thread."""
 _FLUSH_S = 2.0
 _STOP_S = 5.0
 
 
 class TriggerMetrics:
-    """One process's trigger. Every event is counted under exactly one reason."""
+    """The metrics of a trigger process. Every event is counted under exactly one reason."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """Registers the metrics. Raises ValueError if `registry` holds a trigger's already."""
+        """Registers the metrics. Raises ValueError if `registry` has them already."""
         decisions = Counter(
-            "relaygr_trigger_decisions_total", "retrieval events by what became of them", ["reason"], registry=registry
+            "relaygr_trigger_decisions_total", "Retrieval events by outcome", ["reason"], registry=registry
         )
         self.decisions = {reason: decisions.labels(reason.value) for reason in DecisionReason}
         self.event_age = Histogram(
             "relaygr_trigger_event_age_seconds",
-            "from the start of retrieval, by the gateway's clock, to the decision",
+            "Time from the start of retrieval, by the gateway's clock, to the decision",
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self.undelivered = Counter(
-            "relaygr_trigger_jobs_undelivered_total", "jobs handed to the producer and not delivered", registry=registry
+            "relaygr_trigger_jobs_undelivered_total", "Jobs given to the producer and not delivered", registry=registry
         )
         self.bad_statuses = Counter(
-            "relaygr_trigger_bad_statuses_total", "worker statuses that could not be used", registry=registry
+            "relaygr_trigger_bad_statuses_total", "Worker statuses that could not be decoded or used", registry=registry
         )
         self.partitions = Gauge(
-            "relaygr_trigger_assigned_partitions", "retrieval partitions this process decides for", registry=registry
+            "relaygr_trigger_assigned_partitions", "Retrieval partitions assigned to this process", registry=registry
         )
         self.fleet_workers = Gauge(
-            "relaygr_trigger_fleet_workers", "workers heard of, by whether they count", ["state"], registry=registry
+            "relaygr_trigger_fleet_workers",
+            "Known workers, fresh (ready, with a recent status) or silent",
+            ["state"],
+            registry=registry,
         )
         self.fleet_stale = Gauge(
             "relaygr_trigger_fleet_stale",
-            "1 while no worker's status is fresh and length alone decides",
+            "1 while no worker has a fresh status and the length of the history decides alone",
             registry=registry,
         )
         self.owned_partitions = Gauge(
-            "relaygr_trigger_fleet_owned_partitions", "partitions with a fresh owner", registry=registry
+            "relaygr_trigger_fleet_owned_partitions", "Partitions whose owner has a fresh status", registry=registry
         )
         self.broker_away = Gauge(
-            "relaygr_trigger_broker_away", "1 while no broker of the cluster answers", registry=registry
+            "relaygr_trigger_broker_away", "1 while no broker of the Kafka cluster answers", registry=registry
         )
 
 
 class TriggerApp:
-    """One trigger process: faust's stream, the view of the fleet, and the producer of jobs."""
+    """A trigger process: the stream of events, the view of the fleet, and the producer of jobs."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class TriggerApp:
         self._app.on_partitions_assigned.connect(self._on_assigned)
 
     async def start(self) -> None:
-        """Joins the group. Raises RelayError if the cluster cannot be reached."""
+        """Joins the consumer group. Raises RelayError if the cluster cannot be reached."""
         self._reader.start()
         try:
             await self._app.start()
@@ -143,7 +145,7 @@ class TriggerApp:
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Starts, and returns within seconds after `stop` is set. Raises RelayError if faust gives up."""
+        """Starts, and returns within seconds after `stop` is set. Raises RelayError if the stream of faust fails."""
         await self.start()
         ended = asyncio.ensure_future(self._app.wait_until_stopped())
         asked = asyncio.ensure_future(stop.wait())
@@ -155,10 +157,10 @@ class TriggerApp:
             crash = self._app.crash_reason
             await self.stop()
         if crash is not None:
-            raise RelayError(f"The trigger's stream ended: {crash!r}. Start it again; nothing is lost") from crash
+            raise RelayError(f"The stream of the trigger failed: {crash!r}. Start the trigger again") from crash
 
     async def stop(self) -> None:
-        """Leaves the group, commits, and flushes what was produced, each for a bounded time."""
+        """Commits, leaves the group and flushes the producers, each within a bounded time."""
         tasks = [*self._tasks, *([self._positioning] if self._positioning is not None else [])]
         for task in tasks:
             task.cancel()
@@ -170,17 +172,17 @@ class TriggerApp:
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
     def readiness(self) -> Readiness:
-        """Ready: each event written from now on will be read, and the workers topic was read to its end once."""
-        places = f"{len(self._partitions)} of {self._kafka.partitions} partitions"
+        """Ready: every event written from now on will be read, and the workers topic was read to its end once."""
+        owned = f"{len(self._partitions)} of {self._kafka.partitions} partitions"
         return Readiness(
             (
-                Check("assigned", self._positioned, places if self._positioned else "waiting for group and offsets"),
+                Check("assigned", self._positioned, owned if self._positioned else "waiting for group and offsets"),
                 Check("fleet", self._reader.caught_up, "the workers topic is read to its end"),
             )
         )
 
     def decision_counts(self) -> dict[str, int]:
-        """Events by reason so far, those with any."""
+        """The number of events so far by reason, without zeros."""
         return {reason.value: count for reason, count in self._counts.items()}
 
     async def _consume(self, stream: Any) -> None:
@@ -188,30 +190,30 @@ class TriggerApp:
             self._take(message)
 
     def _take(self, message: Any) -> None:
-        """One event, from faust's message to its effect. Whatever happens, the loop goes on."""
+        """Handles one event, from faust's message to its effect. An error does not end the stream."""
         try:
-            verdict = self._handler.judge(message.key, message.value, message.partition)
-            reason = self._carry_out(verdict, message)
+            decision = self._handler.decide(message.key, message.value, message.partition)
+            reason = self._apply(decision, message)
         except Exception as error:
-            log.exception("an event could not be decided", partition=message.partition, offset=message.offset)
+            log.exception("deciding an event failed", partition=message.partition, offset=message.offset)
             reason = DecisionReason.ERROR
             self._dead_letter(message, reason, repr(error))
         else:
-            if verdict.age_us is not None:
-                self.metrics.event_age.observe(verdict.age_us / 1e6)
+            if decision.age_us is not None:
+                self.metrics.event_age.observe(decision.age_us / 1e6)
         self._counts[reason] += 1
         self.metrics.decisions[reason].inc()
 
-    def _carry_out(self, verdict: TriggerDecision, message: Any) -> DecisionReason:
-        if verdict.job is not None:
+    def _apply(self, decision: TriggerDecision, message: Any) -> DecisionReason:
+        if decision.job is not None:
             try:
-                self._producer.produce(self._jobs_topic, verdict.job, message.key, on_delivery=self._on_delivery)
+                self._producer.produce(self._jobs_topic, decision.job, message.key, on_delivery=self._on_delivery)
             except (BufferError, KafkaException):
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 return DecisionReason.NOT_SENT
-        elif verdict.detail is not None:
-            self._dead_letter(message, verdict.reason, verdict.detail)
-        return verdict.reason
+        elif decision.detail is not None:
+            self._dead_letter(message, decision.reason, decision.detail)
+        return decision.reason
 
     def _dead_letter(self, message: Any, reason: DecisionReason, detail: str) -> None:
         self._dead_letters.write(cast(Message, _MessageAdapter(message)), reason.value, detail)
@@ -228,19 +230,19 @@ class TriggerApp:
 
     async def _on_assigned(self, _: Any, assigned: Any, **__: Any) -> None:
         topic = self._kafka.topic(Topic.RETRIEVAL)
-        self._partitions = frozenset(place.partition for place in assigned if place.topic == topic)
+        self._partitions = frozenset(tp.partition for tp in assigned if tp.topic == topic)
         self._handler.reassign(self._partitions)
         self.metrics.partitions.set(len(self._partitions))
         self._positioned = False
         if self._positioning is not None:
             self._positioning.cancel()
         self._positioning = asyncio.create_task(self._await_positions(frozenset(assigned)), name="positions")
-        log.info("trigger owns partitions", partitions=sorted(self._partitions))
+        log.info("partitions assigned", partitions=sorted(self._partitions))
 
-    async def _await_positions(self, places: frozenset[Any]) -> None:
-        """A first start reads from the end, and only what is written after the end was looked up."""
-        for place in places:
-            await self._app.consumer.position(place)
+    async def _await_positions(self, assigned: frozenset[Any]) -> None:
+        """Waits until the position of every partition is known. A first start reads only events written after that."""
+        for tp in assigned:
+            await self._app.consumer.position(tp)
         self._positioned = True
 
     async def _take_reports(self) -> None:
@@ -263,7 +265,7 @@ class TriggerApp:
 
 
 class _MessageAdapter:
-    """A faust message as dead letters want it: confluent-kafka's accessors."""
+    """A message of faust with the accessors of confluent-kafka, as the dead-letter writer needs them."""
 
     __slots__ = ("_message",)
 

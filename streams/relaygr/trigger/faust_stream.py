@@ -43,15 +43,18 @@ from relaygr.schemas.topics import CATALOGUE, Topic
 log = structlog.get_logger()
 
 _EMBEDDED_WAIT_MS: Final = 5
-"""Fetch waits up to here are for librdkafka's own cluster, whose long poll does not wake on data."""
+"""A fetch wait up to this value is meant for librdkafka's own cluster, where a waiting fetch does not wake on data."""
 _LONG_POLL_MS: Final = 500
-"""A real broker wakes a waiting fetch at once, and every empty answer is parsed in Python."""
+"""The fetch wait with a real broker, which answers a waiting fetch as soon as there is data.
+
+It is long because aiokafka parses every empty answer in Python.
+"""
 _MAX_POLL_RECORDS: Final = 500
 _REQUEST_TIMEOUT_MS: Final = 10_000
 
 
 class RawSchema(Schema):  # type: ignore[misc]
-    """An event's value is faust's message itself: the handler decodes, and says why where it cannot."""
+    """Passes the messages of faust on undecoded. The handler decodes them, and reports why it cannot."""
 
     def compile(self, app: Any, **_: Any) -> Any:
         create_event = app.create_event
@@ -63,7 +66,7 @@ class RawSchema(Schema):  # type: ignore[misc]
 
 
 class _NoMonitor(Monitor):  # type: ignore[misc]
-    """faust's monitor without its bookkeeping of every event, which nobody reads."""
+    """faust's monitor without the statistics of every event, which nothing reads."""
 
     mundane_level = "debug"
 
@@ -79,7 +82,7 @@ class _NoMonitor(Monitor):  # type: ignore[misc]
 
 
 class _InLoopWorker:
-    """What mode runs a service's thread with, without the thread: the service lives in its parent's loop."""
+    """Stands in for the thread that mode starts for a service: runs the service in the event loop of its parent."""
 
     def __init__(self, service: Any) -> None:
         self._service = service
@@ -89,14 +92,14 @@ class _InLoopWorker:
         self._task = self._service.parent_loop.create_task(self._service._serve(), name="consumer")
 
     def stop(self) -> None:
-        """Nothing: the service ends its own task."""
+        """Does nothing: the service ends its own task."""
 
 
 class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """faust's "consumer thread" in the loop of the stream, around a consumer with our settings and security.
+    """faust's "consumer thread", run in the event loop of the stream, with a consumer of our settings and security.
 
-    Two threads that hand each batch to and fro under one interpreter lock waited for the lock more than they
-    worked.
+    With a thread of its own, each batch passed between two threads under one interpreter lock, and the threads spent
+    more time waiting for the lock than working.
     """
 
     Worker = _InLoopWorker
@@ -109,7 +112,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         return await maybe_async(fun(*args, **kwargs))
 
     async def _gather_remaining_tasks(self) -> None:
-        """Nothing: the loop's other tasks are not this service's to end."""
+        """Does nothing: the other tasks of the event loop belong to other services."""
 
     def _create_worker_consumer(self, _: Any) -> aiokafka.AIOKafkaConsumer:
         self._assignor = RoundRobinPartitionAssignor
@@ -120,7 +123,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
             group_id=app.conf.id,
             partition_assignment_strategy=[self._assignor],
             enable_auto_commit=False,
-            # An event from before our first commit is of no use any more.
+            # Events from before the first commit are too old to be useful.
             auto_offset_reset="latest",
             max_poll_records=_MAX_POLL_RECORDS,
             max_partition_fetch_bytes=CATALOGUE[Topic.RETRIEVAL].max_message_bytes,
@@ -128,13 +131,13 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
             session_timeout_ms=app.kafka.session_timeout_ms,
             heartbeat_interval_ms=app.kafka.heartbeat_interval_ms,
             request_timeout_ms=max(_REQUEST_TIMEOUT_MS, app.kafka.session_timeout_ms + 1000),
-            # Bounds how long a rebalance or a dead broker stops the stream for longer than it must.
+            # Short, so that the stream goes on soon after a rebalance or the loss of a broker.
             retry_backoff_ms=50,
             metadata_max_age_ms=5000,
         )
 
     def verify_event_path(self, now: float, tp: Any) -> None:
-        """Nothing: it reads the monitor that we silenced; the lag monitor watches this group as all others."""
+        """Does nothing: it would read the disabled statistics. The lag monitor measures this group as all others."""
 
 
 class _Consumer(driver.Consumer):  # type: ignore[misc]
@@ -160,7 +163,7 @@ class _App(faust.App):  # type: ignore[misc]
     kafka: KafkaSettings
 
     def _create_directories(self) -> None:
-        """None: there are no tables, and a service leaves nothing in its working directory."""
+        """Creates no directories, because the app has no tables."""
 
 
 def _fetch_wait_ms(kafka: KafkaSettings) -> int:
@@ -205,7 +208,7 @@ _LINES_PER_SECOND = 1
 
 
 class _RepeatFilter(logging.Filter):
-    """Lets one line of a kind pass each second, and says in it how many were left out."""
+    """Admits one line of a kind a second, and appends the number of suppressed lines to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,34 +216,34 @@ class _RepeatFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
-        admission = self._limiter.admit((record.name, text), time.monotonic_ns() // 1000)
-        if admission.suppressed_before:
-            record.msg = f"{text} ({admission.suppressed_before} more like it left out)"
-        return admission.admitted
+        decision = self._limiter.admit((record.name, text), time.monotonic_ns() // 1000)
+        if decision.suppressed_before:
+            record.msg = f"{text} ({decision.suppressed_before} more like it suppressed)"
+        return decision.admitted
 
 
 _FILTER = _RepeatFilter()
 
 
 def limit_log_repeats() -> None:
-    """Limits aiokafka's loggers in this process. Safe to call again."""
+    """Limits the loggers of aiokafka in this process. May be called again."""
     for name in _CHATTY:
-        # A filter sees what is logged on its own logger only, not on its children's.
+        # A filter of a logger does not apply to the loggers below it.
         logging.getLogger(name).addFilter(_FILTER)
 
 
 # -- aiokafka: unreadable records -------------
 
-_PASSED_OVER = Counter(
-    "relaygr_trigger_unreadable_records_total", "records passed over because aiokafka can not read their batch"
+_SKIPPED = Counter(
+    "relaygr_trigger_unreadable_records_total", "Records skipped because aiokafka can not read their batch"
 )
 
 _DAMAGED: Final = "Invalid CRC"
-"""What aiokafka says of a wrong checksum; a batch that was read into can not be asked again."""
+"""The text of aiokafka's error for a wrong checksum. The checksum of a batch that was partly read is not available."""
 
 
 class _TrackedBatches:
-    """A fetch's batches, and the last one that was handed out."""
+    """The batches of one fetch, with the batch that was returned last."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -255,7 +258,7 @@ class _TrackedBatches:
 
 
 class _ReadableRecords(fetcher.PartitionRecords):  # type: ignore[misc]
-    """aiokafka's records of one fetch, without what it can not read."""
+    """aiokafka's records of one fetch, without the unreadable ones."""
 
     _records: Any
     next_fetch_offset: int
@@ -269,14 +272,14 @@ class _ReadableRecords(fetcher.PartitionRecords):  # type: ignore[misc]
                 batch = batches.last
                 if batch is None or _DAMAGED in str(error):
                     raise
-                passed_over = batch.next_offset - self.next_fetch_offset
-                _PASSED_OVER.inc(passed_over)
+                skipped = batch.next_offset - self.next_fetch_offset
+                _SKIPPED.inc(skipped)
                 log.error(
-                    "records can not be read and are passed over",
+                    "unreadable records skipped",
                     topic=self._tp.topic,
                     partition=self._tp.partition,
                     offset=self.next_fetch_offset,
-                    records=passed_over,
+                    records=skipped,
                     error=str(error),
                 )
                 self.next_fetch_offset = batch.next_offset
@@ -285,5 +288,5 @@ class _ReadableRecords(fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 def skip_unreadable_records() -> None:
-    """Makes the aiokafka consumers of this process do so. Safe to call again."""
+    """Makes the aiokafka consumers of this process skip unreadable records. May be called again."""
     fetcher.PartitionRecords = _ReadableRecords

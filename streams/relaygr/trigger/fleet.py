@@ -1,13 +1,13 @@
-"""The fleet: who owns which partition, from the statuses on the workers topic.
+"""The fleet: the owner of each partition, from the statuses on the workers topic.
 
-`Fleet` is the pure view; `FleetReader` is the thread that feeds it from the topic's beginning.
+`Fleet` is the pure view. `FleetReader` is the thread that reads the topic from its beginning and updates the view.
 
-* A partition's owner is the worker that claimed it last. A claim is dated by the first status of the claiming
-  worker's assignment epoch that we saw: epochs of two workers cannot be compared.
-* An owner counts while it is READY and its last status is younger than `status_stale_ms`. Age is taken from
-  `written_at_us`, since a compacted topic hands over old statuses as if they were new; a writer whose clock runs
-  ahead is dated by our own clock at receipt.
-* A tombstone, or the state STOPPING, gives all of a worker's partitions up.
+* The owner of a partition is the worker with the newest claim. The time of a claim is the time of the first status
+  seen with this assignment epoch of the worker; the epochs of two workers cannot be compared.
+* An owner is fresh while it is READY and its last status is at most `status_stale_ms` old. The age is computed from
+  `written_at_us`, because a compacted topic delivers old statuses late. For a writer whose clock is ahead, the time of
+  receipt counts.
+* A tombstone, or the state STOPPING, gives up all partitions of a worker.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from relaygr.schemas.topics import Topic
 log = structlog.get_logger()
 
 MAX_WORKERS = 4096
-# How late a stop is heard.
 _POLL_S: Final = 0.2
+"""The longest delay of a stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
-    """A worker as last heard of. Replaced whole with each status."""
+    """A worker by its last status. Each status replaces the whole object."""
 
     view: OwnerView
     state: WorkerState | Other
@@ -52,14 +52,14 @@ class FleetSummary:
     """The fleet at one moment."""
 
     workers: int
-    """Heard of and not gone."""
+    """Workers with a status."""
     fresh_workers: int
     owned_partitions: int
     """Partitions with a fresh owner."""
 
 
 class Fleet:
-    """Statuses in, owners out. One thread applies; any thread may read (entries are replaced whole)."""
+    """Statuses in, owners out. One thread calls `apply`; any thread may read, because entries are replaced whole."""
 
     def __init__(self, status_stale_ms: int) -> None:
         self._stale_us = status_stale_ms * 1000
@@ -67,7 +67,7 @@ class Fleet:
         self._owners: dict[int, str] = {}
 
     def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
-        """A worker's latest status; None: its tombstone. Raises ValueError for a status that cannot be used."""
+        """Takes the latest status of a worker; None is its tombstone. Raises ValueError for an unusable status."""
         before = self._members.get(worker_id)
         if status is None or status.state is WorkerState.STOPPING:
             self._remove(worker_id)
@@ -87,10 +87,10 @@ class Fleet:
         )
         if not same_claim:
             touched = view.partitions if before is None else view.partitions | before.view.partitions
-            self._settle(touched)
+            self._update_owners(touched)
 
     def owner_of(self, partition: int, now_us: int) -> OwnerView | None:
-        """The partition's owner; None if nobody claims it, or its owner is not ready or has been silent."""
+        """The owner of the partition; None if no worker claims it, or if its owner is not fresh."""
         worker_id = self._owners.get(partition)
         member = None if worker_id is None else self._members.get(worker_id)
         if member is None or not self._fresh(member, now_us):
@@ -98,7 +98,7 @@ class Fleet:
         return member.view
 
     def summary(self, now_us: int) -> FleetSummary:
-        """Counts, for gauges and the log."""
+        """The counts for gauges and the log."""
         members = dict(self._members)
         fresh = {name for name, member in members.items() if self._fresh(member, now_us)}
         owned = sum(1 for owner in dict(self._owners).values() if owner in fresh)
@@ -110,10 +110,9 @@ class Fleet:
     def _remove(self, worker_id: str) -> None:
         gone = self._members.pop(worker_id, None)
         if gone is not None:
-            self._settle(gone.view.partitions)
+            self._update_owners(gone.view.partitions)
 
-    def _settle(self, partitions: frozenset[int]) -> None:
-        """Finds each partition's owner again."""
+    def _update_owners(self, partitions: frozenset[int]) -> None:
         claims = [(member.claimed_at_us, name, member.view.partitions) for name, member in self._members.items()]
         claims.sort(reverse=True)
         for partition in partitions:
@@ -125,10 +124,10 @@ class Fleet:
 
 
 class FleetReader:
-    """Feeds a `Fleet` from the workers topic, on a thread of its own.
+    """Updates a `Fleet` from the workers topic, on its own thread.
 
-    A status that cannot be decoded or used is logged and counted by `on_bad`; the worker's earlier one then goes
-    stale. Kafka's errors are left to the client, which reconnects by itself; the fleet goes stale meanwhile.
+    A status that cannot be decoded or used is logged and reported to `on_bad`; the worker's earlier status then becomes
+    stale. The Kafka client handles connection errors and reconnects; the fleet becomes stale meanwhile.
     """
 
     def __init__(
@@ -152,20 +151,20 @@ class FleetReader:
 
     @property
     def caught_up(self) -> bool:
-        """Has the topic been read to its end once?"""
+        """Whether the topic was read to its end once."""
         return self._caught_up.is_set()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Returns when the thread has ended, or after `timeout_s`."""
+        """Stops the thread. Returns when the thread has ended, or after `timeout_s`."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # Said by the client itself, since a fleet that talks all the time leaves no pause in which to ask.
+        # The client reports the end of the topic. A pause without messages would not: statuses arrive all the time.
         options = {"enable.partition.eof": True}
         consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
         try:
@@ -194,6 +193,6 @@ class FleetReader:
                 raise ValueError("a partition is out of bounds")
             self._fleet.apply(worker_id, status, self._clock.wall_us())
         except (DecodeError, ValueError) as bad:
-            log.warning("worker status not usable", offset=message.offset(), error=str(bad)[:300])
+            log.warning("worker status can not be used", offset=message.offset(), error=str(bad)[:300])
             if self._on_bad is not None:
                 self._on_bad()

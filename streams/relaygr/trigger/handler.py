@@ -1,6 +1,6 @@
-"""One retrieval event in, one verdict out: decode, check the route, decide.
+"""One retrieval event in, one decision out: decodes the event, checks its route and asks the admission policy.
 
-Neither Kafka nor faust: bytes in, bytes out. The app carries the verdict out. Not thread-safe.
+No I/O: bytes in, bytes out. The app applies the decision. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -30,36 +30,42 @@ from relaygr.trigger.settings import TriggerSettings
 
 @dataclass(frozen=True, slots=True)
 class TriggerDecision:
-    """What to do with one event: send `job`, or write it to dead letters if `detail` is set, or nothing."""
+    """What to do with one event: send `job`, or write the event to dead letters if `detail` is set, or nothing."""
 
     reason: DecisionReason
     job: bytes | None = None
-    """The encoded PreInferJob; its key is the event's."""
+    """The encoded PreInferJob. Its key is that of the event."""
     detail: str | None = None
-    """A sentence for whoever reads the dead letter."""
+    """The explanation in the dead letter."""
     age_us: int | None = None
-    """From the start of retrieval to this decision, by two clocks; None if undecodable."""
+    """Time from the start of retrieval (the gateway's clock) to this decision (our clock); None if undecodable."""
 
 
 MAX_USERS_PER_OWNER = 100_000
 MAX_OWNERS = 64
-"""Owners remembered at a time. One process deciding for more forgets, and charges in full."""
+"""How many owners are remembered. With more owners, some jobs are charged in full."""
 
 
 class RecentPrefixes:
-    """Admitted prefixes by owner and user."""
+    """Estimates which prefixes the DRAM of an owner holds, from the recent admissions. Pure; not thread-safe.
+
+    The job of a returning user costs a reload instead of a pre-infer. Charged in full, it would be refused for load
+    just when the cache is most useful, and without the job the worker would not reload the prefix. So the trigger
+    remembers the admitted prefixes of each owner, up to the owner's DRAM capacity, least recently used out first, as in
+    the default cache policy. A wrong estimate costs little, because the worker decides again with its real cache.
+    """
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
 
     def guess(self, owner: OwnerView, user_id: str) -> CachedPrefix:
-        """What the owner's DRAM probably holds of the user's prefix."""
+        """The part of the user's prefix that the owner's DRAM probably holds."""
         known = self._owners.get(owner.worker_id)
         tokens = 0 if known is None else known.tokens.get(user_id, 0)
         return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
 
     def note(self, owner: OwnerView, user_id: str, tokens: int) -> None:
-        """A prefix of `tokens` tokens was admitted on `owner`."""
+        """Notes the admission of a prefix of `tokens` tokens on `owner`."""
         known = self._owners.get(owner.worker_id)
         if known is None:
             known = self._owners[owner.worker_id] = _Owner()
@@ -70,7 +76,7 @@ class RecentPrefixes:
 
 
 class _Owner:
-    """One owner's admitted prefixes, least recent first."""
+    """The admitted prefixes of one owner, least recently used first."""
 
     __slots__ = ("_total", "tokens")
 
@@ -86,7 +92,7 @@ class _Owner:
 
 
 class EventHandler:
-    """Decides events of the retrieval topic."""
+    """Decides about the events of the retrieval topic."""
 
     def __init__(
         self,
@@ -105,11 +111,11 @@ class EventHandler:
         self._buckets = FleetBuckets(admission.bucket_limits())
 
     def reassign(self, partitions: frozenset[int]) -> None:
-        """This process now reads these partitions of the retrieval topic."""
+        """Sets the partitions of the retrieval topic that this process reads."""
         self._buckets.reassign(partitions)
 
-    def judge(self, key: bytes | None, value: bytes | None, partition: int) -> TriggerDecision:
-        """The verdict on a message read from `partition`. Raises nothing, whatever the bytes."""
+    def decide(self, key: bytes | None, value: bytes | None, partition: int) -> TriggerDecision:
+        """The decision about a message read from `partition`. Raises nothing, whatever the bytes."""
         now_us = self._clock.wall_us()
         try:
             event = decode(RetrievalEvent, value)
@@ -121,13 +127,13 @@ class EventHandler:
             return TriggerDecision(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
         if not self._enabled:
             return TriggerDecision(DecisionReason.DISABLED, age_us=age_us)
-        decision = self._decide(event, partition, now_us)
+        decision = self._admission(event, partition, now_us)
         if not decision.admit:
             return TriggerDecision(decision.reason, age_us=age_us)
         try:
             return TriggerDecision(decision.reason, job=encode(_job(event, now_us)), age_us=age_us)
         except EncodeError as error:
-            # A job is its event and one number more: only an event of the largest size can get here.
+            # A job is an event with one more number, so only an event of the largest size can fail here.
             return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
 
     def _misrouted(self, key: bytes | None, user_id: str, partition: int) -> str | None:
@@ -135,10 +141,12 @@ class EventHandler:
             return f"the key is {(key or b'')[:64]!r}, not the user id {user_id[:64]!r}"
         expected = partition_for(key, self._partition_count)
         if expected != partition:
-            return f"partition {partition}, but murmur2 of the key says {expected}: the writer's partitioner differs"
+            return (
+                f"partition {partition}, but murmur2 of the key gives {expected}: the producer has another partitioner"
+            )
         return None
 
-    def _decide(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
+    def _admission(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
         owner = self._fleet.owner_of(partition, now_us)
         impression = ImpressionFacts.of(event)
         if owner is None:

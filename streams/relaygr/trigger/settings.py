@@ -12,28 +12,33 @@ from relaygr.schemas.messages import MAX_BEHAVIOURS
 
 
 class TriggerSettings(Section):
-    """What the trigger admits, and how its process runs."""
+    """Settings of the trigger: admission without a known owner, statuses of workers, and the process."""
 
-    enabled: bool = Field(True, description="false: every event is counted as `disabled` and no job is sent")
+    enabled: bool = Field(True, description="false: every event is counted as `disabled`, and no job is sent")
     instance_id: str = Field(
-        "trigger-00", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="names this process to the broker"
+        "trigger-00", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of this process in client ids"
     )
     fallback_behaviours: Annotated[
-        int, Field(ge=1, le=MAX_BEHAVIOURS, description="shortest history admitted while its owner is not known")
+        int,
+        Field(
+            ge=1,
+            le=MAX_BEHAVIOURS,
+            description="shortest history that is admitted while the owner is unknown or silent",
+        ),
     ] = 1024
     assumed_behaviours: Annotated[
         int,
-        Field(ge=0, le=MAX_BEHAVIOURS, description="length assumed where an event names no history; 0: skip those"),
+        Field(ge=0, le=MAX_BEHAVIOURS, description="length assumed if an event names no history; 0: skip the event"),
     ] = 1024
-    status_stale_ms: Annotated[int, Field(ge=100, description="older worker statuses count as none")] = 3000
+    status_stale_ms: Annotated[int, Field(ge=100, description="age at which the status of a worker is stale")] = 3000
     lead_fraction: Annotated[
-        float, Field(gt=0, le=1, description="low quantile of the lead time, as a part of the expected one")
+        float, Field(gt=0, le=1, description="share of the expected lead time within which the prefix must be ready")
     ] = 0.8
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
 
     def limits(self, lease_margin_ms: int) -> PolicyLimits:
-        """The numbers that the policy decides by."""
+        """The settings as the policy takes them."""
         return PolicyLimits(
             fallback_behaviours=self.fallback_behaviours,
             assumed_behaviours=self.assumed_behaviours,
