@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ FOLDERS = ("schemas", "streams", "workers", "cli", "benchmarks", "tests", "docs"
 MADE_BY_USERS = ("compose/settings.env",)
 PAGES_BELOW_TESTS = ("docs/testing.md",)
 """Paths of these pages count from `tests/`; `test_stories.py` holds them."""
+FORMS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*.yml"))
 WORDS_MAX = 24_000
 GENERATED = ("docs/messages.md", "docs/settings.md")
 
@@ -394,6 +396,29 @@ def test_metrics_in_the_text_exist() -> None:
         for name in re.findall(r"`((?:relaygr|kafka_(?:consumergroup|partition))_[a-z0-9_]+)", prose_of(page))
     }
     assert {(page, name) for page, name in named if not {name, f"{name}_bucket"} & exported} == set()
+
+
+# Project files
+
+
+def test_extras_in_the_text_exist() -> None:
+    known = set(tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"])
+    named = {(page, extra) for page in PAGES for extra in re.findall(r"relaygr\[(\w+)\]", text_of(page))}
+    assert named
+    assert {(page, extra) for page, extra in named if extra not in known} == set()
+
+
+def test_the_workflow_runs_the_test_command_of_the_readme_and_installs_extras_that_exist() -> None:
+    jobs = yaml.safe_load(text_of(".github/workflows/ci.yml"))["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert "make test" in runs and "make test " in text_of("README.md")
+    extras = re.findall(r"whl\)\[(\w+)\]", "\n".join(runs))
+    assert extras and set(extras) <= set(tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("file", [".pre-commit-config.yaml", "mkdocs.yml", *FORMS])
+def test_a_project_file_is_yaml(file: str) -> None:
+    assert yaml.safe_load(text_of(file))
 
 
 # Length
