@@ -105,7 +105,7 @@ class TestTheGate:
     def test_a_model_beyond_them_does_not_and_learns_what_to_do(
         self, model: Path, max_error: float, min_overlap: float
     ) -> None:
-        with pytest.raises(RelayError, match=r"int8 costs this model.*bfloat16 or same.*check-dram"):
+        with pytest.raises(RelayError, match=r"int8 is too inexact for this model.*bfloat16 or same.*check-dram"):
             require_precision(engine_of(model), model, DramKvDtype.INT8, max_error, min_overlap)
 
     def test_scores_that_are_no_numbers_pass_no_limit(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ class TestTheGate:
             return scores * np.nan if len(calls) == 4 else scores
 
         monkeypatch.setattr(relaygr.worker.dram_check, "_rank", once_not_a_number)
-        with pytest.raises(RelayError, match="costs this model"):
+        with pytest.raises(RelayError, match="too inexact for this model"):
             require_precision(engine_of(model), model, DramKvDtype.INT8, 1e9, 0.01)
 
     def test_an_exact_tier_is_not_measured(self, model: Path) -> None:
@@ -130,7 +130,7 @@ class TestTheGate:
         settings = WorkerSettings(
             model=tmp_path, page_tokens=PAGE_TOKENS, device="cpu", dram_kv_dtype="int8", dram_max_score_error=1e-9
         )  # type: ignore[arg-type]
-        with pytest.raises(ReloadRefusedError, match="costs this model") as refused:
+        with pytest.raises(ReloadRefusedError, match="too inexact for this model") as refused:
             load_beside(present, settings)
         assert refused.value.outcome is ReloadOutcome.UNFIT
 

@@ -1,4 +1,4 @@
-"""`relaygr calibrate`: measures a model on this machine, and writes the file that workers take their times from."""
+"""`relaygr calibrate`: measures a model on this machine, and writes the calibration file for workers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def calibrate(
     ] = None,
     kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
     compute_dtype: Annotated[
-        ComputeDtype, typer.Option(help="Element type of the model's products.")
+        ComputeDtype, typer.Option(help="Element type of matrix products.")
     ] = ComputeDtype.FLOAT32,
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="Forwards from captured graphs, as worker.cuda_graphs.")
+        bool, typer.Option("--cuda-graphs", help="Run forwards from captured graphs, as worker.cuda_graphs does.")
     ] = False,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads, as the worker will have.")] = 1,
-    budget_s: Annotated[float, typer.Option(min=0.1, help="How long to measure, seconds.")] = 30.0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, as a worker does at its start.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
+    budget_s: Annotated[float, typer.Option(min=0.1, help="Duration of the measurement, seconds.")] = 30.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure for a few seconds, as a worker does at its start.")
+    ] = False,
 ) -> None:
     """Measure a device and fit its latency model."""
     console = Console(highlight=False)
@@ -51,7 +53,7 @@ def calibrate(
     _print(console, calibration)
     if out is not None:
         save_calibration(calibration, out)
-        console.print(f"\nwritten to {out}; give it to workers as worker.calibration", soft_wrap=True)
+        console.print(f"\nwritten to {out}; set worker.calibration of the workers to this file", soft_wrap=True)
 
 
 def _print(console: Console, calibration: Calibration) -> None:

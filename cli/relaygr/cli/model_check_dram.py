@@ -1,4 +1,4 @@
-"""`relaygr model check-dram MODEL`: the effect of a DRAM tier in fewer bits on this model's scores.
+"""`relaygr model check-dram MODEL`: the score error that an inexact DRAM tier causes for this model.
 
 The command imports torch only when it runs, so that `--help` answers without it.
 """
@@ -35,21 +35,23 @@ def check_dram_command(
     ] = DramKvDtype.INT8,
     interactions: Annotated[
         Path | None,
-        typer.Option(help="Interaction log to take histories from.", show_default="histories made by chance"),
+        typer.Option(help="Interaction log with the histories to rank.", show_default="random histories"),
     ] = None,
-    users: Annotated[int | None, typer.Option(min=1, help="How many users.", show_default="4 made, 100 read")] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Number of users.", show_default="4 random, 100 from a log")
+    ] = None,
     kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.FLOAT32,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
     ] = None,
-    max_score_error: Annotated[float, typer.Option(min=0.0, help="As worker.dram_max_score_error.")] = float(
+    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.dram_max_score_error.")] = float(
         _DEFAULTS["dram_max_score_error"].default
     ),
-    min_topk_overlap: Annotated[float, typer.Option(min=0.0, max=1.0, help="As worker.dram_min_topk_overlap.")] = float(
-        _DEFAULTS["dram_min_topk_overlap"].default
-    ),
+    min_topk_overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.dram_min_topk_overlap.")
+    ] = float(_DEFAULTS["dram_min_topk_overlap"].default),
 ) -> None:
-    """Measure what a DRAM tier in fewer bits changes in a model's scores. Ends with 1 beyond the limits."""
+    """Measure how much an inexact DRAM tier changes a model's scores. The exit code is 1 beyond the limits."""
     from relaygr.worker.dram_check import made_sample, measure_dram_error
     from relaygr.worker.model.engine import load_engine
 
@@ -65,12 +67,12 @@ def check_dram_command(
 
 
 def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
-    """Users of a log by chance, with their newest behaviours, and candidates from the log's items."""
+    """Random users of a log with their newest behaviours, and random items of the log as candidates."""
     from relaygr.worker.dram_check import SampleUser
 
     read, random = read_interactions(path), np.random.default_rng(0)
     if not read.users:
-        raise RelayError(f"{path} holds no user's interactions.")
+        raise RelayError(f"{path} holds no interactions.")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours
     items = np.unique(read.behaviours.items)
@@ -96,7 +98,7 @@ def _print(
     table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
     table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
     table.add_row(
-        f"of the top {TOP_K}, the part that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
+        f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
     )
     console.print(table)
-    console.print("Changes are parts of the largest score of the same user and task.", soft_wrap=True)
+    console.print("Changes are relative to the largest score of the same user and task.", soft_wrap=True)

@@ -1,15 +1,16 @@
-"""Measures a device through the engine, and fits the latency model that trigger, scheduler and cache decide by.
+"""Calibration: it measures a device through the engine, and fits the latency model of trigger, scheduler and cache.
 
-A run goes over prefix lengths, shortest first, in rounds, until its time is up: the first round decides how long a
-prefix can be measured, later ones repeat it with other chunk sizes and the median of each point counts. One pass
-over a length gives every kind of point: each chunk is an append on what was there before, ranking afterwards is a
-hit, and the sum is full inference, which runs the same two calls. The fits are `relaygr.admission.latency`'s.
+A run measures prefix lengths in rounds, shortest first, until its time is up. The first round finds the longest prefix
+that can be measured in the time. Later rounds repeat the lengths with other chunk sizes, and the median of each point
+counts. One measurement of a length gives points of every kind: each chunk is an append to the chunks before it, the
+ranking afterwards is a hit, and the sum is full inference, which runs the same two calls. `relaygr.admission.latency`
+fits the points.
 
-The engine must be bound to an arena whose first pages, enough for the longest prefix, are free to be overwritten:
-a worker calibrates before its cache holds anything.
+The engine must be bound to an arena whose first pages, enough for the longest prefix, may be overwritten: a worker
+calibrates before its cache holds prefixes.
 
-A calibration file says what it was measured on; `latency_for` refuses one of another model, device, back end or K,V
-form, since times of another machine would only make the trigger wrong with confidence.
+A calibration file describes the machine that it was measured on. `latency_for` refuses a file of another model, device,
+back end or K,V shape, since the trigger would decide by wrong times.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ _MUST_AGREE = (
     "compute_dtype",
     "backend",
 )
-"""What a calibration and the engine that uses it have in common."""
+"""Fields in which a calibration and the engine that uses it must agree."""
 
 QUICK_BUDGET_S = 3.0
-"""What a worker without a calibration file spends at its start."""
+"""Time that a worker without a calibration file spends at its start."""
 _CHUNK_TOKENS = (512, 128, 2048)
-"""One chunk size a round, so that the cost of a piece and that of its tokens come apart."""
+"""One chunk size for each round, so that the fit can separate the cost of a chunk from that of its tokens."""
 _SHORTEST = 64
 _CANDIDATES = (16, 128, 512)
 _RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -59,12 +60,12 @@ _FEWEST_LENGTHS = 3
 _MAX_ROUNDS = 9
 
 Progress = Callable[[float, str], None]
-"""Called with the share of the work that is done, and what is measured now."""
+"""Called with the share of the work that is done, and a description of the present measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineDescription:
-    """What a calibration is good for."""
+    """The model, machine and settings that a calibration is valid for."""
 
     model_revision: str
     device: str
@@ -76,13 +77,13 @@ class MachineDescription:
     page_tokens: int
     compute_dtype: ComputeDtype
     backend: str
-    """What computes attention, and whether from captured graphs: where kernels of the device are missing, plain torch
-    takes several times as long."""
+    """The attention implementation, and whether it runs from captured graphs. Plain torch, which is used where the
+    device's kernels are missing, takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured points, the coefficients fitted to them, and where they were measured."""
+    """Measured points, the coefficients fitted to them, and the machine that was measured."""
 
     machine: MachineDescription
     measured_at: str
@@ -106,7 +107,7 @@ class _File(BaseModel):
 
 
 def describe(engine: Engine) -> MachineDescription:
-    """The machine and the form of the engine, as they are now."""
+    """The present machine and engine."""
     return MachineDescription(
         model_revision=engine.revision,
         device=engine.device.name,
@@ -127,13 +128,13 @@ def calibrate(
     on_progress: Progress = lambda _share, _text: None,
     timer_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
-    """Measures for about `budget_s` (the shortest lengths always), and fits. Overwrites the arena's first pages."""
+    """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages."""
     run = _CalibrationRun(engine, timer_ns)
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()
     run.measure(lengths[0], _CHUNK_TOKENS[0])
-    run.forget()  # That was the warm-up.
+    run.forget()  # The first measurement was the warm-up.
     for round_number, chunk_tokens in enumerate(itertools.cycle(_CHUNK_TOKENS)):
         for place, tokens in enumerate(lengths):
             spent = 1 - max(0.0, (end_ns - timer_ns()) / 1e9) / budget_s
@@ -154,7 +155,7 @@ def calibrate(
 
 
 class _CalibrationRun:
-    """Measurements of one engine, collected by point."""
+    """The measurements of one engine, grouped by point."""
 
     def __init__(self, engine: Engine, timer_ns: Callable[[], int]) -> None:
         self._engine = engine
@@ -169,7 +170,7 @@ class _CalibrationRun:
         self._full: dict[tuple[int, int], list[float]] = defaultdict(list)
 
     def lengths(self) -> list[int]:
-        """Prefix lengths in tokens: doubling, from a short one to the longest that the model takes."""
+        """Prefix lengths in tokens, each twice the one before, up to the longest that the model takes."""
         longest = self._meter.longest_tokens
         least = self._engine.layout.tokens(1)
         shortest = max(least, min(_SHORTEST, longest // 2 ** (_FEWEST_LENGTHS - 1)))
@@ -177,7 +178,7 @@ class _CalibrationRun:
         return [*doubling, longest]
 
     def measure(self, tokens: int, chunk_tokens: int) -> None:
-        """One prefix in chunks, and ranking on it."""
+        """Measures one prefix in chunks, and rankings on it."""
         whole_us = 0.0
         for point in self._meter.prefix(tokens, chunk_tokens):
             self._append[point.cached_tokens, point.new_tokens].append(point.duration_us)
@@ -189,7 +190,7 @@ class _CalibrationRun:
             self._full[size].append(whole_us + hit.duration_us)
 
     def measure_reload(self) -> list[ReloadPoint]:
-        """Copies of several sizes."""
+        """Measures copies of several sizes."""
         return list(self._meter.reloads(_RELOAD_BYTES))
 
     def result(self, reload: Sequence[ReloadPoint]) -> Calibration:
@@ -213,7 +214,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n"
-        # Under its name only when whole: a standby may read it while it is written.
+        # The file gets its name when it is complete: a standby may read it at any time.
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
@@ -222,13 +223,13 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Raises RelayError for a file that is not there or not a calibration."""
+    """Raises RelayError for a file that does not exist or is not a calibration."""
     try:
         file = _File.model_validate_json(path.read_text(encoding="utf-8"))
         if file.format != 1:
             raise RelayError(f"{path} has calibration format {file.format}, this release reads 1: calibrate again.")
         calibration = TypeAdapter(Calibration).validate_python(file.calibration)
-        calibration.model  # noqa: B018 - raises for coefficients that are no times
+        calibration.model  # noqa: B018 - raises for coefficients that are not times
         return calibration
     except (OSError, UnicodeDecodeError) as error:
         raise RelayError(f"{path} cannot be read ({error}): `relaygr calibrate --out` writes it.") from error
@@ -239,7 +240,7 @@ def load_calibration(path: Path) -> Calibration:
 def latency_for(engine: Engine, path: Path) -> LatencyModel:
     """The latency model of this engine, from a calibration file.
 
-    Raises RelayError for a file that is not there, broken, or of another model, device, back end or K,V form.
+    Raises RelayError for a file that is missing, broken, or of another model, device, back end or K,V shape.
     """
     calibration = load_calibration(path)
     here = describe(engine)
@@ -248,6 +249,6 @@ def latency_for(engine: Engine, path: Path) -> LatencyModel:
         if measured != present:
             raise RelayError(
                 f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
-                "again, or leave the setting out to calibrate at start."
+                "again, or remove the setting, so that the worker calibrates at its start."
             )
     return calibration.model

@@ -1,9 +1,9 @@
-"""What a DRAM tier in fewer bits costs: scores on K,V that went through it, against scores on exact ones.
+"""The score error of an inexact DRAM tier: scores on K,V that were encoded and decoded, compared with exact scores.
 
-A worker whose `worker.dram_kv_dtype` is not exact measures that before it starts, and refuses to start beyond
-`worker.dram_max_score_error` or below `worker.dram_min_topk_overlap`; `relaygr model check-dram` measures the same
-over histories of your own. Made histories take items that the model knows, actions and features by chance: they are
-the model's own arithmetic, but not its users.
+A worker with an inexact `worker.dram_kv_dtype` measures the error before it starts. It refuses to start if the error
+exceeds `worker.dram_max_score_error` or the overlap is below `worker.dram_min_topk_overlap`. `relaygr model check-dram`
+measures the same on your own histories. Generated histories have random items that the model knows, and random actions
+and features: they exercise the model's arithmetic, but they are not its users.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEGIN_MS = 1_700_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class SampleUser:
-    """Features int64 in the order of the model's, and the long-term behaviours."""
+    """Features int64 in the model's order, and the long-term behaviours."""
 
     features: NDArray[np.int64]
     behaviours: Behaviours
@@ -43,8 +43,8 @@ class SampleUser:
 
 @dataclass(frozen=True, slots=True)
 class DramError:
-    """Differences of scores, as parts of the largest score of the same user and task, and the part of each user's
-    and task's TOP_K candidates that stays among them (mean).
+    """Score errors relative to the largest score of the same user and task, and the mean share of the TOP_K candidates
+    of each user and task that stays in the TOP_K.
     """
 
     users: int
@@ -57,8 +57,10 @@ class DramError:
 def measure_dram_error(
     engine: Engine, dtype: DramKvDtype, users: Sequence[SampleUser], candidates: NDArray[np.int64]
 ) -> DramError:
-    """Ranks `candidates` for each user on exact K,V, then on K,V encoded and decoded. Binds the engine to an arena
-    of its own: bind it anew. Raises ValueError without users or candidates, TooLongError beyond the model's limits.
+    """Ranks `candidates` for each user on exact K,V, then on encoded and decoded K,V.
+
+    Binds the engine to a new arena, so the caller must bind it again. Raises ValueError without users or candidates,
+    TooLongError beyond the model's limits.
     """
     if not users or candidates.size == 0:
         raise ValueError("nothing to measure: no users, or no candidates")
@@ -87,34 +89,35 @@ def measure_dram_error(
 def require_precision(
     engine: Engine, model: Path, dtype: DramKvDtype, max_score_error: float, min_topk_overlap: float
 ) -> DramError | None:
-    """The gate, over made histories; None where the tier is exact. Raises RelayError with the figures, and what to do.
+    """Measures the error on generated histories; None if the tier is exact. Raises RelayError beyond the limits.
 
-    Binds the engine to an arena of its own: bind it anew.
+    Binds the engine to a new arena, so the caller must bind it again.
     """
     if DramGeometry(engine.geometry, dtype).is_exact:
         return None
     users, candidates = made_sample(model)
     error = measure_dram_error(engine, dtype, users, candidates)
-    # Not `error > limit`: a score that is no number passes no limit.
+    # Not `error > limit`, which is false for a score that is not a number.
     if error.max_score_error <= max_score_error and error.topk_overlap >= min_topk_overlap:
         return error
     raise RelayError(
-        f"worker.dram_kv_dtype {dtype} costs this model too much: scores change by up to "
+        f"worker.dram_kv_dtype {dtype} is too inexact for this model: scores change by up to "
         f"{error.max_score_error:.2%} of the largest ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
-        f"the top {TOP_K} stay ({min_topk_overlap:.1%} wanted), over {error.users} made users. Choose "
-        f"{'bfloat16 or same' if dtype is DramKvDtype.INT8 else 'same'}, or see with `relaygr model check-dram` what "
-        "it costs on your own histories, and set worker.dram_max_score_error and worker.dram_min_topk_overlap."
+        f"the top {TOP_K} stay ({min_topk_overlap:.1%} required), for {error.users} generated users. Set "
+        f"worker.dram_kv_dtype to {'bfloat16 or same' if dtype is DramKvDtype.INT8 else 'same'}. Or measure the error "
+        "on your own histories with `relaygr model check-dram`, and set worker.dram_max_score_error and "
+        "worker.dram_min_topk_overlap."
     )
 
 
 def made_sample(model: Path, users: int = MADE_USERS, seed: int = 0) -> tuple[list[SampleUser], NDArray[np.int64]]:
-    """Users of a checkpoint folder's model, made by chance from what it knows, and candidates for them."""
+    """Random users for the model in a checkpoint folder, and candidates for them."""
     config, random = read_config(model), np.random.default_rng(seed)
     items = known_items(model, config)
     longest = min(config.max_prefix_behaviours, MADE_BEHAVIOURS)
     made = []
     for index in range(users):
-        # From the longest on down: short histories have fewer terms to average an error over.
+        # From the longest down to short histories, which have fewer terms over which an error averages out.
         count = max(1, longest >> index)
         steps_ms = random.integers(1_000, 86_400_000, count)
         features = [random.integers(0, each.cardinality, each.tokens) for each in config.contextual_features]
@@ -133,11 +136,11 @@ def made_sample(model: Path, users: int = MADE_USERS, seed: int = 0) -> tuple[li
 
 
 def known_items(model: Path, config: ModelConfig) -> NDArray[np.int64]:
-    """Ids of the items that a checkpoint folder's model has rows for."""
+    """Ids of the items for which the model in a checkpoint folder has embeddings."""
     weights = model / WEIGHTS_FILE
     if weights.exists():
         with safe_open(weights, framework="np") as tensors:
-            if IDS_TENSOR in tensors.keys():  # noqa: SIM118 - it is no mapping
+            if IDS_TENSOR in tensors.keys():  # noqa: SIM118 - not a mapping
                 return np.asarray(tensors.get_tensor(IDS_TENSOR), np.int64)
     return np.arange(config.vocabulary_size, dtype=np.int64)
 
@@ -172,7 +175,7 @@ def _query_time_ms(user: SampleUser) -> int:
 
 
 def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:
-    """What a spill and a reload of all pages leave of them."""
+    """Replaces all pages by the result of a spill and a reload."""
     codec = make_codec(geometry)
     if codec is None:
         return

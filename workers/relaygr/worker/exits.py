@@ -1,4 +1,4 @@
-"""How a worker process ends, in numbers that a supervisor and an operator act on."""
+"""The exit codes of a worker process, for supervisors and operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     FENCED = 3
-    """Another process took over its worker id: nobody may start this one again."""
+    """Another process took over the worker id: this process must not be started again."""
     STUCK = 4
-    """Its device made no progress."""
+    """The device made no progress."""

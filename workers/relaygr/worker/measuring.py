@@ -1,10 +1,10 @@
-"""Times an engine's passes and copies over made inputs, each on its own and complete when its time is taken.
+"""Measures the durations of an engine's forwards and copies, one at a time, on generated inputs.
 
-Calibration fits the latency model to these times, and `benchmarks/engine` reports them: one way of measuring for
-both. Inputs are random, the same for the same engine; items, actions and times do not change what a pass costs.
+Calibration fits the latency model to these durations, and `benchmarks/engine` reports them. Inputs are random but the
+same for the same engine; items, actions and timestamps do not change the duration of a forward.
 
-The engine must be bound to an arena whose first pages, `prefixes` times the longest prefix, are free to be
-overwritten: each prefix has pages of its own, so that a batch reads as much memory as one of different users.
+The engine must be bound to an arena whose first pages, `prefixes` times the longest prefix, may be overwritten. Each
+prefix has pages of its own, so that a batch reads as much memory as a batch of different users.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ _RELOAD_REPEATS = 5
 
 
 def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> None:
-    """Gives the engine an arena for so many prefixes of `longest_tokens` (none: the longest that it takes)."""
+    """Binds the engine to a new arena for `prefixes` prefixes of `longest_tokens`, by default the longest possible."""
     tokens = longest_tokens or engine.layout.tokens(engine.limits.max_prefix_behaviours)
     pages = engine.geometry.pages_for(tokens) * prefixes
     engine.bind(engine.device.empty_bytes(pages, engine.geometry.page_bytes).zero_())
 
 
 class EngineMeter:
-    """Belongs to the device's thread."""
+    """Belongs to the device thread."""
 
     def __init__(self, engine: Engine, timer_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._engine = engine
         self._timer_ns = timer_ns
         self._random = np.random.default_rng(0)
-        # Where K,V depend on where the history ends nothing may follow the prefix but candidates.
+        # If K,V depend on the end of the history, only candidates may follow the prefix.
         suffix = min(SUFFIX_BEHAVIOURS, engine.limits.max_suffix_behaviours) if engine.rules.grows else 0
         self._suffix = self._behaviours(suffix)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest prefix that the engine takes."""
+        """Tokens of the longest prefix that the engine accepts."""
         return self._engine.layout.tokens(self._engine.limits.max_prefix_behaviours)
 
     def pages_of(self, tokens: int, prefix: int = 0) -> NDArray[np.int32]:
-        """The pages of one prefix of that length, where `prefixes` such lie one after the other."""
+        """The pages of prefix number `prefix`, if prefixes of that length follow each other in the arena."""
         count = self._engine.geometry.pages_for(tokens)
         return np.arange(prefix * count, (prefix + 1) * count, dtype=np.int32)
 
     def prefix(self, tokens: int, chunk_tokens: int, prefix: int = 0) -> list[AppendPoint]:
-        """Computes a prefix in chunks (in one piece, where the model allows no other): a point a chunk."""
+        """Computes a prefix in chunks, or in one if the model allows no chunks. Returns a point for each."""
         inputs = self._inputs(tokens)
         step = chunk_tokens if self._engine.rules.chunks else inputs.tokens
         return [
@@ -65,12 +65,12 @@ class EngineMeter:
         ]
 
     def append(self, cached_tokens: int, new_tokens: int) -> AppendPoint:
-        """The last `new_tokens` of a prefix whose beginning is in the pages, whatever it holds."""
+        """Appends `new_tokens` to a cached prefix. The content of the cached pages does not matter."""
         inputs = self._inputs(cached_tokens + new_tokens)
         return self._chunk(inputs, cached_tokens, inputs.tokens, 0)
 
     def rank(self, prefix_tokens: int, candidates: int, requests: int = 1) -> RankPoint:
-        """Ranks a batch of requests, each on a prefix of its own that is in the pages, whatever it holds."""
+        """Ranks a batch of requests, each on its own cached prefix. The content of the pages does not matter."""
         history = self._history(prefix_tokens)
         tokens = self._engine.layout.tokens(len(history))
         batch = [
@@ -87,10 +87,10 @@ class EngineMeter:
         return RankPoint(tokens, candidates + batch[0].suffix_tokens, took_us)
 
     def reloads(self, sizes_bytes: tuple[int, ...]) -> Iterator[ReloadPoint]:
-        """Copies of whole pages, host to device, from places that are not neighbours: as after a while of use."""
+        """Copies pages that are scattered over host memory, as in a used cache, to the device."""
         engine = self._engine
         page_bytes = engine.geometry.page_bytes
-        # Three sizes at least, however large a page is: fewer cannot be fitted.
+        # At least three sizes, however large a page is: the fit needs three.
         counts = sorted({max(1, size // page_bytes) * factor for size in sizes_bytes for factor in (1, 2, 3)})
         most = counts[-1]
         source = engine.device.empty_host_bytes(most, page_bytes).zero_()
@@ -109,7 +109,7 @@ class EngineMeter:
             yield ReloadPoint(count * page_bytes, took_us)
 
     def _history(self, tokens: int) -> Behaviours:
-        """As many behaviours as `tokens` prefix tokens hold."""
+        """The behaviours of a prefix of `tokens` tokens."""
         layout = self._engine.layout
         return self._behaviours(max(0, tokens - layout.contextual_tokens) // layout.tokens_per_behaviour)
 
@@ -122,7 +122,7 @@ class EngineMeter:
         return AppendPoint(start, end - start, self._timed_pass(lambda: self._engine.pre_infer(chunk)))
 
     def _timed_pass(self, work: Callable[[], object]) -> float:
-        """Of a forward, which the engine may have to see a few times before it runs as it will for good."""
+        """The duration of a forward in µs, after the warm-up passes that the engine needs."""
         for _ in range(self._engine.passes_to_warm):
             work()
         return self._timed(work)
@@ -132,7 +132,7 @@ class EngineMeter:
         start_ns = self._timer_ns()
         work()
         self._engine.device.synchronize()
-        # A clock may be too coarse for an engine that does nothing; the fit wants positive times.
+        # The clock may be too coarse for an engine that does nothing, and the fit needs positive durations.
         return max(self._timer_ns() - start_ns, 1) / 1e3
 
     def _behaviours(self, count: int) -> Behaviours:
@@ -144,7 +144,7 @@ class EngineMeter:
 
 
 def matrix_peak_gflops(dtype: torch.dtype, device: Device, size: int = 2048, repeats: int = 5) -> float:
-    """The best rate, in 1e9 floating-point operations a second, of a large square matrix product here and now."""
+    """The best measured rate of a large square matrix product, in 1e9 floating-point operations a second."""
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     best_s = float("inf")
     for _ in range(repeats + 1):

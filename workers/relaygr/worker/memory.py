@@ -1,4 +1,4 @@
-"""What a worker holds at most, said before it is taken."""
+"""The memory plan: the most bytes that a worker allocates, known before it allocates them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 
 HEADROOM = 0.9
-"""Part of the available host memory that the plan may take."""
+"""Share of the available host memory that the plan may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes at most, by kind. `weights`, `hbm` and `scratch` lie on the device, the others on the host.
+    """Most bytes by kind. `weights`, `hbm` and `scratch` are device memory, the others host memory.
 
-    `process` is what interpreter and libraries took before anything else was. `history` is a memory-mapped
-    file: the page cache may hold as much of it, and gives it back.
+    `process` is the memory of interpreter and libraries, measured before the other kinds are allocated. `history` is a
+    memory-mapped file: the page cache may hold all of it, and frees it when memory is short.
     """
 
     weights_bytes: int
@@ -40,27 +40,27 @@ class MemoryPlan:
 
 
 def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
-    """What one forward of the executor takes at most, beside weights and arena."""
+    """Most bytes that one forward of the executor allocates, in addition to weights and arena."""
     longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
-    # A model whose rows see later rows gets its prefix in one piece; of others a piece is a page at least.
-    piece = max(settings.max_chunk_tokens, settings.page_tokens) if engine.rules.chunks else longest
+    # If rows attend to later rows, a prefix is one chunk. Otherwise a chunk is at least a page.
+    chunk = max(settings.max_chunk_tokens, settings.page_tokens) if engine.rules.chunks else longest
     suffix = engine.limits.max_suffix_behaviours * engine.layout.tokens_per_behaviour
     rows = max(engine.limits.max_candidates + suffix, settings.max_batch_rows)
-    piece = min(piece, longest)
+    chunk = min(chunk, longest)
     if settings.mixes_chunks(engine.device.is_cpu):
-        return engine.scratch_bytes(piece, rows)
-    return max(engine.scratch_bytes(piece, 0), engine.scratch_bytes(0, rows))
+        return engine.scratch_bytes(chunk, rows)
+    return max(engine.scratch_bytes(chunk, 0), engine.scratch_bytes(0, rows))
 
 
 def process_bytes(loaded_on_host: int) -> int:
-    """Resident memory of this process now, less the `loaded_on_host` bytes in it that are counted elsewhere."""
+    """Present resident memory of this process, without `loaded_on_host` bytes that are counted elsewhere."""
     return max(0, psutil.Process().memory_info().rss - loaded_on_host)
 
 
 def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int = 0) -> None:
-    """Raises RelayError if the host cannot give what the plan takes at once.
+    """Raises RelayError if the plan needs more memory than the host has available.
 
-    `taken_bytes` of it are taken already: an arena on tmpfs that an earlier process made.
+    `taken_bytes` are allocated already: by an arena on tmpfs that an earlier process created.
     """
     wanted = plan.dram_bytes + plan.queues_bytes - taken_bytes
     if device_is_host:
@@ -68,15 +68,15 @@ def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int
     available = int(psutil.virtual_memory().available * HEADROOM)
     if wanted > available:
         raise RelayError(
-            f"The worker would take {_gib(wanted)} of host memory, but {_gib(available)} are available "
-            f"({int(HEADROOM * 100)} % of what is free). Lower `worker.dram_bytes`"
+            f"The worker needs {_gib(wanted)} of host memory, but {_gib(available)} are available "
+            f"({int(HEADROOM * 100)} % of the free memory). Lower `worker.dram_bytes`"
             + (" or `worker.hbm_bytes`" if device_is_host else "")
             + ", or free memory."
         )
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of the host, or of a device, which may have an error of its own by that name."""
+    """Whether host or device memory is exhausted. Devices may have an error type of their own with this name."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
