@@ -393,7 +393,7 @@ class TestCommand:
     def test_without_options_all_policies_are_tried_on_the_recorded_sizes(self, trace: Path, tmp_path: Path) -> None:
         shown = self.run("replay", str(trace), "--limit", "100", "--plot", str(tmp_path / "bars.png"))
         assert "16MiB of HBM, 1GiB of DRAM" in shown
-        assert "The first 100 look-ups only" in shown
+        assert "Only the first 100 look-ups are replayed" in shown
         assert all(f"\n{name} " in shown for name in PolicyName)
 
     def test_the_header_of_a_made_trace_says_what_the_settings_say(self, trace: Path) -> None:

@@ -257,7 +257,7 @@ class TestReading:
             (b"", "empty"),
             (b"user,item\n1,2\n", "not a trace"),
             (msgpack.packb({"format": "relaygr-cache-trace", "version": 9}), "version 9"),
-            (msgpack.packb({"format": "relaygr-cache-trace", "version": 1}), "header is not whole"),
+            (msgpack.packb({"format": "relaygr-cache-trace", "version": 1}), "header is not complete"),
             (b"\xc1\xc1\xc1", "not a trace"),
         ],
     )

@@ -1,4 +1,4 @@
-"""`relaygr cache`: tries eviction policies and sizes on recorded or made traffic."""
+"""`relaygr cache`: compares eviction policies and cache sizes on recorded or synthetic traffic."""
 
 from __future__ import annotations
 
@@ -33,40 +33,48 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.trace import TraceHeader, TraceReader
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Try eviction policies on a trace.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compare eviction policies on a trace.")
 app.command()(trace)
 
 _GIB = 2**30
 _ASSUMED = LatencyCoefficients(
     a0=1_000, a1=5.0, a2=5e-4, b0=1_000, b1=5.0, b2=5e-4, c0=1_000, c1=5.0, c2=5e-4, d0=30, d1=5e-5
 )  # fmt: skip
-"""Where neither trace nor command line says what the device takes: some accelerator, roughly."""
+"""Latency used if neither the trace nor the command line gives one: roughly an accelerator."""
 
 
 @app.command("replay")
 def replay_command(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Of worker.cache_trace, or `cache trace`.")],
+    trace_file: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Trace of worker.cache_trace, or of `cache trace`.")
+    ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(PolicyName)}; or HBM's/DRAM's. Repeat it.", show_default="all"),
+        typer.Option(help=f"{', '.join(PolicyName)}; or two of them as HBM/DRAM. May be repeated.", show_default="all"),
     ] = None,
     hbm: Annotated[
-        list[str] | None, typer.Option(help="Size, such as 1GiB. Repeat it.", show_default="as recorded")
+        list[str] | None, typer.Option(help="HBM size, such as 1GiB. May be repeated.", show_default="as recorded")
     ] = None,
-    dram: Annotated[list[str] | None, typer.Option(help="Likewise; 0 for none.", show_default="as recorded")] = None,
+    dram: Annotated[
+        list[str] | None,
+        typer.Option(help="DRAM size; 0 for no DRAM tier. May be repeated.", show_default="as recorded"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture to write.", show_default=False)] = None,
-    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="Of policy ttl.", show_default="as recorded")] = None,
-    link_gib_s: Annotated[float, typer.Option(min=0.001, help="Speed of copies between the tiers, GiB/s.")] = 20.0,
-    link_delay_us: Annotated[float, typer.Option(min=0, help="What a copy takes besides.")] = 30.0,
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of `relaygr calibrate`.", show_default="as recorded")
+    ttl_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Time to live of policy ttl, seconds.", show_default="as recorded")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Look-ups to replay at most, from the first.")] = 1_000_000,
+    link_gib_s: Annotated[float, typer.Option(min=0.001, help="Speed of copies between the tiers, GiB/s.")] = 20.0,
+    link_delay_us: Annotated[float, typer.Option(min=0, help="Fixed time of each copy, µs.")] = 30.0,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Device latency: a file of `relaygr calibrate`.", show_default="as recorded"),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Replay at most this many look-ups, from the first.")] = 1_000_000,
 ) -> None:
     """Replay a trace against other policies and sizes, and compare.
 
-    A hit is a visit that found all of its prefix that the user's visit before had left; the rest is computed.
-    The bound is no policy: see docs/cache-policies.md.
+    A hit is a visit that found everything that it shares with the user's previous visit. The bound is an upper limit
+    for any policy: see docs/cache-policies.md.
     """
     console = Console(highlight=False)
     reader = TraceReader(trace_file)
@@ -83,7 +91,7 @@ def replay_command(
     hbm_sizes = [_size("--hbm", text) for text in hbm] if hbm else [header.hbm_pages * header.geometry.kv.page_bytes]
     dram_sizes = [_size("--dram", text) for text in dram] if dram else [header.dram_pages * header.geometry.page_bytes]
     if min(hbm_sizes) < header.geometry.kv.page_bytes:
-        raise RelayError(f"--hbm holds no page of {header.geometry.kv.page_bytes} bytes: give more.")
+        raise RelayError(f"--hbm holds no page of {header.geometry.kv.page_bytes} bytes: give a larger size.")
     candidates = [
         Candidate(policies, hbm_bytes, dram_bytes)
         for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
@@ -94,18 +102,18 @@ def replay_command(
     _describe(console, trace_file, header, counter, limit)
     results = _replay_all(trace_file, counter.demands, environment, candidates)
     if any(one.visits != bound.visits for one in results):
-        raise RelayError(f"The trace {trace_file} became another one while it was replayed: try again with a copy.")
+        raise RelayError(f"The trace {trace_file} became another one while it was replayed: replay a copy of it.")
     for table in tables_of(results, bound, environment):
         console.print()
         console.print(table)
     console.print(
-        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something: those "
-        f"are hits if they found it. Computed: share of the {results[0].asked_tokens:,} tokens asked for, first "
-        "visits and growth included. Evicted: from HBM + from DRAM. Bound: no policy can be above.",
+        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something. A "
+        f"visit that finds it is a hit. Computed: share of the {results[0].asked_tokens:,} requested tokens, including first "
+        "visits and growth. Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
         soft_wrap=True,
     )
     if plot is not None:
-        # Takes a second to import, and is not needed without it.
+        # Imported here since it takes a second, and only --plot needs it.
         from relaygr.replay.plots import save_plot
 
         save_plot(plot, results, bound, environment)
@@ -114,22 +122,22 @@ def replay_command(
 
 def _coefficients(console: Console, header: TraceHeader, calibration: Path | None) -> LatencyCoefficients:
     if calibration is not None:
-        # Brings torch with it.
+        # Imported here since it imports torch.
         from relaygr.worker.calibration import load_calibration
 
         return load_calibration(calibration).coefficients
     if header.latency is not None:
         return header.latency
     console.print(
-        "The trace does not say what its device takes; a pre-infer of 1,000 tokens is taken for "
-        f"{LatencyModel(_ASSUMED).pre_us(1000) / 1000:.1f} ms. Give --calibration for better.",
+        "The trace has no latency of its device. The replay assumes that a pre-infer of 1,000 tokens takes "
+        f"{LatencyModel(_ASSUMED).pre_us(1000) / 1000:.1f} ms; --calibration gives measured times.",
         soft_wrap=True,
     )
     return _ASSUMED
 
 
 def _look_through(reader: TraceReader, limit: int) -> tuple[DemandCounter, HitBound]:
-    """What the trace holds by now, and what no policy could have beaten."""
+    """Reads the trace once: counts its demands, and computes the bound."""
     counter = DemandCounter()
     with _progress(TaskProgressColumn()) as progress:
         task = progress.add_task("reading", total=reader.size_bytes)
@@ -159,7 +167,7 @@ def _describe(console: Console, path: Path, header: TraceHeader, counter: Demand
         soft_wrap=True,
     )
     if counter.demands == limit:
-        console.print(f"The first {limit:,} look-ups only: give --limit for more.")
+        console.print(f"Only the first {limit:,} look-ups are replayed: --limit sets another number.")
 
 
 def _policies(text: str, ttl_us: int) -> TierPolicies:

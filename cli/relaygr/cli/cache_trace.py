@@ -26,22 +26,25 @@ def trace(
     out: Annotated[Path, typer.Option(metavar="TRACE", help="File to write.")],
     interactions: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A log: an impression whenever a user did something.", show_default=False),
+        typer.Option(metavar="FILE", help="A log of interactions: each becomes an impression.", show_default=False),
     ] = None,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="The impressions that `relaygr gateway` plays with these settings.")
+        bool, typer.Option("--schedule", help="The impressions of `relaygr gateway` with these settings.")
     ] = False,
-    token_bytes: Annotated[str, typer.Option(metavar="SIZE", help="K,V of one token.")] = "32KiB",
-    lead_ms: Annotated[float, typer.Option(min=0, help="With --interactions: retrieval to ranking.")] = 150.0,
+    token_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of the K,V of one token.")] = "32KiB",
+    lead_ms: Annotated[
+        float, typer.Option(min=0, help="With --interactions: time from retrieval to ranking, ms.")
+    ] = 150.0,
     max_behaviours: Annotated[
-        int, typer.Option(min=1, max=MAX_BEHAVIOURS, help="With --interactions: longest prefix of the model.")
+        int,
+        typer.Option(min=1, max=MAX_BEHAVIOURS, help="With --interactions: longest prefix of the model, behaviours."),
     ] = 4096,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Make a trace from a log of interactions, or from the synthetic schedule (settings `gateway.*`).
 
-    Page size, sizes and policies of the tiers are taken from the settings `worker.*`, as a replay's defaults.
+    The trace takes page size, tier sizes and policies from the settings `worker.*`. A replay uses them by default.
     """
     if schedule == (interactions is not None):
         raise RelayError("Give one of --interactions FILE and --schedule.")
@@ -82,7 +85,7 @@ def _scheduled(settings: Settings) -> Iterator[TraceRecord]:
 
 def _header(settings: Settings, token_bytes: int) -> TraceHeader:
     worker = settings.worker
-    # One head of one layer is as good as any other shape: a replay counts bytes.
+    # One head of one layer: a replay counts bytes, so the shape does not matter.
     kv = KvGeometry(1, 1, token_bytes // 4, token_bytes // 4, worker.page_tokens, KvDtype.BFLOAT16)
     geometry = DramGeometry(kv)
     return TraceHeader(

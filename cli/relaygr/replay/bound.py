@@ -1,16 +1,18 @@
-"""What no policy could have beaten: a bound on hits from above, for any capacity.
+"""An upper bound on the hits of any policy, for any capacity.
 
-Belady's MIN (1966) is the best policy where all entries have one size; with different sizes the best is hard to
-find (NP-hard), so this is a bound on it, PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on
-optimal caching with variable object sizes", SIGMETRICS 2018.
+Belady's MIN (1966) is the best policy if all entries have one size. With different sizes the best policy is NP-hard
+to find, so this is a bound on it, PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on optimal caching with
+variable object sizes", SIGMETRICS 2018.
 
-Number the look-ups 1..N. A visit that begins with look-up j, whose user looked last at i, is a hit only if the
-reusable pages of its prefix lay in the cache just before every look-up i+1 .. j: that takes `pages * (j - i)`
-page-steps. There are `capacity * N` page-steps in all. So no policy, however clever, has more hits than one may buy
-with that budget, cheapest first. It is a bound and not a policy, since it may hold too much at one time and too
-little at another; and prefixes that are being computed take no room in it. With a capacity of both tiers together it
-bounds hits in either, since a page in either takes one of its pages. What look-up i asked for counts as there at
-once: a link so slow that other look-ups come meanwhile keeps a prefix for fewer steps than are counted here.
+Number the look-ups 1..N. Take a visit that begins with look-up j and whose user had its last look-up at i. The visit
+is a hit only if the reusable pages of its prefix were cached just before each of the look-ups i+1 .. j. That takes
+`pages * (j - i)` page-steps. There are `capacity * N` page-steps in all. So no policy has more hits than this budget
+pays for, cheapest first.
+
+It is a bound and not a policy, for three reasons. It may use more than the capacity at one time and less at another.
+Prefixes that are being computed take no room. And a prefix counts as cached at once after its look-up: on a link so
+slow that other look-ups come meanwhile, a prefix is cached for fewer steps than are counted here. With the capacity of
+both tiers together it bounds the hits in either tier, since a page in either tier takes one of its pages.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from relaygr.worker.kv import PrefixLayout
 
 
 class HitBound:
-    """The bound of one demand."""
+    """The bound for one list of demands."""
 
     def __init__(self, demands: Iterable[Demand], layout: PrefixLayout, page_tokens: int) -> None:
-        # Page-steps of each visit that can be a hit; eight bytes each, since a trace may be long.
+        # Page-steps of each visit that can be a hit, eight bytes each, since a trace may be long.
         costs = array("q")
         visits, begun = Visits(), 0
         for demand in demands:
@@ -45,9 +47,9 @@ class HitBound:
 
     @property
     def with_all_room(self) -> int:
-        """Hits of a cache that never evicts: all but first visits, and those whose history began anew."""
+        """Hits of a cache that never evicts: all visits that have something to reuse."""
         return int(self._spent.size)
 
     def hits(self, capacity_pages: int) -> int:
-        """At most so many with so many pages."""
+        """The highest possible number of hits with this capacity."""
         return int(np.searchsorted(self._spent, capacity_pages * self._lookups, side="right"))

@@ -1,7 +1,7 @@
-"""Who asked for which prefix, and when: all of a trace that does not depend on the cache that was there.
+"""Demand: who asked for which prefix, and when. It is the part of a trace that does not depend on the cache.
 
-A *visit* is a user asking for a prefix; look-ups of the same history within `VISIT_US` belong to it (the
-pre-infer job's and the ranking request's of one impression do).
+A *visit* is a user's request for a prefix. Look-ups of the same history within `VISIT_US` belong to one visit, such as
+the look-ups of the pre-infer job and of the ranking request of one impression.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SEED = bytes(DIGEST_BYTES)
 
 
 class DemandKind(enum.StrEnum):
-    """What was asked."""
+    """The kind of request."""
 
     PREPARE = "prepare"
-    """A pre-infer job: have it ready."""
+    """A pre-infer job: the prefix is to be made ready."""
     RANK = "rank"
     FORGET = "forget"
-    """The user's prefixes may not be used any more."""
+    """The prefixes of the user are invalidated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
-    """The demand behind recorded operations; time does not go back in it."""
+    """The demands in a trace, with times that never decrease."""
     latest_us = 0
     for record in records:
         kind = _KINDS.get(record.kind)
@@ -58,7 +58,7 @@ def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
 
 
 class DemandCounter:
-    """Counts a demand while it passes. `users` and `seconds` are of what passed so far."""
+    """Counts the demands that pass through `of`. `users` and `seconds` cover those that have passed so far."""
 
     def __init__(self) -> None:
         self.demands = 0
@@ -74,7 +74,7 @@ class DemandCounter:
         return (self._last_us - self._first_us) / 1e6
 
     def of(self, demands: Iterable[Demand]) -> Iterator[Demand]:
-        """The demands as they were."""
+        """Yields the demands unchanged."""
         for demand in demands:
             if not self.demands:
                 self._first_us = demand.at_us
@@ -86,8 +86,10 @@ class DemandCounter:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One visit, begun by look-up `number`. Of its prefix `reusable` behaviours were in the user's visit before, the
-    last look-up of which was number `before`; -1 for none.
+    """One visit, which begins with look-up `number`.
+
+    `reusable` leading behaviours of its prefix were in the user's previous visit, whose last look-up was number
+    `before`; -1 without one.
     """
 
     number: int
@@ -97,16 +99,16 @@ class Visit:
 
 
 class Visits:
-    """Finds visits in a demand, and what each could reuse."""
+    """Finds the visits in a list of demands, and what each could reuse."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, bytes], tuple[Sketch, int, int]] = {}
-        """(history, when it began, number of its last look-up) of each user's last visit."""
+        """(history, start, number of the last look-up) of each user's last visit."""
         self.lookups = 0
-        """How many there were."""
+        """Number of look-ups so far."""
 
     def begin(self, demand: Demand) -> Visit | None:
-        """The visit that this demand begins, if it begins one."""
+        """The visit that begins with this demand, or None."""
         who = (demand.user, demand.namespace)
         if demand.kind is DemandKind.FORGET:
             self._latest.pop(who, None)
@@ -126,14 +128,14 @@ class Visits:
 
 
 class PrefixKeyMaker:
-    """Keys for the books, which want digest chains, from sketches: made-up digests that part where the sketches do."""
+    """Makes the keys that the cache needs from sketches: invented digest chains that diverge where the sketches do."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, bytes], tuple[Sketch, PrefixKey]] = {}
         self._made = 0
 
     def key(self, demand: Demand) -> PrefixKey:
-        """The key of the demand's prefix; it shares with the user's key before it what the sketches share."""
+        """The key of the demand's prefix. It shares with the user's previous key what their sketches share."""
         who = (demand.user, demand.namespace)
         before = self._latest.get(who)
         if before is not None and before[0] == demand.sketch:

@@ -1,6 +1,6 @@
-"""A link between the tiers on a virtual clock: copies in the order of the real queue, and no bytes.
+"""A simulated link between the tiers on a virtual clock: copies in the order of the real queue, without bytes.
 
-One copy after the other crosses it, each for `delay_us` + its bytes / `bytes_per_us`; `advance` ends those
+Copies cross the link one after the other. Each takes `delay_us` + its bytes / `bytes_per_us`. `advance` ends the copies
 whose time has come.
 """
 
@@ -15,7 +15,7 @@ from relaygr.worker.cache.results import Tier
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """What a copy takes."""
+    """The time of a copy."""
 
     delay_us: float
     bytes_per_us: float
@@ -25,18 +25,18 @@ class LinkSpeed:
 
 
 class VirtualLink:
-    """A `Mover`. `page_bytes` is what a page takes on the link."""
+    """A `Mover`. A page takes `page_bytes` on the link."""
 
     def __init__(self, page_bytes: int, speed: LinkSpeed, limits: CopyLimits | None = None) -> None:
         self._page_bytes = page_bytes
         self._speed = speed
         self._queue = CopyQueue(page_bytes, limits if limits is not None else CopyLimits())
         self._under_way: deque[tuple[float, CopyRequest]] = deque()
-        """By the time they end."""
+        """(end, request) of the copies under way, in order of their ends."""
         self._free_us = 0.0
         self.now_us = 0
         self.moved_bytes = dict.fromkeys(Tier, 0)
-        """Of copies that ended, by the tier they went to."""
+        """Bytes of the copies that have ended, by target tier."""
 
     def submit(self, request: CopyRequest) -> bool:
         if not self._queue.push(request):
@@ -49,13 +49,13 @@ class VirtualLink:
         return CopyForecast(ahead.wait_us, self._speed.duration_us(size_bytes))
 
     def advance(self, now_us: int) -> None:
-        """Goes on to `now_us`; every copy that ends until then ends at its own time."""
+        """Advances the clock to `now_us`. Each copy that ends before ends at its own time."""
         while self._under_way and self._under_way[0][0] <= now_us:
             self._end_first()
         self.now_us = max(self.now_us, now_us)
 
     def run(self) -> None:
-        """Goes on until no copy is left."""
+        """Advances the clock until no copy is left."""
         while self._under_way:
             self._end_first()
 

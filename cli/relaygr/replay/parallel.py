@@ -1,6 +1,6 @@
-"""Replays of one trace under several candidates: in as many processes as there are cores, where that pays.
+"""Replays one trace against several candidates, on as many processes as there are cores if that pays.
 
-Each replay reads the trace for itself, so that none holds it, however long it is.
+Each replay reads the trace itself, so no process holds the whole trace in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from relaygr.replay.demand import demands_of
 from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult, replay
 from relaygr.worker.cache.trace import TraceReader
 
-# A process takes a second to start, which is worth some ten thousand demands.
+# A process takes about a second to start, the time of some ten thousand demands.
 _DEMANDS_FOR_PROCESSES = 100_000
 _LOOK_S = 0.2
 
 _played: MutableSequence[int] = []
-"""In a process of the pool: how many demands each candidate has played, shared with all."""
+"""Number of demands that each candidate has played: memory that all processes of the pool share."""
 
 
 def replay_all(
@@ -33,7 +33,7 @@ def replay_all(
     candidates: Sequence[Candidate],
     on_progress: Callable[[int], None],
 ) -> list[ReplayResult]:
-    """The first so many demands of the trace under each candidate; `on_progress` gets how many were played in all."""
+    """Plays the first `demands` demands against each candidate. `on_progress` gets the number played in all."""
     processes = min(len(candidates), os.cpu_count() or 1)
     if processes == 1 or demands * len(candidates) < _DEMANDS_FOR_PROCESSES:
         return [
@@ -59,7 +59,7 @@ def _add(on_progress: Callable[[int], None], before: int, count: int) -> None:
 def _begin(played: MutableSequence[int]) -> None:
     global _played
     _played = played
-    # Ctrl-C goes to all: these end without a word.
+    # Ctrl-C reaches every process; those of the pool end without a message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes of replays as a picture: hit ratio against a tier's size, or by policy where one size was replayed."""
+"""Draws results of replays: hit ratio against the size of a tier, or by policy if there is one size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOUND = "0.55"
 
 
 def save_plot(path: Path, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """Writes the picture; the ending of `path` says its kind. Raises RelayError."""
+    """Writes the picture in the format that the suffix of `path` names. Raises RelayError."""
     panels = _panels(results)
     figure = Figure(figsize=(5 + 4 * len(panels), 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -44,12 +44,15 @@ def save_plot(path: Path, results: Sequence[ReplayResult], bound: HitBound, envi
 
 
 def _sizes(results: Sequence[ReplayResult]) -> list[tuple[int, int]]:
-    """HBM's and DRAM's that were replayed."""
+    """The sizes of HBM and DRAM that were replayed."""
     return sorted({(each.candidate.hbm_bytes, each.candidate.dram_bytes) for each in results})
 
 
 def _panels(results: Sequence[ReplayResult]) -> list[list[ReplayResult]]:
-    """In each one tier's size changes at most: DRAM's where HBM's does not, else HBM's, a panel for each of DRAM's."""
+    """Results by panel, so that one tier's size varies in each.
+
+    If HBM has one size, there is one panel in which DRAM varies. Otherwise there is a panel for each size of DRAM.
+    """
     if len({each.candidate.hbm_bytes for each in results}) == 1:
         return [list(results)]
     dram_sizes = sorted({each.candidate.dram_bytes for each in results})
@@ -57,7 +60,7 @@ def _panels(results: Sequence[ReplayResult]) -> list[list[ReplayResult]]:
 
 
 def _against_size(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """A solid line for HBM and a dashed one for both tiers, a colour a policy."""
+    """A solid line for HBM and a dashed line for both tiers, with one colour for each policy."""
     sizes = _sizes(results)
     (hbm_bytes, dram_bytes), varies_hbm = sizes[0], sizes[0][0] != sizes[-1][0]
 
@@ -78,7 +81,7 @@ def _against_size(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, 
     axes.plot(list(bounds), [pair[0] for pair in bounds.values()], color=_BOUND, label="bound")
     if has_dram:
         axes.plot(list(bounds), [pair[1] for pair in bounds.values()], color=_BOUND, linestyle="--")
-    # A tier of nothing has its place beside the smallest.
+    # Size 0 is drawn beside the smallest size.
     axes.set_xscale("symlog", base=2, linthresh=min(size for size in bounds if size))
     axes.set_xticks(sorted(bounds))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(round(size)) if size else "none"))
@@ -91,7 +94,7 @@ def _amount(size_bytes: int) -> str:
 
 
 def _by_policy(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """Stacked bars, and the bounds as lines across."""
+    """Stacked bars, and the bounds as horizontal lines."""
     names = [name_of(each.candidate.policies) for each in results]
     visits = max(1, results[0].visits)
     in_hbm = [each.hbm_hits / visits for each in results]

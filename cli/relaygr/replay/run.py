@@ -1,14 +1,14 @@
-"""Plays a demand against the books of a cache, as a worker would: `PrefixCache`, its policies, a virtual link.
+"""Plays demands against a real `PrefixCache` and its policies, as a worker would, with a simulated link.
 
-| demand | what happens |
+| demand | effect |
 |---|---|
-| prepare | what DRAM has more of is reloaded if that pays; the rest is computed; the prefix is leased |
-| rank | as prepare; then the lease ends and the prefix is spilled |
-| forget | the user's prefixes are invalidated |
+| prepare | reloads from DRAM if that pays, computes the rest, and leases the prefix |
+| rank | the same; then ends the lease and spills the prefix |
+| forget | invalidates the user's prefixes |
 
-Counted once a visit, at its first look-up: how much of the prefix lay in HBM. What is reloaded and computed
-after that is counted where it happens. A *hit* is a visit that found all that it could reuse, which is what
-its history has in common with the user's visit before; a first visit can not hit. Computing takes no time.
+The part of the prefix in HBM is counted once for each visit, at its first look-up. Reloads and computations after that
+are counted when they happen. A *hit* is a visit that found everything it could reuse: what its history has in common
+with the user's previous visit. So a first visit is never a hit. Computing takes no time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from relaygr.worker.cache.policies import VISIT_US, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, PrefixLayout
 
-# A spill of a replay may always go: nothing else wants the link, and its queue is bounded.
+# A replay always admits spills: nothing else uses the link, and its queue is bounded.
 _OPEN_GATE_US = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEnvironment:
-    """What is replayed on: the shape of K,V, the device's times, and the link between the tiers."""
+    """What all candidates share: the shape of K,V, the device's latency, and the link between the tiers."""
 
     geometry: DramGeometry
     layout: PrefixLayout
@@ -53,7 +53,7 @@ class ReplayEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One cache to try."""
+    """A cache to compare: its policies and sizes."""
 
     policies: TierPolicies
     hbm_bytes: int
@@ -62,29 +62,29 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What became of the demand. Tokens are of prefixes; bytes are those that crossed the link."""
+    """Totals of one replay. Tokens are tokens of prefixes; bytes are those that crossed the link."""
 
     candidate: Candidate
     visits: int
     hbm_hits: int
     dram_hits: int
-    """Visits whose reusable part was in HBM and DRAM together, but not in HBM."""
+    """Visits whose reusable part was in DRAM but not in HBM."""
     asked_tokens: int
     hbm_tokens: int
-    """Found in HBM at the first look-up."""
+    """Tokens found in HBM at the first look-up of a visit."""
     reloaded_tokens: int
     recomputed_tokens: int
-    """Computed, first visits and growth included."""
+    """Tokens computed, including first visits and growth."""
     spilled_bytes: int
     reloaded_bytes: int
     hbm_evictions: int
     dram_evictions: int
     no_room: int
-    """Prefixes that were computed but could not be kept."""
+    """Prefixes that were computed but not cached for lack of room."""
 
 
 class CacheReplay:
-    """One run. `play` each demand in its order, then take the `result`."""
+    """One replay. Call `play` for each demand in order, then `result`."""
 
     def __init__(self, environment: ReplayEnvironment, candidate: Candidate) -> None:
         self._candidate = candidate
@@ -107,13 +107,13 @@ class CacheReplay:
         self._visits = Visits()
         self._expires_us = 0
         self._reloads: set[PendingPrefix] = set()
-        """Under way: who joins one adds no bytes."""
+        """Reloads under way. A demand that joins one adds no bytes."""
         self._counted = dict.fromkeys(
             ("visits", "hbm_hits", "dram_hits", "asked_tokens", "hbm_tokens", "reloaded_tokens", "recomputed_tokens"), 0
         )
 
     def play(self, demand: Demand) -> None:
-        """Times may not go back."""
+        """Plays one demand. Times may not decrease."""
         now_us = demand.at_us
         self._link.advance(now_us)
         if now_us >= self._expires_us:
@@ -138,7 +138,7 @@ class CacheReplay:
             self._prepare(key, presence, now_us, ranks)
 
     def result(self) -> ReplayResult:
-        """Ends the copies under way and adds up."""
+        """Completes the copies under way and returns the totals."""
         self._link.run()
         stats = self._cache.stats()
         check_invariants(self._cache)
@@ -163,7 +163,7 @@ class CacheReplay:
             counted["dram_hits"] += not hbm_hit and presence.dram_behaviours >= visit.reusable
 
     def _prepare(self, key: PrefixKey, presence: Presence, now_us: int, ranks: bool) -> None:
-        """Reloads what DRAM has more of, if that pays; then computes the rest."""
+        """Reloads if DRAM has more than HBM and if that pays; then computes the rest."""
         in_hbm, in_dram = self._tokens(presence.hbm_behaviours), self._tokens(presence.dram_behaviours)
         if in_dram > in_hbm:
             saved_us = self._latency.append_us(in_hbm, in_dram - in_hbm)
@@ -182,7 +182,7 @@ class CacheReplay:
         self._compute(key, ranks)
 
     def _compute(self, key: PrefixKey, ranks: bool) -> None:
-        """The rest of the prefix."""
+        """Computes the rest of the prefix."""
         now_us = self._link.now_us
         fill = self._cache.reserve(key, now_us)
         if isinstance(fill, Fill):
@@ -196,7 +196,7 @@ class CacheReplay:
         self._keep(key, now_us, ranks)
 
     def _keep(self, key: PrefixKey, now_us: int, ranks: bool) -> None:
-        """Until its ranking; or that was it."""
+        """Leases the prefix until its ranking; after the ranking ends the lease and spills."""
         if ranks:
             self._cache.end_lease(key.user_id)
             self._cache.transfers.spill(key)
@@ -213,7 +213,7 @@ def replay(
     candidate: Candidate,
     on_progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """One candidate over the whole demand. `on_progress` gets, now and then, how many demands were played so far."""
+    """Plays all demands against one candidate. `on_progress` gets the number of demands played, every 256 demands."""
     run = CacheReplay(environment, candidate)
     for number, demand in enumerate(demands, 1):
         run.play(demand)

@@ -1,7 +1,7 @@
-"""Traces without a worker: from a log of interactions, or from the schedule that `relaygr gateway` would play.
+"""Makes traces without a worker: from a log of interactions, or from the schedule of `relaygr gateway`.
 
-Each is a pre-infer look-up at the retrieval event and a ranking look-up one lead time later, for the history
-as it was then. Users are keyed hashes, as in a recorded trace.
+Each impression is a pre-infer look-up at the retrieval event and a ranking look-up one lead time later, both for the
+history at the time of the retrieval. Users are keyed hashes, as in a recorded trace.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MADE = "made"
 
 
 class Sketches:
-    """Sketches of histories that only grow, but for a window that slides: then it is another history."""
+    """Makes sketches of histories that only grow. When the window of behaviours slides, it is another history."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
 
     def user(self, user_id: str) -> int:
-        """64 bits that stand for the user, in this trace only."""
+        """A 64-bit hash that represents the user, in this trace only."""
         return int.from_bytes(self._mark(user_id, 8), "little")
 
     def of(self, user_id: str, begins_at: int, behaviours: int) -> Sketch:
-        """Of the user's behaviours from number `begins_at` on."""
+        """The sketch of `behaviours` behaviours of the user, from number `begins_at` on."""
         marks = [b""]
         length = BLOCK
         while length <= behaviours:
@@ -53,13 +53,13 @@ class Sketches:
 
 
 def window_start(length: int, max_behaviours: int, anchor_behaviours: int) -> int:
-    """How many of the oldest behaviours a worker leaves out: as few whole steps as make the rest fit."""
+    """Number of oldest behaviours that a worker leaves out: the fewest whole steps that make the rest fit."""
     over = max(0, length - max_behaviours)
     return -(-over // anchor_behaviours) * anchor_behaviours
 
 
 def records_of_schedule(settings: TrafficSettings, population: Population) -> Iterator[TraceRecord]:
-    """What a worker that owns every user would be asked. Raises ValueError for a schedule without an end."""
+    """The look-ups of a worker that owns every user. Raises ValueError for a schedule without an end."""
     if not settings.duration_s:
         raise ValueError("a schedule without a duration has no end")
     sketches = Sketches()
@@ -80,7 +80,7 @@ def records_of_schedule(settings: TrafficSettings, population: Population) -> It
 def records_of_interactions(
     interactions: Interactions, lead_us: int, max_behaviours: int, anchor_behaviours: int
 ) -> Iterator[TraceRecord]:
-    """One impression at each time at which a user did something, with the history until then."""
+    """One impression at each time at which a user did something, with the history up to that time."""
     sketches = Sketches()
     counts = np.diff(interactions.starts)
     users = np.repeat(np.arange(counts.size), counts)
@@ -94,7 +94,7 @@ def records_of_interactions(
         index, length = int(users[place]), int(places[place])
         same_time = length and times_ms[place] == times_ms[place - 1]
         if not length or same_time:
-            # Nothing is known of the user yet; or what the user did at one moment is one impression.
+            # The user has no history yet, or has an impression at this time already.
             continue
         at_us = (int(times_ms[place]) - first_ms) * 1000
         while coming and coming[0][0] <= at_us:
@@ -111,7 +111,7 @@ def records_of_interactions(
 def write_trace(
     path: Path, header: TraceHeader, records: Iterable[TraceRecord], on_progress: Callable[[int], None]
 ) -> int:
-    """How many records were written; `on_progress` gets that too, now and then. Raises RelayError."""
+    """Writes a trace and returns its number of records. `on_progress` gets the number so far. Raises RelayError."""
     written = 0
     try:
         with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Outcomes of replays as tables."""
+"""Results of replays as tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from relaygr.worker.cache.policies import TierPolicies
 
 
 def name_of(policies: TierPolicies) -> str:
-    """As it is given on the command line."""
+    """The policies as they are written on the command line."""
     return policies.hbm.value if policies.hbm is policies.dram else f"{policies.hbm.value}/{policies.dram.value}"
 
 
 def bounds_of(bound: HitBound, environment: ReplayEnvironment, candidate: Candidate) -> tuple[float, float]:
-    """Shares of visits that no policy could have hit more of: in HBM, and in either tier."""
+    """Upper bounds on the share of visits that hit: in HBM, and in either tier."""
     hbm_pages = candidate.hbm_bytes // environment.geometry.kv.page_bytes
     dram_pages = candidate.dram_bytes // environment.geometry.page_bytes
     visits = max(1, bound.visits)
@@ -26,7 +26,7 @@ def bounds_of(bound: HitBound, environment: ReplayEnvironment, candidate: Candid
 
 
 def tables_of(results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> Iterator[Table]:
-    """A table for each size, a line a policy; in the last, what no policy could have been above."""
+    """One table for each size, with a row for each policy; the last row is the bound."""
     by_size: dict[tuple[int, int], list[ReplayResult]] = {}
     for one in results:
         by_size.setdefault((one.candidate.hbm_bytes, one.candidate.dram_bytes), []).append(one)
@@ -67,7 +67,7 @@ def _count(count: int) -> str:
 
 
 def _bytes(size_bytes: int) -> str:
-    """Three digits and a unit."""
+    """At most three digits, and a unit."""
     size, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 999.5:

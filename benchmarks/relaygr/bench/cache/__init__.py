@@ -1,1 +1,1 @@
-"""What the prefix cache itself costs, and what its rules save. See `__main__`."""
+"""Cost of the prefix cache, and savings of its rules. See `__main__`."""

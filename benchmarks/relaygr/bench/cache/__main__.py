@@ -1,10 +1,10 @@
 """Measures the prefix cache: `python -m benchmarks.cache`.
 
-* `operations`: how many a second the books carry with very many users, each operation under each policy;
-* `reloads`: how long a copy from DRAM takes, by size and by how many are asked for at once, real bytes;
-* `bursts`: what single flight and the break-even rule save on one bursty trace, with and without (simulated).
+* `operations`: operations a second of the metadata with very many users, for each operation and policy;
+* `reloads`: latency of a copy from DRAM, by size and by the number of reloads requested at once, with real bytes;
+* `bursts`: savings of single flight and of the break-even rule on one bursty trace (simulated).
 
-Figures are appended to a CSV each, with the machine's description; pictures are drawn of this run.
+Each part appends its figures to a CSV, with a description of the machine, and draws a picture of this run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PARTS = ("operations", "reloads", "bursts")
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}. Repeat it.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}. May be repeated.")] = None,
     users: Annotated[int, typer.Option(min=1_000, help="Users in the cache, for operations.")] = 100_000,
     calls: Annotated[int, typer.Option(min=10, help="Calls a round, for operations.")] = 2_000,
     seconds: Annotated[float, typer.Option(min=1, help="Length of the trace, for bursts.")] = 20.0,
     out: Annotated[Path, typer.Option(help="Folder of the CSVs and pictures.")] = Path("benchmarks/results/cache"),
 ) -> None:
-    """Measure what the cache costs and what its rules save."""
+    """Measure the cost of the prefix cache and the savings of its rules."""
     for part in only or ():
         if part not in PARTS:
             raise typer.BadParameter(f"--only {part}: one of {', '.join(PARTS)}")

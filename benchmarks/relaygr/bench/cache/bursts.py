@@ -1,13 +1,12 @@
-"""What single flight and the break-even rule save when requests come in bursts: one trace, with and without.
+"""Savings of single flight and of the break-even rule when requests come in bursts: one trace, with and without each.
 
-Users come in crowds (ten times the rate for a fifth of each second), and each asks three times within moments.
-Every prefix is in DRAM, HBM holds a tenth of them. A request that does not find its prefix waits for a copy or has
-it computed; its delay is the time until it can be ranked. Time is virtual and the link simulated
-(`relaygr.replay.link`); the device computes side by side whatever is asked for, so that only copies and waiting
-are compared.
+Users come in bursts (ten times the rate for a fifth of each second), and each user sends three requests at almost the
+same time. Every prefix is in DRAM, and HBM has room for a tenth of them. A request that does not find its prefix waits
+for a copy or for a computation; its delay is the time until it can be ranked. Time is virtual and the link simulated
+(`relaygr.replay.link`). The device computes any number of prefixes at once, so only copies and waiting are compared.
 
-With single flight the books are the real cache's; without, each request that finds nothing copies or computes for
-itself. With the rule a copy that would end later than computing is not begun; without, all wait for the link.
+With single flight the cache is real. Without it, each request that finds nothing copies or computes for itself. With
+the break-even rule a copy that would end later than a computation is not started. Without it, all wait for the link.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, D
 from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry
 
-# 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 of them a second.
+# 32 KiB a token, so 32 MiB a prefix, and a link that carries 600 prefixes a second.
 GEOMETRY = KvGeometry(1, 1, 8192, 8192, BEHAVIOURS // PAGES, KvDtype.BFLOAT16)
 SPEED = LinkSpeed(delay_us=30.0, bytes_per_us=20 * 2**30 / 1e6)
 UNBOUNDED = CopyLimits(max_jobs=10**9, max_bytes=2**60)
@@ -45,7 +44,7 @@ CROWD_VISITS_PER_S = 1_000.0
 
 @dataclass(frozen=True, slots=True)
 class BurstFigures:
-    """One variant over the trace."""
+    """Figures of one variant."""
 
     measured_at: str
     machine: str
@@ -69,7 +68,7 @@ class Request:
 
 
 class BurstVariant(Protocol):
-    """A way to get prefixes into HBM."""
+    """A way to bring prefixes into HBM."""
 
     link: VirtualLink
 
@@ -78,7 +77,7 @@ class BurstVariant(Protocol):
 
 
 def trace(seconds: float, seed: int = 1) -> list[Request]:
-    """Requests in the order of time; a pure function of its arguments."""
+    """Requests in order of time; a pure function of its arguments."""
     random = np.random.default_rng(seed)
     requests: list[Request] = []
     at_s = 0.0
@@ -106,14 +105,14 @@ class Computing:
         heapq.heappush(self._ends, (now_us + int(self._pre_us), next(self._order), ended))
 
     def until(self, now_us: int) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Those that end until then, in order."""
+        """Computations that end by then, in order."""
         while self._ends and self._ends[0][0] <= now_us:
             ends_us, _, ended = heapq.heappop(self._ends)
             yield ends_us, ended
 
 
 class WithSingleFlight:
-    """The real cache: who comes second joins."""
+    """The real cache: the second request for a prefix joins the first."""
 
     def __init__(self, computing: Computing, saved_us: float | None) -> None:
         self.link = VirtualLink(GEOMETRY.page_bytes, SPEED, UNBOUNDED)
@@ -165,7 +164,7 @@ class WithSingleFlight:
 
 
 class WithoutSingleFlight:
-    """Who does not find a prefix ready gets it alone; the last recently used go, as in the real one."""
+    """Without single flight: each request that finds no prefix brings its own. Evicts by LRU, as the real cache."""
 
     def __init__(self, computing: Computing, saved_us: float | None) -> None:
         self.link = VirtualLink(GEOMETRY.page_bytes, SPEED, UNBOUNDED)
@@ -213,7 +212,7 @@ def measure(
             ended(ends_us)
         variant.link.advance(now_us)
 
-    # Setting the stage took virtual time, and copies.
+    # The preparation took virtual time and made copies.
     began_us, began_bytes = variant.link.now_us, variant.link.moved_bytes[Tier.HBM]
     for request in requests:
         asked_us = began_us + request.at_us

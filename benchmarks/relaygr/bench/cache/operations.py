@@ -1,7 +1,7 @@
-"""Operations a second of the cache's books, with very many users, under each policy. No bytes are moved.
+"""Operations a second of the cache's metadata, with very many users, under each policy. No bytes are moved.
 
-Each operation is timed alone over users drawn at random, in CPU time of its thread, policies one after the other
-in one process. The cache is full, so `fill` evicts each time.
+Each operation is timed by itself over users drawn at random, in CPU time of its thread. The policies run one after the
+other in one process. The cache is full, so each `fill` evicts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class OperationFigures:
-    """One operation under one policy: of `ROUNDS` rounds the median."""
+    """One operation under one policy: the median of `ROUNDS` rounds."""
 
     measured_at: str
     machine: str
@@ -41,12 +41,12 @@ class OperationFigures:
     operation: str
     users: int
     per_second: float
-    """Of one core."""
+    """On one core."""
     us: float
 
 
 class InstantMover:
-    """Copies nothing, at once."""
+    """A `Mover` that copies nothing and reports success at once."""
 
     def submit(self, request: CopyRequest) -> bool:
         request.on_done(True)
@@ -60,12 +60,12 @@ class InstantMover:
 
 
 def key_of(user: int) -> PrefixKey:
-    """All users have one history: what an operation costs does not depend on whose it is."""
+    """All users have the same history: the cost of an operation does not depend on it."""
     return PrefixKey(f"user-{user:07d}", b"model", CHAIN)
 
 
 class Filled:
-    """A cache that holds the prefixes of `users` users in either tier, and no page is free."""
+    """A cache with the prefixes of `users` users in both tiers, and no free page."""
 
     def __init__(self, policy: PolicyName, users: int) -> None:
         self.users = users
@@ -105,11 +105,11 @@ class Filled:
         self.cache.end_lease(key.user_id)
 
     def spill(self, key: PrefixKey) -> None:
-        """Of what is in DRAM already, as after most rankings of a regular."""
+        """Spills a prefix that is in DRAM already, as after most rankings of a returning user."""
         self.cache.transfers.spill(key)
 
     def reload(self, key: PrefixKey) -> None:
-        """Start and end; what HBM had of the user was invalidated before, untimed."""
+        """Starts and ends a reload of a prefix that HBM does not have."""
         self.cache.transfers.start_reload(key, self.now_us + VISIT_US, self.now_us)
 
     def demote(self, key: PrefixKey) -> None:
@@ -144,7 +144,7 @@ def measure(policy: PolicyName, users: int, calls: int) -> Iterator[tuple[str, f
 
 
 def only_in_dram(filled: Filled, calls: int) -> list[PrefixKey]:
-    """Users whose prefixes HBM has evicted, and DRAM has not."""
+    """Users whose prefixes HBM has evicted and DRAM has not."""
     keys = []
     for user in range(filled.users):
         key = key_of(user)
@@ -157,7 +157,7 @@ def only_in_dram(filled: Filled, calls: int) -> list[PrefixKey]:
 
 
 def timed(operation: Callable[[PrefixKey], None], make_keys: Callable[[], list[PrefixKey]]) -> float:
-    """µs of this thread's CPU time a call: the median of some rounds."""
+    """CPU time of this thread for one call, µs: the median of `ROUNDS` rounds."""
     rounds = []
     for _ in range(ROUNDS):
         keys = make_keys()
@@ -171,7 +171,7 @@ def timed(operation: Callable[[PrefixKey], None], make_keys: Callable[[], list[P
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """A worker freezes its heap after its start; here the collector just does not run in between."""
+    """Stops the garbage collector. A worker freezes its heap after its start instead."""
     gc.collect()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""How long a reload takes, by size and by how many are asked for at once: real bytes, real copy threads.
+"""Latency of a reload, by size and by the number of reloads requested at once, with real bytes and copy threads.
 
-All reloads of a round are asked for at one moment, with deadlines in their order; a latency is from that moment
-to the end of its copy. Beside it, in the same round, one plain copy of as many bytes by one thread: what the
-memory gives.
+All reloads of a round are requested at the same time, with deadlines in their order. A latency is the time from the
+request to the end of the copy. Each round also makes one plain copy of as many bytes on one thread: the speed of the
+memory.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReloadFigures:
-    """Reloads of one size, so many at once: medians over `ROUNDS` rounds."""
+    """Reloads of one size, `at_once` at the same time: medians of `ROUNDS` rounds."""
 
     measured_at: str
     machine: str
     size_mib: float
     at_once: int
     first_ms: float
-    """The most urgent one's latency."""
+    """Latency of the most urgent reload."""
     last_ms: float
     gib_per_s: float
-    """All bytes over the last one's latency."""
+    """All bytes divided by the latency of the last reload."""
     plain_gib_per_s: float
-    """One plain copy of as many bytes, by one thread."""
+    """Speed of one plain copy of as many bytes on one thread."""
 
 
 def measure(pages: int, at_once: int) -> tuple[float, float, float]:
@@ -66,7 +66,7 @@ def measure(pages: int, at_once: int) -> tuple[float, float, float]:
 def _round(built: BuiltCache, keys: list[PrefixKey]) -> tuple[float, float, float]:
     latencies_ms = [0.0] * len(keys)
     left = threading.Semaphore(0)
-    # Every round finds nothing in HBM.
+    # Each round begins with none of the prefixes in HBM.
     while any(built.cache.peek(key).hbm_behaviours for key in keys):
         _empty_hbm(built.cache, keys)
     started_ns = time.perf_counter_ns()
@@ -117,7 +117,7 @@ def _leave_in_dram(cache: PrefixCache, key: PrefixKey) -> None:
 
 
 def _empty_hbm(cache: PrefixCache, keys: list[PrefixKey]) -> None:
-    """Somebody else takes all of HBM, and goes."""
+    """Reserves all of HBM for another prefix, which evicts everything, and aborts."""
     pages = sum(key.length for key in keys) // PAGE_TOKENS
     crowd = _key(10**6, pages)
     fill = cache.reserve(crowd, 0)

@@ -1,4 +1,4 @@
-"""Figures as tables, pictures, and lines of CSV."""
+"""Figures as tables, pictures and CSV rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def now() -> str:
 
 
 def append(path: Path, figures: Sequence[DataclassInstance]) -> None:
-    """Adds a line each, and the header to a new file."""
+    """Appends a row for each figure, and the header to a new file."""
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(figures[0])])
@@ -43,7 +43,7 @@ def append(path: Path, figures: Sequence[DataclassInstance]) -> None:
 
 
 def operations_table(figures: Sequence[OperationFigures]) -> Table:
-    """A line an operation, a column a policy: µs a call."""
+    """A row for each operation and a column for each policy: µs a call."""
     table = Table(title=f"CPU µs a call, {figures[0].users:,} users", box=None, padding=(0, 2, 0, 0))
     policies = list(dict.fromkeys(one.policy for one in figures))
     table.add_column("operation")
@@ -90,7 +90,7 @@ def bursts_table(figures: Sequence[BurstFigures]) -> Table:
 
 
 def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:
-    """Groups of bars, a colour a policy."""
+    """Groups of bars, with a colour for each policy."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -112,7 +112,7 @@ def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:
 
 
 def plot_reloads(path: Path, figures: Sequence[ReloadFigures]) -> None:
-    """Latency of the first and the last of those asked for at once, a colour a size."""
+    """Latency of the first and the last of the reloads requested at once, with a colour for each size."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -133,7 +133,7 @@ def plot_reloads(path: Path, figures: Sequence[ReloadFigures]) -> None:
 
 
 def plot_bursts(path: Path, figures: Sequence[BurstFigures], delays_ms: Sequence[Sequence[float]]) -> None:
-    """Share of requests that waited longer than so long."""
+    """Share of requests that waited longer than a given time."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -1,7 +1,6 @@
-"""Recorded cache operations: which prefixes were asked for, when, and what came of it. No tensors, no user ids.
+"""Traces of cache operations: which prefixes were requested, when, and with which outcome. No tensors, no user ids.
 
-`format` says what a trace holds, `recorder` writes one beside a running cache, `reading` reads one, even while
-it is written.
+`format` defines and reads the file format, also while the file is written. `recorder` records a running cache.
 """
 
 from relaygr.worker.cache.trace.format import (

@@ -1,16 +1,16 @@
-"""What a trace file holds: a stream of MessagePack values, the header first, then one array a record.
+"""Format of a trace file, and its reader. A stream of MessagePack values: the header, then one array for each record.
 
     header   map: `format` "relaygr-cache-trace", `version` 1, and the fields of `TraceHeader`
     record   [kind, at_us, user, namespace, behaviours, sketch, outcome]
 
-`kind` and `outcome` are the texts of `CacheEvent`; `at_us` counts from the first record; `user` is a 64-bit
-keyed hash (its key is thrown away: who knows a user id can not find it); `namespace` is the beginning of the
-model's digest. Records are in the order of the operations, but for neighbours of two threads.
+`kind` and `outcome` are the texts of `CacheEvent`. `at_us` counts from the first record. `user` is a 64-bit keyed hash
+of the user id; the key is not stored, so nobody can look up a user id. `namespace` is the beginning of the model's
+digest. Records are in the order of the operations, except that records of two threads may be swapped.
 
-A *sketch* stands for the history: four bytes of a hash, under the same key, of its digest chain at 64, 128, 256 ...
-behaviours, and at its end. (The digests themselves travel beside user ids, and would give those away.) With two
-sketches a reader knows where two histories part, to within a factor of two; a change behind the last mark of the
-shorter one passes for growth. That is enough to replay, and a tenth of the chain.
+A *sketch* represents a history. It has a mark of four bytes at 64, 128, 256 ... behaviours and at the end: a hash,
+under the same key, of the digest chain there. (The digests themselves travel beside user ids, so they would identify
+users.) From two sketches a reader knows where two histories diverge, within a factor of two. A change after the last
+common mark looks like growth. That is enough to replay, and a tenth of the size of the chain.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LARGEST_VALUE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """The cache that was recorded, or that a made trace has in mind."""
+    """The cache that was recorded, or that a synthetic trace assumes."""
 
     geometry: DramGeometry
-    """Of both tiers' pages."""
+    """The shape of a page in both tiers."""
     layout: PrefixLayout
     hbm_pages: int
     dram_pages: int
@@ -50,18 +50,18 @@ class TraceHeader:
     dram_policy: PolicyName
     ttl_us: int
     latency: LatencyCoefficients | None
-    """Of the device, where it was measured."""
+    """Latency of the device, if it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A history of `behaviours`, by marks: see the module."""
+    """Marks of a history of `behaviours` behaviours: see the module."""
 
     behaviours: int
     marks: bytes
 
     def common(self, other: Sketch) -> int:
-        """How many leading behaviours the two histories share, as far as their marks tell."""
+        """Number of leading behaviours that the two histories share, as far as their marks show."""
         shorter = min(self.behaviours, other.behaviours)
         if self == other:
             return shorter
@@ -70,7 +70,7 @@ class Sketch:
             if self.marks[place : place + MARK_BYTES] != other.marks[place : place + MARK_BYTES]:
                 return common
             common, length, place = length, 2 * length, place + MARK_BYTES
-        # Of equal length but with other ends: they part behind the last mark.
+        # Histories of equal length with different ends diverge after the last common mark.
         return common if self.behaviours == other.behaviours else shorter
 
 
@@ -87,16 +87,16 @@ class TraceRecord:
 
 
 class TraceFormatError(ValueError):
-    """The bytes are not what this version writes."""
+    """The bytes are not in the format of this version."""
 
 
 def keyed_hash(value: bytes, key: bytes, size_bytes: int) -> bytes:
-    """What stands for `value` in a trace whose key this is."""
+    """A hash that represents `value` in a trace with this key."""
     return blake2b(value, key=key, digest_size=size_bytes).digest()
 
 
 def sketch_of(chain: DigestChain, key: bytes) -> Sketch:
-    """The sketch of the history that the chain covers, in a trace whose key this is."""
+    """The sketch of the history that the chain covers, in a trace with this key."""
     marks = []
     length = BLOCK
     while length <= chain.length:
@@ -113,11 +113,11 @@ def encode_header(header: TraceHeader) -> bytes:
 
 
 def decode_header(value: object) -> TraceHeader:
-    """The header of a file's first value. Raises TraceFormatError that says what is wrong with it."""
+    """The header from the first value of a file. Raises TraceFormatError that names the fault."""
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
-        raise TraceFormatError("it does not begin as a cache trace")
+        raise TraceFormatError("it does not begin with the header of a cache trace")
     if value.get("version") != VERSION:
-        raise TraceFormatError(f"it is of version {value.get('version')!r}, this program reads {VERSION}")
+        raise TraceFormatError(f"it has version {value.get('version')!r}, this program reads version {VERSION}")
     try:
         given: dict[str, Any] = {field.name: value[field.name] for field in fields(TraceHeader)}
         kv = dict(given["geometry"]["kv"])
@@ -131,12 +131,12 @@ def decode_header(value: object) -> TraceHeader:
         if min(header.geometry.page_bytes, header.geometry.kv.page_bytes, header.layout.tokens(1)) < 1:
             raise ValueError("a size is not positive")
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceFormatError(f"its header is not whole: {error}") from error
+        raise TraceFormatError(f"its header is not complete: {error}") from error
     return header
 
 
 def encode_record(record: TraceRecord) -> bytes:
-    """One record's value."""
+    """The value of a record."""
     sketch = record.sketch
     plain: bytes = msgpack.packb(
         (
@@ -167,7 +167,7 @@ def decode_record(value: Any) -> TraceRecord:
 
 
 class TraceReader:
-    """One file. Reads its header at once; raises RelayError if it is no trace."""
+    """One file. The constructor reads the header, and raises RelayError if the file is not a trace."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -188,9 +188,10 @@ class TraceReader:
         self._records_at = unpacker.tell()
 
     def records(self, on_progress: Callable[[int], None] | None = None) -> Iterator[TraceRecord]:
-        """All records that are whole by now. `on_progress` gets the bytes read so far.
+        """All records that are complete by now. `on_progress` gets the number of bytes read so far.
 
-        Raises RelayError, with the place, for bytes that are no record.
+        A torn record at the end of the file is left out. Raises RelayError, with the number of the record, for bytes
+        that are not a record.
         """
         unpacker = _unpacker()
         number = 0

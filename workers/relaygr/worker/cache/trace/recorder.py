@@ -1,10 +1,10 @@
-"""Writes the operations of a running cache to a file, on a thread of its own.
+"""Records the operations of a running cache in a file, on its own thread.
 
-`on_event` only queues: it never blocks, and drops when the queue is full, counted. The file is bounded too:
-what does not fit any more is dropped and counted, once with a word in the log. A disk that fails ends the
-recording, not the worker. The file is begun with the first event, so that a standby leaves the active one's
-alone; one that is there already is kept as `NAME.1`, in the place of what was kept before. `on_event` before
-`start` or after `close` records nothing.
+`on_event` only appends to a bounded queue. It never blocks: when the queue is full it drops the event and counts it.
+The file is bounded too: events that do not fit are dropped and counted, and the log says so once. An error of the
+disk ends the recording, not the worker. The file is created at the first event, so a standby leaves the file of the
+active worker alone. A file that exists is renamed to `NAME.1`, which replaces an older one. `on_event` records nothing
+before `start` and after `close`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NAMESPACE_BYTES = 4
 
 
 class TraceRecorder:
-    """A `CacheListener`. Raises RelayError if the file's folder can not be written to."""
+    """`on_event` is a `CacheListener`. Raises RelayError if the folder of the file is not writable."""
 
     def __init__(self, path: Path, max_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
         if not os.access(path.parent, os.W_OK) or path.is_dir():
             raise RelayError(
-                f"worker.cache_trace {path} can not be written: its folder must be there, and writable. "
-                f"Give another file, or none."
+                f"worker.cache_trace {path} can not be written: its folder must exist and be writable. "
+                f"Name another file, or remove the setting."
             )
         self._path = path
         self._max_bytes = max_bytes
@@ -56,7 +56,7 @@ class TraceRecorder:
         self._first_us: int | None = None
         events = Counter(
             "relaygr_cache_trace_events_total",
-            "Cache operations for the trace by what became of them",
+            "Cache operations offered to the trace, by whether they were written or dropped",
             ["outcome"],
             registry=registry,
         )
@@ -71,12 +71,12 @@ class TraceRecorder:
             self._queue.put(event)
 
     def start(self, header: TraceHeader) -> None:
-        """Records from here on."""
+        """Starts the recording."""
         self._thread = threading.Thread(target=self._run, args=(header,), name="cache-trace", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is queued, and ends. Safe to call again."""
+        """Writes the events in the queue, and ends. May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -109,7 +109,7 @@ class TraceRecorder:
         return file
 
     def _next_batch(self) -> tuple[list[CacheEvent], bool]:
-        """What is queued, in the order of the operations; and whether it is the last."""
+        """Events from the queue, in the order of the operations, and whether they are the last."""
         batch: list[CacheEvent] = []
         event = self._queue.get()
         while event is not None:
@@ -121,7 +121,7 @@ class TraceRecorder:
         return batch, event is None
 
     def _write(self, file: FileIO, batch: list[CacheEvent]) -> bool:
-        """One write, so that only a crash can tear a record. False once the file is full."""
+        """Writes the batch in one call, so that only a crash can tear a record. False once the file is full."""
         parts: list[bytes] = []
         size_bytes = 0
         for event in batch:
@@ -139,7 +139,7 @@ class TraceRecorder:
         return False
 
     def _put(self, file: FileIO, data: bytes) -> None:
-        """All of it, or OSError: a raw file may take a part only."""
+        """Writes all bytes or raises OSError: a raw file may write only a part."""
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, "only a part was written")
         self._written_bytes += len(data)
