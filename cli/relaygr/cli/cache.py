@@ -107,9 +107,10 @@ def replay_command(
         console.print()
         console.print(table)
     console.print(
-        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something. A "
-        f"visit that finds it is a hit. Computed: share of the {results[0].asked_tokens:,} requested tokens, including first "
-        "visits and growth. Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
+        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something. "
+        "A visit that finds it is a hit. "
+        f"Computed: share of the {results[0].asked_tokens:,} requested tokens, including first visits and growth. "
+        "Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
         soft_wrap=True,
     )
     if plot is not None:
