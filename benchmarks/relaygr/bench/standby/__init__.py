@@ -1,6 +1,7 @@
-"""What a hot standby is worth: a worker is killed under traffic, and every request's delay is measured.
+"""The cost of a kill with a hot standby: a worker is killed under load, and the delay of every request is measured.
 
-traffic    users who come again and again
-pair       a supervisor's children
+traffic    the load: users who send one request after another
+pair       the process ids of a supervisor's children
+run        one kill after another, and the figures of each
 __main__   `python -m benchmarks.standby`
 """

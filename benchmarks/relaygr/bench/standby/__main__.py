@@ -1,13 +1,13 @@
-"""Kills a worker with a hot standby under traffic, again and again: `python -m benchmarks.standby --broker kafka`.
+"""Kills a worker with a hot standby under load, several times: `python -m benchmarks.standby --broker kafka`.
 
-Each kill is `kill -9` of the active process while users come back on a fixed schedule. Of each, one line of a CSV:
+Each kill is a `kill -9` of the active process while users send requests on a fixed schedule. It adds a line to a CSV:
 
-* what the requests took before, and the longest of those that the kill touched;
-* from the kill to each step of the take-over, as the worker's log tells it, and to the first answer;
-* the share that found its prefix before and after, and how many were not answered, or by nobody ever;
-* how long until there was a standby again.
+* delays of the requests before the kill, and the longest delay of a request that the kill affected;
+* time from the kill to each step of the take-over, read from the worker's log, and to the first result;
+* share of requests that found their prefix before and after the kill; requests without scores; lost requests;
+* time until a new standby was ready.
 
-All of it shares this machine's cores: broker, both workers, the one that is loading, and the users.
+Broker, workers, the loading standby and users share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def main(
     kills: Annotated[int, typer.Option(min=1)] = 5,
     rate: Annotated[float, typer.Option(min=1, help="Requests a second.")] = 40.0,
     users: Annotated[int, typer.Option(min=1)] = 100,
-    history: Annotated[int, typer.Option(min=8, help="Behaviours of each.")] = 512,
+    history: Annotated[int, typer.Option(min=8, help="Behaviours of each user.")] = 512,
     hbm_mib: Annotated[int, typer.Option(min=8)] = 64,
     dram_mib: Annotated[int, typer.Option(min=8)] = 512,
     memory: Annotated[str, typer.Option(help="worker.standby_memory")] = "reserved",
     broker: Annotated[str, typer.Option(metavar="auto|kafka|docker|HOST:PORT")] = "kafka",
     out: Annotated[Path, typer.Option(help="CSV to append to.")] = Path("benchmarks/results/standby/results.csv"),
 ) -> None:
-    """Measure what a kill costs."""
+    """Measure the cost of a kill."""
     from relaygr.bench.standby.run import measure_kills
 
     measure_kills(kills, rate, users, history, hbm_mib, dram_mib, memory, broker, out)

@@ -1,4 +1,4 @@
-"""A supervisor's children, as it tells of them."""
+"""The process ids of a supervisor's children, from its page `/children`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def children(port: int) -> dict[str, int]:
 
 
 def await_pair(port: int, timeout_s: float, but_not: Collection[int] = ()) -> Pair:
-    """Once there are both, and neither is one of `but_not`. Raises TimeoutError."""
+    """Waits for an active worker and a standby that are not in `but_not`. Raises TimeoutError."""
     ends_s = time.monotonic() + timeout_s
     while time.monotonic() < ends_s:
         pids = children(port)

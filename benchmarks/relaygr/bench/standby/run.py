@@ -1,4 +1,4 @@
-"""Kills the active worker again and again, and prints what each kill cost. What is measured: `__main__`."""
+"""Kills the active worker several times and measures each kill. `__main__` describes the figures."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ STEPS = {
     "prefixes restored": "restored_ms",
     "assigned": "assigned_ms",
 }
-"""Events of the worker's log, and the column of the time from the kill to each."""
+"""Events in the worker's log -> column for the time from the kill to the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillFigures:
-    """One kill. Times in ms."""
+    """The figures of one kill. Times in ms."""
 
     measured_at: str
     machine: str
@@ -58,12 +58,12 @@ class KillFigures:
     p50_before_ms: float
     p99_before_ms: float
     longest_ms: float
-    """Of the requests that were under way at the kill, or sent until the first answer after it."""
+    """Longest delay of requests that were in flight at the kill, or sent before the first result after it."""
     lock_ms: float
     restored_ms: float
     assigned_ms: float
     first_answer_ms: float
-    """Of a request sent before the take-over was over, from the kill."""
+    """Time from the kill to the first result of the standby."""
     hits_before: float
     hits_after: float
     requests: int
@@ -105,7 +105,7 @@ def measure_kills(
 
 
 class _StandbyRun:
-    """The processes, and one kill after the other."""
+    """The processes under test. `kill` measures one kill."""
 
     def __init__(
         self, broker: LocalBroker, settings: Settings, folder: Path, users: int, history: int, rate: float
@@ -121,7 +121,7 @@ class _StandbyRun:
         self._supervisor: CommandProcess | None = None
 
     def start(self) -> None:
-        """Until there is an active worker and a standby, with every user's prefix in DRAM."""
+        """Waits for an active worker and a standby, with every user's prefix in DRAM."""
         self._supervisor = self.processes.start("worker-00", ["worker", "--standby"], "worker")
         self.processes.await_ready([self._supervisor], START_TIMEOUT_S)
         await_pair(self._supervisor.port, START_TIMEOUT_S)
@@ -130,7 +130,7 @@ class _StandbyRun:
             traffic.stop()
 
     def kill(self) -> KillFigures:
-        """One kill in the middle of traffic, and all that is said of it."""
+        """Kills the active process under load. Returns the figures."""
         supervisor = self._supervisor
         assert supervisor is not None
         pair = await_pair(supervisor.port, START_TIMEOUT_S)
@@ -146,7 +146,7 @@ class _StandbyRun:
         worker, steps = self._settings.worker, _steps(supervisor.log, killed_at_s)
         before = [each for each in asked if each.answered_s <= killed_s]
         after = [each for each in asked if each.answered_s > killed_s]
-        # What a dying process had sent still arrives; the successor's first answer comes after its assignment.
+        # Results that the dying process had sent still arrive; the standby's results follow its assignment.
         first_s = min(
             (each.answered_s for each in after if each.answered_s - killed_s > steps["assigned_ms"] / 1e3),
             default=float("nan"),
@@ -195,7 +195,7 @@ class _StandbyRun:
 
 
 def _steps(log: Path, killed_at_s: float) -> dict[str, float]:
-    """Column -> ms from the kill to the first time that the log tells of the step; NaN if it never does."""
+    """Column -> ms from the kill to the first log line of the step; NaN without such a line."""
     found = dict.fromkeys(STEPS.values(), float("nan"))
     for line in log.read_text(encoding="utf-8").splitlines():
         try:
@@ -242,7 +242,7 @@ def _settings(broker: LocalBroker, folder: Path, history: int, hbm_mib: int, dra
                 "shared_path": folder / "shared",
                 "standby_memory": memory,
             },
-            # Deaths are what is measured.
+            # The kills must not use up the restart policy's limit.
             "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
         }
     )

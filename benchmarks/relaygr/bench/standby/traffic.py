@@ -1,6 +1,6 @@
-"""Users who come again and again, one request at a time, on a schedule that no answer holds up.
+"""The load: users who send requests in turn on a fixed schedule, whether or not results arrive.
 
-Their histories travel inline, so a request depends on nothing but the worker.
+Histories are sent inline, so that a request depends on the worker alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CACHED = frozenset((Path.HBM, Path.DRAM, Path.PENDING))
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request and its end. Times are monotonic seconds."""
+    """One request and its outcome. Times are monotonic seconds."""
 
     sent_s: float
     answered_s: float
@@ -35,7 +35,7 @@ class Asked:
 
 
 class Traffic:
-    """One request every `interval_s`, the users in turn. As a context: runs inside, with a client of its own."""
+    """Sends one request every `interval_s`, for the users in turn. A context manager: it runs inside the context."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Traffic:
         interval_s: float,
         budget_ms: float,
     ) -> None:
-        """`make_client` takes the callback `on_lost`."""
+        """`make_client` makes a client from the callback `on_lost`."""
         self.lost: list[LostRequest] = []
         self._client = make_client(on_lost=self.lost.append)
         self._users = users
@@ -69,7 +69,7 @@ class Traffic:
         self._client.__exit__(None, None, None)
 
     def stop(self) -> list[Asked]:
-        """Asks no more, and waits for every answer. Raises TimeoutError for one that has no end."""
+        """Stops sending and waits for every outcome. Raises TimeoutError for a request without one."""
         self._stopping.set()
         self._thread.join()
         timeout_s = self._budget_ms / 1e3 + 30
@@ -80,7 +80,7 @@ class Traffic:
 
     @property
     def repeated(self) -> int:
-        """Answers to what was answered before: the callers saw none of them."""
+        """Results of requests that had a result already. The client dropped them."""
         return self._client.statistics().duplicates
 
     def _run(self) -> None:
@@ -102,6 +102,6 @@ class Traffic:
 
 
 def hit_ratio(asked: Sequence[Asked]) -> float:
-    """The share that was ranked on a prefix that was there."""
+    """Share of the requests that were ranked on a cached prefix."""
     paths = Counter(each.outcome.result.path for each in asked if each.outcome.result is not None)
     return sum(paths[path] for path in CACHED) / max(1, paths.total())
