@@ -8,7 +8,8 @@ there is none, its tests are skipped, or fail if a broker is promised (`tests/pr
 
 Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slow` here.
 
-Every test begins with the logging of a process that configured none, and without the caller's settings.
+Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
+leaves a thread or a child process behind fails.
 
 Examples of property tests may take as long as they like: no test asserts how long something took.
 """
@@ -28,6 +29,7 @@ from hypothesis import settings
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from tests.leftovers import Leftovers
 from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
@@ -68,7 +70,15 @@ class _StandardError:
 
 
 @pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
+def nothing_left_behind() -> Iterator[None]:
+    """What fixtures of a module or of the whole run started before is theirs to end."""
+    leftovers = Leftovers()
+    yield
+    assert leftovers.found_after() == []
+
+
+@pytest.fixture(autouse=True)
+def own_logging(nothing_left_behind: None) -> Iterator[None]:
     """What a test configures of `logging` and structlog ends with it."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

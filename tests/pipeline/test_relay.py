@@ -12,7 +12,7 @@ from relaygr.admission.latency import LatencyModel
 from relaygr.client import RankOutcome, RankStatus, RelayClient
 from relaygr.replay.demand import demands_of
 from relaygr.replay.link import LinkSpeed
-from relaygr.replay.run import Arena, Candidate, replay
+from relaygr.replay.run import Candidate, ReplayEnvironment, replay
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.codec import MAX_MESSAGE_BYTES
@@ -272,9 +272,9 @@ def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
     assert header.latency == COEFFICIENTS
     assert user.encode() not in stack.trace.read_bytes()
     link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
-    arena = Arena(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
+    environment = ReplayEnvironment(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
     candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
-    assert replay(list(demands_of(reader.records())), arena, candidate).visits > 0
+    assert replay(list(demands_of(reader.records())), environment, candidate).visits > 0
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -159,7 +159,9 @@ class Timeline:
         try:
             if self._is_to_fail():
                 raise OSError("the link broke")
-            stream.thread.submit(work.run).result()
+            # On a thread that ends with the work: a pool of the stream would outlive the test.
+            with ThreadPoolExecutor(1, "simulated-stream") as thread:
+                thread.submit(work.run).result()
         except BaseException as error:
             stream.error = error
         self._settle()
@@ -173,14 +175,13 @@ class Timeline:
 
 
 class SimulatedStream(Stream):
-    """A thread of its own."""
+    """Its work runs on another thread than the caller's."""
 
     def __init__(self, timeline: Timeline, delay_us: float, bytes_per_us: float) -> None:
         self._timeline = timeline
         self._delay_us = delay_us
         self._bytes_per_us = bytes_per_us
         self.queue: deque[_Work | SimulatedEvent] = deque()
-        self.thread = ThreadPoolExecutor(1, "simulated-stream")
         self.free_us = 0.0
         self.error: BaseException | None = None
         timeline.add(self)
