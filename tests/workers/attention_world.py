@@ -21,7 +21,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SegmentRows:
     """What a segment is made of."""
 
     context: int
@@ -38,7 +38,7 @@ class RaggedForward:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[SegmentRows],
         *,
         heads: int = 2,
         dqk: int = 8,
@@ -116,14 +116,22 @@ class RaggedForward:
         return float((ours.double().cpu().reshape(expected.shape) - expected).abs().max() / expected.abs().max())
 
 
-MIXED = [Run(0, 20, 0), Run(13, 5, 0), Run(20, 3, 7), Run(0, 0, 4), Run(9, 0, 3), Run(16, 4, 1), Run(0, 3, 2)]
-SHAPES: dict[str, list[Run]] = {
-    "a chunk that begins a prefix": [Run(0, 40, 0)],
-    "a chunk over several tiles": [Run(21, 70, 0)],
-    "candidates alone": [Run(0, 0, 5)],
-    "candidates on a prefix": [Run(50, 0, 19)],
-    "a suffix over several tiles": [Run(5, 40, 37)],
-    "one row": [Run(33, 1, 0)],
+MIXED = [
+    SegmentRows(0, 20, 0),
+    SegmentRows(13, 5, 0),
+    SegmentRows(20, 3, 7),
+    SegmentRows(0, 0, 4),
+    SegmentRows(9, 0, 3),
+    SegmentRows(16, 4, 1),
+    SegmentRows(0, 3, 2),
+]
+SHAPES: dict[str, list[SegmentRows]] = {
+    "a chunk that begins a prefix": [SegmentRows(0, 40, 0)],
+    "a chunk over several tiles": [SegmentRows(21, 70, 0)],
+    "candidates alone": [SegmentRows(0, 0, 5)],
+    "candidates on a prefix": [SegmentRows(50, 0, 19)],
+    "a suffix over several tiles": [SegmentRows(5, 40, 37)],
+    "one row": [SegmentRows(33, 1, 0)],
     "all kinds together": MIXED,
-    "many short requests": [Run(index, index % 3, 1 + index % 4) for index in range(20)],
+    "many short requests": [SegmentRows(index, index % 3, 1 + index % 4) for index in range(20)],
 }

@@ -18,13 +18,13 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.graphs import LEAST, STEPS, DirectRunner, GraphRunner, bucket, mean_padding
+from relaygr.worker.model.graphs import LEAST, STEPS, DirectRunner, GraphRunner, bucket
 from relaygr.worker.model.interface import PrefixChunk, RankInputs
 from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.triton.attention import TritonAttention
 from relaygr.worker.model.triton.plan import PlanShape
-from tests.workers.attention_world import RaggedForward, Run
+from tests.workers.attention_world import RaggedForward, SegmentRows
 from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
 from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
 
@@ -32,6 +32,12 @@ pytestmark = pytest.mark.slow
 
 CONFIG = small_config()
 NO_FEATURES = np.empty(0, np.int64)
+
+
+def mean_padding(low: int, high: int) -> float:
+    """What padding adds, as a share, when every size in [low, high] comes equally often."""
+    sizes = range(low, high + 1)
+    return sum(bucket(size) for size in sizes) / sum(sizes) - 1.0
 
 
 @given(st.integers(0, 2**20))
@@ -60,7 +66,7 @@ class Layers:
         }
         self.stack = LayerStack(build_layers(CONFIG, tensors, torch.float32), KvDtype.FLOAT32)
         # Not of another kind than the layers: alpha and N of the model do not matter here.
-        self.attention = TritonAttention(forward([Run(1, 0, 1)]).spec, DEVICE, BLOCKS)
+        self.attention = TritonAttention(forward([SegmentRows(1, 0, 1)]).spec, DEVICE, BLOCKS)
         self.direct = DirectRunner(self.stack, self.attention)
         self.graphs = GraphRunner(self.stack, self.attention, device, limit, pause)
 
@@ -72,11 +78,11 @@ class Layers:
         return runner(made.kv, made.segments, x.to(DEVICE.torch_device), before).clone()
 
 
-def forward(runs: list[Run], seed: int = 0) -> RaggedForward:
+def forward(runs: list[SegmentRows], seed: int = 0) -> RaggedForward:
     return RaggedForward(runs, device=DEVICE, seed=seed)
 
 
-def same_arena(made: RaggedForward, runs: list[Run]) -> RaggedForward:
+def same_arena(made: RaggedForward, runs: list[SegmentRows]) -> RaggedForward:
     """Other segments over the arena of `made`, whose page 0 holds what they need."""
     other = forward(runs)
     other.kv = made.kv
@@ -91,8 +97,8 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def test_a_size_seen_twice_runs_from_its_graph_and_gives_the_same_rows() -> None:
     layers = Layers()
-    first = forward([Run(9, 12, 0), Run(20, 3, 6)])
-    second = same_arena(first, [Run(11, 10, 0), Run(17, 4, 6)])
+    first = forward([SegmentRows(9, 12, 0), SegmentRows(20, 3, 6)])
+    second = same_arena(first, [SegmentRows(11, 10, 0), SegmentRows(17, 4, 6)])
     assert torch.equal(layers.rows(first), layers.rows(first, direct=True))
     assert layers.graphs.graphs == 0
     from_graph = layers.rows(first)
@@ -105,7 +111,7 @@ def test_a_size_seen_twice_runs_from_its_graph_and_gives_the_same_rows() -> None
 
 def test_a_chunk_from_a_graph_is_stored_in_its_own_pages() -> None:
     layers = Layers()
-    made = forward([Run(3, 12, 0)])
+    made = forward([SegmentRows(3, 12, 0)])
     views = [view(layer) for view in (made.kv.k, made.kv.v) for layer in (0, 1)]
     own = made.segments[0].pages[:2]
     others = np.setdiff1d(np.arange(views[0].shape[0]), own)
@@ -113,7 +119,7 @@ def test_a_chunk_from_a_graph_is_stored_in_its_own_pages() -> None:
     expected = [view.clone() for view in views]
     for view in views:
         view[own[0], :, 3:] = view[own[1], :, :7] = 7.0
-    elsewhere = same_arena(made, [Run(0, 14, 0)])
+    elsewhere = same_arena(made, [SegmentRows(0, 14, 0)])
     elsewhere.segments = [replace(elsewhere.segments[0], pages=others)]
     for _ in range(2):
         layers.rows(elsewhere)
@@ -128,8 +134,8 @@ def test_a_chunk_from_a_graph_is_stored_in_its_own_pages() -> None:
 
 def test_the_least_recently_used_graph_goes_first() -> None:
     layers = Layers(limit=2)
-    made = forward([Run(9, 0, 70)])
-    sizes = [same_arena(made, [Run(9, 0, rows)]) for rows in (16, 40, 70)]
+    made = forward([SegmentRows(9, 0, 70)])
+    sizes = [same_arena(made, [SegmentRows(9, 0, rows)]) for rows in (16, 40, 70)]
     for size in sizes[:2]:
         layers.rows(size)
         layers.rows(size)
@@ -158,8 +164,8 @@ def test_buckets_that_take_turns_do_not_push_each_other_out_at_every_forward() -
     """Capturing takes as long as many forwards."""
     counting = Counting()
     layers = Layers(counting, limit=2, pause=5)
-    made = forward([Run(9, 0, 70)])
-    sizes = [same_arena(made, [Run(9, 0, rows)]) for rows in (16, 40, 70)]
+    made = forward([SegmentRows(9, 0, 70)])
+    sizes = [same_arena(made, [SegmentRows(9, 0, rows)]) for rows in (16, 40, 70)]
     captured = []
     for _ in range(6):
         for size in sizes:
@@ -172,7 +178,7 @@ def test_buckets_that_take_turns_do_not_push_each_other_out_at_every_forward() -
 def test_another_arena_begins_anew() -> None:
     layers = Layers()
     for seed in (0, 1):
-        made = forward([Run(9, 0, 5)], seed)
+        made = forward([SegmentRows(9, 0, 5)], seed)
         for _ in range(3):
             assert close(layers.rows(made), layers.rows(made, direct=True))
         assert layers.graphs.graphs == 1
@@ -180,7 +186,7 @@ def test_another_arena_begins_anew() -> None:
 
 def test_a_forward_that_waits_for_its_pages_runs_without_a_graph() -> None:
     layers, asked = Layers(), []
-    made = forward([Run(9, 0, 5)])
+    made = forward([SegmentRows(9, 0, 5)])
     for _ in range(3):
         layers.rows(made, before=[asked.append])
     assert layers.graphs.graphs == 0
@@ -198,7 +204,7 @@ class Wide(CpuDevice):
 def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
     """One request on a long prefix: 3 tiles of 2 heads fill few of 132 processors, whatever a bucket adds."""
     attention = TritonAttention(AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16), Wide(), BLOCKS)
-    made = forward([Run(4000, 16, 128)])
+    made = forward([SegmentRows(4000, 16, 128)])
     assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 16, stores=False)
 
 
@@ -216,7 +222,7 @@ class NoCapture(CpuDevice):
 
 def test_a_device_that_cannot_capture_says_so_once_and_runs_on() -> None:
     layers = Layers(NoCapture())
-    made = forward([Run(9, 0, 5)])
+    made = forward([SegmentRows(9, 0, 5)])
     with capture_logs() as logs:
         for _ in range(4):
             assert torch.equal(layers.rows(made), layers.rows(made, direct=True))
@@ -226,7 +232,7 @@ def test_a_device_that_cannot_capture_says_so_once_and_runs_on() -> None:
 
 def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
     layers = Layers()
-    made = forward([Run(50, 0, 3)])
+    made = forward([SegmentRows(50, 0, 3)])
     made.segments = [replace(made.segments[0], pages=made.segments[0].pages[:2])]
     with pytest.raises(ValueError, match="50 tokens need 7 pages"):
         layers.rows(made)

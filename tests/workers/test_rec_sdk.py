@@ -12,7 +12,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention import rec_sdk
 from relaygr.worker.model.attention.rec_sdk import RecSdkAttention, load_operators
 from tests.workers import fake_rec_sdk
-from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
+from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,7 +20,7 @@ def operator() -> None:
     fake_rec_sdk.register_operator()
 
 
-def forward_of(runs: list[Run], **options: object) -> RaggedForward:
+def forward_of(runs: list[SegmentRows], **options: object) -> RaggedForward:
     return RaggedForward(runs, **({"dqk": 16, "dv": 32, "device": CpuDevice()} | options))  # type: ignore[arg-type]
 
 
@@ -31,7 +31,7 @@ def attend(forward: RaggedForward) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("runs", SHAPES.values(), ids=SHAPES.keys())
-def test_rows_get_what_the_formula_gives(runs: list[Run]) -> None:
+def test_rows_get_what_the_formula_gives(runs: list[SegmentRows]) -> None:
     forward = forward_of(runs)
     assert forward.error(attend(forward)) <= TOLERANCES[torch.float32]
 
@@ -43,7 +43,7 @@ def test_any_compute_type(compute: torch.dtype) -> None:
 
 
 def test_chunks_are_stored() -> None:
-    forward = forward_of([Run(9, 14, 0)], page_tokens=5, stored=KvDtype.BFLOAT16)
+    forward = forward_of([SegmentRows(9, 14, 0)], page_tokens=5, stored=KvDtype.BFLOAT16)
     attend(forward)
     pages = forward.segments[0].pages
     for row, token in enumerate(range(9, 23)):

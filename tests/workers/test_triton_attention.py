@@ -31,7 +31,7 @@ from relaygr.worker.model.triton.launch import (
     tuned_attend,
 )
 from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pack
-from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, Run
+from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
 from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 class Forward(RaggedForward):
     """On the device that the kernels run on."""
 
-    def __init__(self, runs: list[Run], **options: Any) -> None:
+    def __init__(self, runs: list[SegmentRows], **options: Any) -> None:
         super().__init__(runs, device=DEVICE, **options)
 
     def attend(self) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Forward(RaggedForward):
 
 
 @pytest.mark.parametrize("runs", SHAPES.values(), ids=SHAPES.keys())
-def test_rows_get_what_the_formula_gives(runs: list[Run]) -> None:
+def test_rows_get_what_the_formula_gives(runs: list[SegmentRows]) -> None:
     forward = Forward(runs)
     assert forward.error(forward.attend()) <= 2e-6
 
@@ -69,21 +69,30 @@ def test_any_dimensions(heads: int, dqk: int, dv: int) -> None:
 @pytest.mark.parametrize("splits", [1, 16])
 def test_very_unequal_lengths(splits: int) -> None:
     """Programs without a key of their own beside some with hundreds; a request without any row, too."""
-    forward = Forward([Run(0, 1, 0), Run(600, 0, 1), Run(0, 0, 1), Run(1, 0, 300), Run(31, 0, 0), Run(16, 16, 16)])
+    forward = Forward(
+        [
+            SegmentRows(0, 1, 0),
+            SegmentRows(600, 0, 1),
+            SegmentRows(0, 0, 1),
+            SegmentRows(1, 0, 300),
+            SegmentRows(31, 0, 0),
+            SegmentRows(16, 16, 16),
+        ]
+    )
     assert forward.error(packed_attend(forward, PlanShape(32, splits, True))) <= 2e-6
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 50, 400])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: int) -> None:
-    forward = Forward([*MIXED, Run(40, 21, 90), Run(0, 0, 33), Run(0, 16, 64)], group=size)
+    forward = Forward([*MIXED, SegmentRows(40, 21, 90), SegmentRows(0, 0, 33), SegmentRows(0, 16, 64)], group=size)
     assert forward.error(packed_attend(forward, PlanShape(16, splits, True), Blocks(32))) <= 2e-6
 
 
 @pytest.mark.parametrize("shift", [-30.0, -8.0, 8.0, 200.0])
 def test_scores_far_from_zero(shift: float) -> None:
     """Where SiLU is nearly 0 it is as exact, as a share of itself, as elsewhere: a norm may follow."""
-    forward = Forward([Run(70, 9, 0), Run(30, 2, 20), Run(0, 1, 0)], dqk=16)
+    forward = Forward([SegmentRows(70, 9, 0), SegmentRows(30, 2, 20), SegmentRows(0, 1, 0)], dqk=16)
     for keys in (forward.k, forward.kv.k(LAYER)):
         keys[..., 0] = shift / 4
     forward.q[..., 0] = 16.0
@@ -125,7 +134,7 @@ def test_keys_split_among_programs_give_the_same_sums(splits: int) -> None:
 
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_any_rows_in_a_tile(block_rows: int) -> None:
-    forward = Forward([*MIXED, Run(3, 150, 0)], compute=torch.float16)
+    forward = Forward([*MIXED, SegmentRows(3, 150, 0)], compute=torch.float16)
     assert forward.error(packed_attend(forward, PlanShape(block_rows, 1, True))) <= TOLERANCES[torch.float16]
 
 
@@ -160,7 +169,7 @@ def test_a_neighbour_changes_nothing() -> None:
 @settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(
-        st.builds(Run, st.integers(0, 70), st.integers(0, 40), st.integers(0, 20)),
+        st.builds(SegmentRows, st.integers(0, 70), st.integers(0, 40), st.integers(0, 20)),
         min_size=1,
         max_size=6,
     ),
@@ -171,7 +180,9 @@ def test_a_neighbour_changes_nothing() -> None:
     group=st.integers(1, 9),
     seed=st.integers(0, 2**16),
 )
-def test_any_forward(runs: list[Run], page_tokens: int, dqk: int, dv: int, splits: int, group: int, seed: int) -> None:
+def test_any_forward(
+    runs: list[SegmentRows], page_tokens: int, dqk: int, dv: int, splits: int, group: int, seed: int
+) -> None:
     forward = Forward(runs, page_tokens=page_tokens, dqk=dqk, dv=dv, group=group, seed=seed)
     stores = any(run.stores for run in runs)
     assert forward.error(packed_attend(forward, PlanShape(32, splits, stores))) <= 2e-6
@@ -205,14 +216,14 @@ def large_arena(pages: int, page_bytes: int, sparse: Path) -> torch.Tensor:
 
 
 def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
-    forward = Forward([Run(50, 0, 3)])
+    forward = Forward([SegmentRows(50, 0, 3)])
     short = [Segment(forward.segments[0].pages[:2], 50, 0, 3, False, 50)]
     with pytest.raises(ValueError, match="50 tokens need 7 pages of 8, 2 were given"):
         TritonAttention(forward.spec, DEVICE, BLOCKS).begin(forward.kv, short)
 
 
 def test_rows_that_are_not_the_plans_are_refused() -> None:
-    forward = Forward([Run(5, 0, 3)])
+    forward = Forward([SegmentRows(5, 0, 3)])
     started = TritonAttention(forward.spec, DEVICE, BLOCKS).begin(forward.kv, forward.segments)
     with pytest.raises(ValueError, match="2 rows were given, the plan has 3"):
         started.attend(LAYER, forward.q[:2], forward.k[:2], forward.v[:2])
@@ -278,7 +289,7 @@ def packed_attend(
 @pytest.mark.skipif(INTERPRETED, reason="no GPU: there is nothing to tune")
 @pytest.mark.parametrize("compute", TOLERANCES)
 def test_tuned_kernels_on_shapes_of_their_real_size(compute: torch.dtype) -> None:
-    runs = [Run(0, 1000, 0), Run(2048, 512, 0), Run(4096, 64, 512), Run(1000, 0, 128)]
+    runs = [SegmentRows(0, 1000, 0), SegmentRows(2048, 512, 0), SegmentRows(4096, 64, 512), SegmentRows(1000, 0, 128)]
     forward = Forward(runs, heads=4, dqk=128, dv=128, page_tokens=64, compute=compute, stored=KvDtype.BFLOAT16)
     started = TritonAttention(forward.spec, DEVICE).begin(forward.kv, forward.segments)
     out = started.attend(LAYER, forward.q, forward.k, forward.v)

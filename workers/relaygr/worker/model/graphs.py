@@ -43,12 +43,6 @@ def bucket(size: int) -> int:
     return -(-size // width) * width
 
 
-def mean_padding(low: int, high: int) -> float:
-    """What padding adds, as a share, when every size in [low, high] comes equally often."""
-    sizes = range(low, high + 1)
-    return sum(bucket(size) for size in sizes) / sum(sizes) - 1.0
-
-
 LIMIT = 32
 """Graphs kept; each holds its input rows and what describes its segments, and all share their scratch memory."""
 PAUSE = 64

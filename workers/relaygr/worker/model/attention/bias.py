@@ -10,7 +10,6 @@ Distances beyond the table take its end. Source: the research layer of arXiv 240
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -23,13 +22,6 @@ _LONGEST_SECONDS = 2**54
 """More than 64 bits of milliseconds hold."""
 
 
-class TileBias(Protocol):
-    """Bias of one segment."""
-
-    def tile(self, layer: int, rows: range, keys: range) -> torch.Tensor:
-        """float32 [rows, keys]; ranges are of the segment's tokens."""
-
-
 class RelativeBiases:
     """The bias tables of all layers."""
 
@@ -39,12 +31,14 @@ class RelativeBiases:
         self.times = times
         self.edges = bucket_edges(config).to(positions[0].device) if times is not None else None
 
-    def of(self, segment: Segment, mask: AttentionMask) -> TileBias:
+    def of(self, segment: Segment, mask: AttentionMask) -> SegmentBias:
         """The bias of one segment. Raises ValueError where it brings no times and the bias needs them."""
-        return _SegmentBias(self, segment, mask)
+        return SegmentBias(self, segment, mask)
 
 
-class _SegmentBias:
+class SegmentBias:
+    """The bias of one segment."""
+
     def __init__(self, biases: RelativeBiases, segment: Segment, mask: AttentionMask) -> None:
         self._biases = biases
         self._mask = mask
@@ -57,6 +51,7 @@ class _SegmentBias:
             self._following = torch.from_numpy(segment.times.following).to(device)
 
     def tile(self, layer: int, rows: range, keys: range) -> torch.Tensor:
+        """float32 [rows, keys]; both ranges are of the segment's tokens."""
         weights = self._biases.positions[layer]
         centre = weights.numel() // 2
         apart = self._mask.places(keys)[None, :] - self._mask.places(rows)[:, None]

@@ -6,7 +6,7 @@ are attended to as they are, so that only what was there before is read from pag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -16,9 +16,6 @@ from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import ROW_BLOCK, by_head, by_row
-
-Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""sums [heads, rows, dv] += weights [heads, rows, keys] @ values [heads, keys, dv]"""
 
 
 class BlockedAttention:

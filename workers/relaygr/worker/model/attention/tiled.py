@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.worker.model.attention.bias import RelativeBiases, TileBias
+from relaygr.worker.model.attention.bias import RelativeBiases, SegmentBias
 from relaygr.worker.model.attention.interface import AttentionPass
 from relaygr.worker.model.attention.mask import AttentionMask, Visible
 from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
@@ -40,7 +40,7 @@ class TiledSegment:
     placed: Placed
     spans: tuple[PageSpan, ...]
     mask: AttentionMask
-    bias: TileBias | None
+    bias: SegmentBias | None
 
     def row_tiles(self) -> Iterator[RowTile]:
         """All rows, in tiles of at most ROW_BLOCK."""
