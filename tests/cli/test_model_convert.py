@@ -81,7 +81,7 @@ def test_options_may_stand_in_a_file_and_are_overridden_on_the_command_line(tmp_
     assert run(*arguments, "--max-candidates", 9).exit_code == 0
     assert load_checkpoint(tmp_path / "out").config.max_candidates == 9
     again = run(*arguments)
-    assert "holds a checkpoint already" in again.output
+    assert "already contains a checkpoint" in again.output
     (tmp_path / "options.yaml").write_text("headz: 3\n")
     wrong = run(*arguments, "--force")
     assert wrong.exit_code != 0
@@ -111,9 +111,9 @@ def test_what_it_must_be_told_is_named_as_options(tmp_path: Path, source: Tensor
 @pytest.mark.parametrize(
     ("told", "sentence"),
     [
-        ("--target-group-size 2 --action-weight 1 --log-base 0.5", "no use for --log-base, --target-group-size"),
-        ("--table brand=brands.npy", "tables names brand, which no feature is called"),
-        ("--item-values brand=brands.npy", "item_values names brand, which no feature is called"),
+        ("--target-group-size 2 --action-weight 1 --log-base 0.5", "does not take --log-base, --target-group-size"),
+        ("--table brand=brands.npy", "tables names brand, and there is no such feature"),
+        ("--item-values brand=brands.npy", "item_values names brand, and there is no such feature"),
     ],
 )
 def test_what_would_change_nothing_is_refused(tmp_path: Path, source: Tensors, told: str, sentence: str) -> None:
@@ -145,7 +145,7 @@ def test_nothing_but_tensors_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_is_no_state_dict_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RelayError, match="is not there"):
+    with pytest.raises(RelayError, match="does not exist"):
         read_state_dict(tmp_path / "model.pt")
     (tmp_path / "model.pt").write_bytes(b"text")
     with pytest.raises(RelayError, match=r"model\.pt"):

@@ -98,7 +98,7 @@ def test_a_tensor_that_is_wrong_is_refused(name: str, tensor: torch.Tensor, sent
         ({"normalizer": float("inf")}, "normalizer: Input should be a finite number"),
         ({"heads": 4}, "heads: Extra inputs are not permitted"),
         ({"tasks": []}, "tasks: Tuple should have at least 1 item"),
-        ({"tasks": [{"name": "a"}, {"name": "a"}]}, "tasks has the same name twice"),
+        ({"tasks": [{"name": "a"}, {"name": "a"}]}, "tasks contains a name twice"),
         ({"group_norm": True, "norm_affine": False}, "group_norm needs norm_affine"),
         ({"format": 2}, "format: Input should be 1"),
     ],
@@ -189,9 +189,9 @@ def test_model_init_fills_any_configuration_with_random_weights(tmp_path: Path) 
     made = CliRunner().invoke(app, ["init", str(tmp_path / "a"), "--config", str(path), "--seed", "3"])
     assert made.exit_code == 0, made.output
     assert load_checkpoint(tmp_path / "a").revision == random_checkpoint(config, 3).revision
-    assert "keys at most 9 places back, candidates in groups of 2" in made.output
+    assert "window of 9 places, candidates in groups of 2" in made.output
     both = CliRunner().invoke(app, ["init", str(tmp_path / "b"), "--config", str(path), "--layers", "3", "--null"])
-    assert "--config says what the model is: leave out --layers, --null" in str(both.exception)
+    assert "--config defines the model: leave out --layers, --null" in str(both.exception)
 
 
 def test_model_init_refuses_a_normalizer_of_zero(tmp_path: Path) -> None:
@@ -202,10 +202,10 @@ def test_model_init_refuses_a_normalizer_of_zero(tmp_path: Path) -> None:
 def test_an_item_file_names_the_line_that_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "items.txt"
     path.write_text("1\n2\nthree\n")
-    with pytest.raises(RelayError, match=r"line 3: 'three' is not a whole number"):
+    with pytest.raises(RelayError, match=r"line 3: 'three' is not an integer"):
         read_item_ids(path)
     path.write_text("")
-    with pytest.raises(RelayError, match="holds no item id"):
+    with pytest.raises(RelayError, match="contains no item id"):
         read_item_ids(path)
     np.save(tmp_path / "items.npy", np.array([3, 1, 3]))
     assert read_item_ids(tmp_path / "items.npy").tolist() == [1, 3]

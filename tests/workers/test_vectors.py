@@ -235,7 +235,7 @@ def test_a_file_that_is_no_file_of_vectors_is_refused(tmp_path: Path) -> None:
         read_vectors(path)
     whole = write(path, {"stu_a": make_stu()}).read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RelayError, match=r"not an \.npz file, or not all of one"):
+    with pytest.raises(RelayError, match=r"not an \.npz file, or is truncated"):
         read_vectors(path)
 
 

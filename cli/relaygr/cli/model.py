@@ -34,9 +34,9 @@ app.command("check-dram")(check_dram_command)
 
 _MIB = 2**20
 _BESIDE_CONFIG = frozenset({"out", "config", "items", "seed", "force"})
-"""Parameters of `init` that go with a configuration file."""
+"""Parameters of `init` that are allowed together with a configuration file."""
 _OPTION_OF = {"family": "null", "num_actions": "actions", "num_positions": "positions"}
-"""Parameters of `init` that are named otherwise than the fields of a configuration that they say."""
+"""Parameters of `init` whose names differ from the fields of a configuration that they set."""
 
 
 @app.command()
@@ -44,27 +44,34 @@ def init(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
     vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Items 0 to this - 1; or give --items.", show_default="10000")
+        int | None,
+        typer.Option(min=1, help="Number of items, with ids 0 to this - 1; or give --items.", show_default="10000"),
     ] = None,
     items: Annotated[
-        Path | None, typer.Option(help="Item ids: one whole number a line, or a .npy of int64.", show_default=False)
+        Path | None,
+        typer.Option(help="File of item ids: one integer on each line, or a .npy file of int64.", show_default=False),
     ] = None,
     preset: Annotated[
         Preset | None,
-        typer.Option(help="The form of a well-known ranker; other options say its sizes, and go first."),
+        typer.Option(help="The form of a well-known ranker. Other options set its sizes, and override it."),
     ] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 128,
-    attention_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
-    hidden_dim: Annotated[int | None, typer.Option(min=1, help="Per head.", show_default="dim / heads")] = None,
-    normalizer: Annotated[
-        float | None, typer.Option(help="N, one constant.", show_default="the longest prefix + suffix")
+    attention_dim: Annotated[
+        int | None, typer.Option(min=1, help="Width of Q and K per head.", show_default="dim / heads")
     ] = None,
-    activated: Annotated[Activated, typer.Option(help="Which projections take SiLU.")] = Activated.U,
-    output_form: Annotated[OutputForm, typer.Option(help="What the output projection reads.")] = OutputForm.U_A_UNORM,
-    group_norm: Annotated[bool, typer.Option("--group-norm", help="Output norm per head.")] = False,
-    actions: Annotated[int, typer.Option(min=0, help="Action codes 0 to this - 1; 0: not used.")] = 16,
+    hidden_dim: Annotated[
+        int | None, typer.Option(min=1, help="Width of V per head.", show_default="dim / heads")
+    ] = None,
+    normalizer: Annotated[
+        float | None,
+        typer.Option(help="N, the constant by which attention is divided.", show_default="the longest prefix + suffix"),
+    ] = None,
+    activated: Annotated[Activated, typer.Option(help="The projections that go through SiLU.")] = Activated.U,
+    output_form: Annotated[OutputForm, typer.Option(help="The input of the output projection.")] = OutputForm.U_A_UNORM,
+    group_norm: Annotated[bool, typer.Option("--group-norm", help="Normalise the attention output per head.")] = False,
+    actions: Annotated[int, typer.Option(min=0, help="Number of action codes, 0 to this - 1; 0: no actions.")] = 16,
     positions: Annotated[
         int | None, typer.Option(min=0, help="Rows of the position table.", show_default="longest prefix + suffix + 1")
     ] = None,
@@ -84,18 +91,18 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
     config: Annotated[
         Path | None,
-        typer.Option(help="A config.json (docs/model.md) in place of the options of sizes and forms."),
+        typer.Option(help="A config.json (docs/model.md) instead of the options for sizes and forms."),
     ] = None,
     null: Annotated[
         bool, typer.Option("--null", help="A model that computes nothing, to measure the pipeline.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a checkpoint that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing checkpoint.")] = False,
 ) -> None:
     """Make a random checkpoint."""
     if items is not None and vocabulary is not None:
         raise RelayError("Give --items or --vocabulary, not both.")
     if (out / CONFIG_FILE).exists() and not force:
-        raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
+        raise RelayError(f"{out} already contains a checkpoint: choose another folder, or give --force.")
     item_ids = None if items is None else read_item_ids(items)
     if config is not None:
         _refuse_beside_config(context)
@@ -132,21 +139,21 @@ def init(
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
-    """Check a checkpoint and say what it holds."""
+    """Check and describe a checkpoint."""
     from relaygr.worker.model.checkpoint import load_checkpoint
 
     _print_checkpoint(load_checkpoint(path), path)
 
 
 def _refuse_beside_config(context: typer.Context) -> None:
-    """Raises RelayError for options that a configuration file stands for."""
+    """Raises RelayError for options that conflict with a configuration file."""
     given = [
         f"--{name.replace('_', '-')}"
         for name in context.params
         if name not in _BESIDE_CONFIG and _is_given(context, name)
     ]
     if given:
-        raise RelayError(f"--config says what the model is: leave out {', '.join(given)}.")
+        raise RelayError(f"--config defines the model: leave out {', '.join(given)}.")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -162,12 +169,12 @@ def _save_random(out: Path, config: ModelConfig, seed: int, item_ids: NDArray[np
 
 
 def read_item_ids(path: Path) -> NDArray[np.int64]:
-    """Distinct item ids of a file, rising. Raises RelayError that names the line that is not a whole number."""
+    """Distinct item ids of a file, ascending. Raises RelayError that names a line that is not an integer."""
     try:
         if path.suffix == ".npy":
             ids = np.load(path, allow_pickle=False)
             if ids.dtype.kind not in "iu" or ids.ndim != 1:
-                raise RelayError(f"{path} holds {ids.dtype} {list(ids.shape)}, not one row of whole numbers.")
+                raise RelayError(f"{path} contains {ids.dtype} {list(ids.shape)}, not one row of integers.")
             found = ids.astype(np.int64)
         else:
             with path.open(encoding="utf-8") as lines:
@@ -175,7 +182,7 @@ def read_item_ids(path: Path) -> NDArray[np.int64]:
     except (OSError, ValueError, OverflowError) as error:
         raise RelayError(f"{path} cannot be read as item ids: {error}.") from error
     if found.size == 0:
-        raise RelayError(f"{path} holds no item id.")
+        raise RelayError(f"{path} contains no item id.")
     return np.unique(found)
 
 
@@ -183,14 +190,16 @@ def _item_id(path: Path, number: int, line: str) -> int:
     try:
         return int(line)
     except ValueError as error:
-        raise RelayError(f"{path}, line {number}: {line.strip()!r} is not a whole number; one id a line.") from error
+        raise RelayError(
+            f"{path}, line {number}: {line.strip()!r} is not an integer; write one id on each line."
+        ) from error
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**values)
     except ValidationError as error:
-        raise RelayError(f"This is not a model: {describe_problems(error)}.") from error
+        raise RelayError(f"The options do not define a model: {describe_problems(error)}.") from error
 
 
 def _feature(text: str) -> dict[str, str]:
@@ -218,11 +227,11 @@ def _describe(feature: ContextualFeature) -> str:
 
 
 def _attention(config: ModelConfig) -> str:
-    """What the mask and the bias have beyond the plain ones."""
+    """The options of mask and bias."""
     parts = {
         "contextual tokens see the whole history": config.contextual_mask,
-        f"keys at most {config.max_attn_len} places back": config.max_attn_len,
-        f"the newest {config.min_full_attn_len} rows see all": config.min_full_attn_len,
+        f"window of {config.max_attn_len} places": config.max_attn_len,
+        f"the newest {config.min_full_attn_len} rows ignore the window": config.min_full_attn_len,
         f"candidates in groups of {config.target_group_size}": config.target_group_size > 1,
         "relative bias": config.relative_bias is not None,
     }
@@ -234,8 +243,8 @@ def _rules(config: ModelConfig) -> str:
     return ", ".join(
         (
             "may grow" if rules.grows else "never grow",
-            "computed in any chunks" if rules.chunks else "computed in one piece",
-            "good for one query time" if rules.uses_query_time else "good at any time",
+            "computed in any chunks" if rules.chunks else "computed in one chunk",
+            "valid for one query time" if rules.uses_query_time else "valid at any time",
         )
     )
 

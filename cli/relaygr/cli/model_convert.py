@@ -1,4 +1,7 @@
-"""`relaygr model convert SOURCE OUT --from meta|nvidia|research`: a checkpoint of someone else's model as ours."""
+"""`relaygr model convert SOURCE OUT --from meta|nvidia|research`: converts a checkpoint of another implementation.
+
+The command imports torch only when it runs, so that `--help` answers without it.
+"""
 
 from __future__ import annotations
 
@@ -25,39 +28,46 @@ _LINE_WIDTH = 1000
 
 
 def convert_command(
-    source: Annotated[Path, typer.Argument(help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder of such.")],
+    source: Annotated[
+        Path, typer.Argument(help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder of such files.")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
-    kind: Annotated[SourceKind, typer.Option("--from", help="Whose model it is.")],
+    kind: Annotated[SourceKind, typer.Option("--from", help="The implementation that saved the checkpoint.")],
     config: Annotated[
-        Path | None, typer.Option(help="YAML or JSON file of these options, by name; options given here go first.")
+        Path | None, typer.Option(help="YAML or JSON file of these options, by name. The command line overrides it.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what became of every tensor here, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="File for the report about every tensor, as JSON.")] = None,
     allow_left_over: Annotated[
-        bool, typer.Option("--allow-left-over", help="Write it even if tensors are left over, or missing.")
+        bool, typer.Option("--allow-left-over", help="Write the checkpoint even if tensors are left over or missing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a checkpoint that is there.")] = False,
-    strip: Annotated[str, typer.Option(help="Take this off the beginning of each tensor's name.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing checkpoint.")] = False,
+    strip: Annotated[str, typer.Option(help="Prefix to remove from the name of each tensor.")] = "",
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
-    normalizer: Annotated[float | None, typer.Option(help="N: the longest sequence it was made for.")] = None,
+    normalizer: Annotated[
+        float | None, typer.Option(help="N: the longest sequence for which the source was made.")
+    ] = None,
     eps: Annotated[
         float | None, typer.Option(help="Epsilon of the layers' norms.", show_default="the source's own")
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="Scale of q.k.", show_default="the source's own")] = None,
     task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[:binary|:regression]", help="A column of the scores, in order.")
+        list[str] | None,
+        typer.Option(metavar="NAME[:binary|:regression]", help="A column of the scores; repeat in order."),
     ] = None,
     feature: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=TOKENS]", help="A contextual feature, in the source's order.")
+        list[str] | None,
+        typer.Option(metavar="NAME[=TOKENS]", help="A contextual feature; repeat in the source's order."),
     ] = None,
     hide_below: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=TOKENS", help="Meta: hide this feature from sequences of fewer tokens."),
+        typer.Option(metavar="NAME=TOKENS", help="Meta: hide this feature from sequences with fewer tokens."),
     ] = None,
     item_feature: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A feature of each item beside its id, in order.")
+        list[str] | None, typer.Option(metavar="NAME", help="A feature of each item beside its id; repeat in order.")
     ] = None,
     item_values: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE.npy", help="The value of an item feature, a row an item.")
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE.npy", help="The values of an item feature, one row for each item."),
     ] = None,
     table: Annotated[
         list[str] | None,
@@ -65,39 +75,52 @@ def convert_command(
     ] = None,
     table_rows: Annotated[
         list[str] | None,
-        typer.Option(metavar="TABLE=ROWS", help="Rows of a table that lies with others in one tensor."),
+        typer.Option(metavar="TABLE=ROWS", help="Rows of a table that shares one tensor with others."),
     ] = None,
     items: Annotated[
-        Path | None, typer.Option(help=".npy: the id of each row of the item table.", show_default="its place")
+        Path | None,
+        typer.Option(help=".npy: the id of each row of the item table.", show_default="the number of the row"),
     ] = None,
     projection: Annotated[
-        ProjectionLayout | None, typer.Option(help="How the joint projection's columns lie, where names do not say.")
+        ProjectionLayout | None, typer.Option(help="The order of the joint projection's columns, if names do not tell.")
     ] = None,
     concatenated: Annotated[
-        bool | None, typer.Option("--concatenated/--not-concatenated", help="Research: the output reads three blocks.")
+        bool | None,
+        typer.Option("--concatenated/--not-concatenated", help="Research: the output projection reads three blocks."),
     ] = None,
     contextual_mask: Annotated[
         bool | None, typer.Option("--contextual-mask", help="Contextual tokens see the whole history.")
     ] = None,
-    max_attn_len: Annotated[int | None, typer.Option(min=0, help="Keys at most so many places back.")] = None,
-    min_full_attn_len: Annotated[int | None, typer.Option(min=0, help="Rows so near the end see all.")] = None,
-    target_group_size: Annotated[int | None, typer.Option(min=1, help="Candidates see their group of so many.")] = None,
+    max_attn_len: Annotated[int | None, typer.Option(min=0, help="Window of attention, places.")] = None,
+    min_full_attn_len: Annotated[
+        int | None, typer.Option(min=0, help="Rows within this many places of the end ignore the window.")
+    ] = None,
+    target_group_size: Annotated[
+        int | None, typer.Option(min=1, help="Candidates in a group, which see each other.")
+    ] = None,
     activation: Annotated[
-        ReadoutActivation | None, typer.Option(help="Between the task MLP's layers.", show_default="the source's own")
+        ReadoutActivation | None,
+        typer.Option(help="The activation between the layers of the task MLP.", show_default="the source's own"),
     ] = None,
     action_weight: Annotated[
-        list[int] | None, typer.Option(min=1, help="Meta: the bit of a kind of action, where no tensor holds it.")
+        list[int] | None, typer.Option(min=1, help="Meta: the bit of a kind of action, if no tensor holds it.")
     ] = None,
-    log_base: Annotated[float | None, typer.Option(help="Research: of the time bias.", show_default="0.301")] = None,
+    log_base: Annotated[
+        float | None, typer.Option(help="Research: base of the bias by time.", show_default="0.301")
+    ] = None,
     max_prefix: Annotated[
-        int | None, typer.Option(min=8, help="Longest prefix, behaviours.", show_default="what N holds")
+        int | None, typer.Option(min=8, help="Longest prefix, behaviours.", show_default="from N")
     ] = None,
-    max_suffix: Annotated[int | None, typer.Option(min=0, help="Longest suffix.", show_default="128")] = None,
-    max_candidates: Annotated[int | None, typer.Option(min=1, help="Most candidates.", show_default="2048")] = None,
+    max_suffix: Annotated[
+        int | None, typer.Option(min=0, help="Longest suffix, behaviours.", show_default="128")
+    ] = None,
+    max_candidates: Annotated[
+        int | None, typer.Option(min=1, help="Most candidates of a request.", show_default="2048")
+    ] = None,
 ) -> None:
-    """Make a checkpoint of someone else's: Meta's DLRM-v3, NVIDIA's recsys-examples, the research model."""
+    """Convert a checkpoint of Meta's DLRM-v3, NVIDIA's recsys-examples or the research model."""
     if (out / CONFIG_FILE).exists() and not force:
-        raise RelayError(f"{out} holds a checkpoint already: choose another folder, or say --force.")
+        raise RelayError(f"{out} already contains a checkpoint: choose another folder, or give --force.")
     given: dict[str, Any] = {
         "heads": heads,
         "normalizer": normalizer,
@@ -143,7 +166,7 @@ def _save(out: Path, converted: Converted) -> None:
 
 
 def print_report(report: ConversionReport) -> None:
-    """Every tensor in a line, then what the conversion changes."""
+    """Prints a line for each tensor, then the notes of the report."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "from", "to", "shape", "how"):
         table.add_column(column, no_wrap=True)
@@ -155,11 +178,11 @@ def print_report(report: ConversionReport) -> None:
     for unused in report.unused:
         table.add_row("unused", unused.source, "", _shape(unused.shape), unused.why)
     for left in report.left_over:
-        table.add_row("[yellow]left over[/yellow]", left.source, "", _shape(left.shape), "nothing takes it")
+        table.add_row("[yellow]left over[/yellow]", left.source, "", _shape(left.shape), "not used")
     for missing in report.missing:
         looked = f"the source has no {missing.looked_for}"
         table.add_row("[red]missing[/red]", "", missing.target, _shape(missing.shape), looked)
-    # One line a tensor, however long: the terminal may wrap it, we do not.
+    # Each tensor is one line, however long it is; only the terminal may wrap it.
     console = Console(highlight=False, width=_LINE_WIDTH)
     console.print(table)
     for note in report.notes:
@@ -170,7 +193,7 @@ def print_report(report: ConversionReport) -> None:
     )
     if not report.is_complete:
         console.print(
-            "With --allow-left-over it is written all the same: missing norms' weights are ones, all else zeros."
+            "With --allow-left-over the checkpoint is written: missing weights of norms are ones, other tensors zeros."
         )
 
 

@@ -1,4 +1,4 @@
-"""What several commands read from their options' texts."""
+"""Parses option values for several commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from relaygr.runtime.errors import RelayError
 
 
 def parse_task(text: str) -> dict[str, str]:
-    """NAME[:binary|:regression]"""
+    """Parses NAME[:binary|:regression]."""
     name, _, kind = text.partition(":")
     return {"name": name, "kind": kind or "binary"}
 
 
 def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
-    """NAME=VALUE, each. Raises RelayError for one that is not."""
+    """Parses values of the form NAME=VALUE. Raises RelayError for another form."""
     pairs: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")

@@ -1,11 +1,10 @@
-"""The device layer: the only package that knows which accelerator is there.
+"""The device layer, the only package that distinguishes kinds of accelerators.
 
-`open_device(setting)` chooses: the `device` setting, else the accelerator that torch reports, else the CPU. It
-returns a `Device`, which makes streams and events, allocates device and host memory, and says how much is free.
-CPU, CUDA and NPU go through the same two classes: `CpuDevice`, where everything happens at once on the calling
-thread, and `AcceleratorDevice`.
+`open_device(setting)` returns the `Device` of the setting, else of the accelerator that torch finds, else the CPU. A
+`Device` makes streams and events, allocates device and host memory, and reports free memory. `CpuDevice` runs
+all work at once on the calling thread; `AcceleratorDevice` serves CUDA and NPU.
 
-torch_npu is imported only when the setting asks for `npu`; `workers/__init__.py` keeps torch from loading it.
+torch_npu is imported only if the setting names `npu`; `relaygr/worker/__init__.py` prevents torch from loading it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _NPU = "npu"
 
 
 def open_device(setting: str | None = None) -> Device:
-    """The device that the setting names; with none, the accelerator that is there, else the CPU.
+    """The device of the setting; without a setting, the accelerator that torch finds, else the CPU.
 
-    Raises RelayError for a name that torch does not know, and for a device that is not there.
+    Raises RelayError for a name that torch does not know, and for a missing device.
     """
     if setting is None:
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -77,7 +76,7 @@ def set_threads(threads: int) -> None:
 def _load_npu() -> None:
     try:
         importlib.import_module("torch_npu")
-    # A torch_npu without its CANN libraries raises OSError, ImportError or worse from deep inside.
+    # A torch_npu without its CANN libraries raises OSError, ImportError or another error.
     except Exception as error:
         raise RelayError(
             f"Device npu needs torch_npu and the CANN libraries, and importing torch_npu failed ({error}): install the "

@@ -1,4 +1,4 @@
-"""CUDA, NPU and whatever else torch calls an accelerator: `torch.accelerator`, `torch.Stream` and `torch.Event`."""
+"""CUDA, NPU and other accelerators of torch, by `torch.accelerator`, `torch.Stream` and `torch.Event`."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class _AcceleratorStream(Stream):
 
 
 class AcceleratorDevice(Device):
-    """CUDA, NPU and whatever else torch calls an accelerator."""
+    """CUDA, NPU or another accelerator of torch."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device, str(torch_device))
         self._capture_stream: torch.Stream | None = None
         self._capturing = threading.Lock()
-        # cuBLAS may else add parts of a long product in bfloat16. Other devices do not look at it.
+        # Without this, cuBLAS may add parts of a long product in bfloat16. Other devices ignore it.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.bind_thread()
 
     def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        # From pageable memory a copy stops the thread on CUDA, and on an NPU may read what was freed. torch takes
-        # pinned memory from a pool of its own, and gives it to nobody else before the copy has ended.
+        # A copy from pageable memory blocks the thread on CUDA, and may read freed memory on an NPU. torch allocates
+        # pinned memory from its own pool, and does not reuse it before the copy has ended.
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
         target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device) if into is None else into
         return target.copy_(pinned, non_blocking=True)
@@ -75,23 +75,23 @@ class AcceleratorDevice(Device):
             raise too_large(shape, "pinned host memory") from error
 
     def pinned_bytes(self, size_bytes: int) -> int:
-        # torch's allocator of pinned memory gives blocks of a power of two.
+        # torch allocates pinned memory in blocks whose size is a power of two.
         return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
     def pin_host(self, memory: torch.Tensor) -> bool:
-        # torch has no call of its own for memory that it did not allocate; CUDA's runtime does, CANN's is not exposed.
+        # torch cannot pin memory that it did not allocate. CUDA's runtime can; CANN's function is not exposed.
         if self.torch_device.type != "cuda" or memory.numel() == 0:
             return False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         is_pinned = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
         if not is_pinned:
-            # CUDA keeps the refusal, and the next kernel of this thread would be blamed for it.
+            # CUDA keeps the error and would report it for the next kernel of this thread; this call clears it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.torch_device)
         return is_pinned
 
     def stream(self, *, low_priority: bool = False) -> Stream:
-        # torch: a lower number is more urgent, and 0 the least urgent of all.
+        # In torch a lower number is a higher priority, and 0 is the lowest priority.
         return _AcceleratorStream(torch.Stream(self.torch_device, priority=0 if low_priority else -1))
 
     def current_stream(self) -> Stream:
@@ -117,9 +117,9 @@ class AcceleratorDevice(Device):
 
     @contextlib.contextmanager
     def capture_stream(self) -> Iterator[torch.Stream]:
-        """The stream that graphs are captured on, by one thread at a time: a model may be loaded while another serves.
+        """The stream on which graphs are captured. One thread at a time uses it: a model may load while another serves.
 
-        One for all: cuBLAS keeps a work space for each stream that it has seen, tens of MiB on Hopper.
+        All captures share one stream, because cuBLAS keeps a work space for each stream, tens of MiB on Hopper.
         """
         with self._capturing:
             if self._capture_stream is None:
@@ -145,11 +145,11 @@ class _GraphRecorder(Recorder):
         return _CapturedGraph(graph)
 
     def _empty_graph(self) -> torch.accelerator.Graph:
-        """A graph to capture into, on the current stream.
+        """An empty graph on the current stream.
 
-        A small first graph, which is kept, holds the scratch memory of all: torch refuses memory whose graphs are all
-        gone. Other threads' copies go on meanwhile: only what this thread does is recorded, and held to the rules of
-        recording.
+        A small first graph is kept, and its scratch memory is shared by all graphs: torch refuses a memory pool whose
+        graphs are all deleted. Other threads continue to copy during a capture: only the work of this thread is
+        captured, and only this thread must obey the rules of capturing.
         """
         if self._first is None:
             first = torch.accelerator.Graph(capture_error_mode="thread_local")

@@ -1,4 +1,4 @@
-"""The CPU as a device: streams are the calling thread itself, and both tiers are plain memory."""
+"""The CPU as a device: work runs on the calling thread, and both tiers are ordinary memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _DoneEvent(Event):
 
 
 class _InlineStream(Stream):
-    """Work runs on the calling thread and is done when the call returns."""
+    """Work runs on the calling thread and is complete when the call returns."""
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -37,7 +37,7 @@ class _InlineStream(Stream):
 
 
 class CpuDevice(Device):
-    """The CPU: every piece of work is complete when its call returns."""
+    """The CPU. All work is complete when its call returns."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), _cpu_name())
@@ -48,10 +48,10 @@ class CpuDevice(Device):
     def pinned_bytes(self, size_bytes: int) -> int:
         return size_bytes
 
-    def pin_host(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - all memory is the device's own
+    def pin_host(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - host memory is device memory
         return True
 
-    def stream(self, *, low_priority: bool = False) -> Stream:  # noqa: ARG002 - one thread has one priority
+    def stream(self, *, low_priority: bool = False) -> Stream:  # noqa: ARG002 - there is one priority
         return _InlineStream()
 
     def current_stream(self) -> Stream:

@@ -1,4 +1,4 @@
-"""What the rest of the code sees of a device: memory, streams, events, and work that can be replayed."""
+"""The interface of devices: memory, streams, events, and captured work that can be replayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryInfo:
 
 
 class Event(ABC):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -37,39 +37,39 @@ class Stream(ABC):
 
     @abstractmethod
     def use(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the calling thread's work goes to this stream."""
+        """A context in which the calling thread enqueues its work on this stream."""
 
-    def run(self, work: Callable[[], None], size_bytes: int = 0) -> None:  # noqa: ARG002 - a real link knows
-        """Gives the stream what `work` launches; `size_bytes` of it cross the link to the host."""
+    def run(self, work: Callable[[], None], size_bytes: int = 0) -> None:  # noqa: ARG002 - simulated devices use it
+        """Enqueues the work that `work` launches. It copies `size_bytes` between host and device."""
         with self.use():
             work()
 
     @abstractmethod
     def record(self) -> Event:
-        """An event after all work given to the stream so far."""
+        """An event after all work enqueued so far."""
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Work given to the stream from now on starts after `event`. Does not block the thread."""
+        """Work enqueued from now on starts after `event`. Does not block the thread."""
 
 
 class CapturedWork(ABC):
-    """Device work that was recorded once, and can be given to the device again at the cost of one launch."""
+    """Device work that was captured once, and can be enqueued again at the cost of one launch."""
 
     @abstractmethod
     def run(self) -> None:
-        """Gives the work to the calling thread's current stream: the same kernels on the same memory."""
+        """Enqueues the work on the calling thread's current stream: the same kernels on the same memory."""
 
 
 class Recorder:
-    """Records work. All that one recorder recorded shares scratch memory: one thread at a time replays it."""
+    """Captures work. All work of one recorder shares scratch memory, so only one thread at a time may replay it."""
 
     def capture(self, work: Callable[[], None]) -> CapturedWork:
-        """Runs `work` once, so that nothing is compiled later, records what it gives to the device, and returns that.
+        """Runs `work` once, which compiles its kernels, then captures the work that it enqueues.
 
-        `work` may read and write only memory that outlives the replay, and must give the device the same kernels
-        whatever is in it. A device that cannot record runs `work` again each time. Raises RuntimeError if `work` does
-        what cannot be recorded, such as waiting for the device.
+        `work` may use only memory that outlives the captured work, and must start the same kernels for any contents. A
+        device that cannot capture calls `work` again at each replay. Raises RuntimeError if `work` does something that
+        cannot be captured, such as waiting for the device.
         """
         work()
         return _RepeatedCall(work)
@@ -84,7 +84,7 @@ class _RepeatedCall(CapturedWork):
 
 
 class Device(ABC):
-    """One device, as the rest of the code sees it."""
+    """One device."""
 
     def __init__(self, torch_device: torch.device, description: str) -> None:
         self.torch_device = torch_device
@@ -101,7 +101,7 @@ class Device(ABC):
 
     @property
     def has_streams(self) -> bool:
-        """Whether work given to a stream goes on beside the thread that gave it."""
+        """Whether enqueued work runs asynchronously to the calling thread."""
         return not self.is_cpu
 
     def empty_bytes(self, *shape: int) -> torch.Tensor:
@@ -112,23 +112,23 @@ class Device(ABC):
             raise too_large(shape, self.name) from error
 
     def sent(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """What `host` holds, on the device: in `into`, or in memory of its own; on a CPU it may be `host` itself.
+        """A copy of `host` on the device: in `into`, or in new memory; on a CPU it may be `host` itself.
 
-        The copy is given to the calling thread's stream, and the thread goes on. `host` may be freed at once.
+        The copy is enqueued on the calling thread's stream and does not block. `host` may be freed at once.
         """
         return host if into is None else into.copy_(host)
 
     @abstractmethod
     def empty_host_bytes(self, *shape: int) -> torch.Tensor:
-        """Uninitialised uint8 host memory that the device copies from at full speed. Raises RelayError."""
+        """Uninitialised uint8 host memory that is pinned for fast copies. Raises RelayError if it does not fit."""
 
     @abstractmethod
     def pinned_bytes(self, size_bytes: int) -> int:
-        """What `empty_host_bytes` takes for so many bytes."""
+        """The memory that `empty_host_bytes` allocates for `size_bytes` bytes."""
 
     @abstractmethod
     def pin_host(self, memory: torch.Tensor) -> bool:
-        """Makes host memory that is there already copy at full speed, until the process ends; whether it does now."""
+        """Pins existing host memory until the process ends. Returns whether it is pinned now."""
 
     @abstractmethod
     def stream(self, *, low_priority: bool = False) -> Stream:
@@ -136,21 +136,21 @@ class Device(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the calling thread's work goes to now."""
+        """The stream on which the calling thread enqueues its work."""
 
     @abstractmethod
     def bind_thread(self) -> None:
-        """Makes this device the calling thread's current one. Call it first in each thread that uses the device."""
+        """Makes this device the current one of the calling thread. Each thread that uses the device calls it first."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Blocks until all work given to the device has completed."""
+        """Blocks until all work enqueued on the device has completed."""
 
     def settle(self) -> None:
-        """After work that raised: blocks until the device has done, well or ill, what it was given before.
+        """After an error: blocks until the device has finished the work enqueued before, successfully or not.
 
-        Kernels that were launched by then still write to the memory that is given back next. Raises nothing: who
-        calls has an error already.
+        Kernels that were launched before the error may still write to memory that the caller is about to free. Raises
+        nothing, because the caller already handles an error.
         """
         with contextlib.suppress(Exception):
             self.synchronize()
@@ -161,7 +161,7 @@ class Device(ABC):
 
     @property
     def compute_units(self) -> int:
-        """Processors of the device that work side by side; 1 where it does not say."""
+        """The number of multiprocessors of the device; 1 if it does not report one."""
         return 1
 
     def recorder(self) -> Recorder:
@@ -170,6 +170,6 @@ class Device(ABC):
 
 
 def too_large(shape: tuple[int, ...], where: str) -> RelayError:
-    """What to say of memory that is not there."""
+    """The error for memory that cannot be allocated."""
     size_mib = torch.Size(shape).numel() / 2**20
     return RelayError(f"{size_mib:,.0f} MiB do not fit into {where}: lower the tier sizes, or free memory there.")

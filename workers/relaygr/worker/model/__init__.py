@@ -1,1 +1,1 @@
-"""The generative ranker: its configuration, weights, layers, and the engine that runs it in three phases."""
+"""The generative ranker: configuration, weights, layers, and the engine that runs them (docs/model.md)."""

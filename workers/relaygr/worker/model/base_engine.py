@@ -17,7 +17,7 @@ from relaygr.worker.model.rules import RuleError, rules_of
 
 
 class BaseEngine(ABC):
-    """A checkpoint on a device, but for what computes it."""
+    """A checkpoint on a device. A subclass adds the computation."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        """As the interface says."""
+        """See `Engine.forward`."""
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         self.forward([chunk], [])
@@ -65,7 +65,7 @@ def _check_limit(count: int, limit: int, what: str) -> None:
 
 
 def kv_namespace(revision: str, config: ModelConfig, geometry: KvGeometry, compute_dtype: ComputeDtype) -> bytes:
-    """All that K,V depend on but the user: 16 bytes. The encodings are in the configuration, so in the revision."""
+    """16 bytes that identify everything K,V depend on, except the user. The revision covers the encodings, too."""
     g = geometry
     parts = (
         "relaygr.kv.2",

@@ -1,9 +1,9 @@
 """A checkpoint: a folder with `config.json` and `model.safetensors`.
 
-`config.json` fixes the name and shape of every tensor (`expected_tensors`); a file that disagrees is refused with
-the tensor's name and both shapes. The *revision* is a hash of the canonical configuration and of each tensor's
-name, type, shape and bytes: the same model has the same revision wherever it was saved, and any other weight
-another, so K,V of old weights can never match.
+`config.json` fixes the name and shape of every tensor (`expected_tensors`). A file that disagrees is refused, and the
+error names the tensor and both shapes. The *revision* is a hash of the canonical configuration and of each tensor's
+name, type, shape and bytes. The same model has the same revision wherever it was saved; a model with one different
+weight has another revision, so K,V of old weights can never match.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A configuration and its tensors, checked against each other; floats as float32."""
+    """A configuration and its tensors, checked against each other. Floats are float32."""
 
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]
@@ -51,20 +51,20 @@ class Checkpoint:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def vocabulary(self) -> Vocabulary:
-        """The items that it knows."""
+        """The items that the model knows."""
         ids = self.tensors.get(IDS_TENSOR)
         return Vocabulary(self.config.vocabulary_size, None if ids is None else ids.numpy())
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a configuration asks for, `items.ids` (optional) left out."""
+    """Name and shape of every tensor that a configuration requires: all but the optional `items.ids`."""
     if config.family is Family.NULL:
         return {}
     return input_shapes(config) | layer_shapes(config) | readout_shapes(config)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Raises RelayError if a file is not there, broken, or disagrees with the configuration."""
+    """Raises RelayError if a file is missing or broken, or disagrees with the configuration."""
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     tensors: dict[str, torch.Tensor] = {}
@@ -84,7 +84,7 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
     _check(config, tensors, str(folder / WEIGHTS_FILE))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The weights first, and each under its name only when whole: what can be read is complete.
+        # Each file gets its name only when it is complete, the weights first: a reader never sees half a checkpoint.
         if tensors:
             partial = folder / f".{WEIGHTS_FILE}.partial"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
@@ -100,10 +100,10 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
 
 
 def random_checkpoint(config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None = None) -> Checkpoint:
-    """Random weights, the same for the same seed and configuration, scaled so that scores vary.
+    """Random weights, scaled so that scores vary. The same seed and configuration give the same weights.
 
-    `item_ids`: the vocabulary, strictly rising; None: items 0 to vocabulary_size - 1. Raises RelayError if their
-    number is not the configuration's.
+    `item_ids`: the vocabulary, strictly ascending; None: items 0 to vocabulary_size - 1. Raises RelayError if their
+    number differs from the configuration's `vocabulary_size`.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random_tensor(name, shape, config, generator) for name, shape in expected_tensors(config).items()}
@@ -132,13 +132,13 @@ def _random_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, gener
     if kind[-1] == "bias":
         return noise * 0.1
     fan_in = shape[-2]
-    # Residual branches of many layers add up; this keeps the rows' size about constant.
+    # Residual branches of many layers add up; this gain keeps the size of rows about constant.
     gain = (2.0 / config.num_layers) ** 0.5 if kind[0] == "output" else 2.0
     return noise.mul_(gain / fan_in**0.5)
 
 
 def compute_revision(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> str:
-    """32 hex digits: a hash of the configuration and of all weights as they are stored."""
+    """32 hex digits: a hash of the configuration and of all weights as stored."""
     digest = blake2b(digest_size=_REVISION_BYTES)
     digest.update(config.to_json().encode())
     for name in sorted(tensors):

@@ -1,10 +1,10 @@
-"""What a checkpoint's `config.json` says: the sizes and the options of a model.
+"""The configuration of a model, `config.json`: its sizes and options.
 
-Everything that changes a number that the model computes is here, and so in the model's revision. Symbols:
+It holds everything that changes a number that the model computes, so the revision covers all of that. Symbols:
 `D` embedding_dim, `H` num_heads, `dqk` attention_dim (per head), `dv` hidden_dim (per head), `N` normalizer.
 
 The HSTU layer: "Actions Speak Louder than Words" (arXiv 2402.17152), and the variants of Meta's
-generative-recommenders and NVIDIA's recsys-examples. `docs/model.md` says what each option changes.
+generative-recommenders and NVIDIA's recsys-examples. docs/model.md describes the effect of each option.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG_FILE = "config.json"
 
 
 class ModelConfig(Part):
-    """One model. Sizes are per head where they say so."""
+    """The configuration of one model."""
 
     format: Literal[1] = 1
     family: Family = Family.HSTU
@@ -54,66 +54,95 @@ class ModelConfig(Part):
 
     normalizer: Annotated[
         float | None,
-        Field(gt=0, description="N: one constant for every sequence, never a batch's length; soft-max has none"),
+        Field(gt=0, description="N: one constant for all sequences, never the length of a batch; soft-max has none"),
     ] = None
-    attn_alpha: Annotated[float | None, Field(gt=0, description="scale of q.k; none: attention_dim ** -0.5")] = None
+    attn_alpha: Annotated[float | None, Field(gt=0, description="scale of q.k; null: attention_dim ** -0.5")] = None
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     activated: Activated = Activated.U
     output_form: OutputForm = OutputForm.U_A_UNORM
     norm_affine: bool = True
-    group_norm: bool = Field(False, description="the output norm is per head, with one weight and bias a head")
+    group_norm: bool = Field(
+        False, description="the output norm is per head, with one weight and one bias for each head"
+    )
     projection_bias: bool = True
     output_bias: bool = False
     mlp_dim: Annotated[
-        int | None, Field(ge=1, le=1_048_576, description="width inside a soft-max layer's MLP, which others lack")
+        int | None,
+        Field(ge=1, le=1_048_576, description="width inside the MLP of a soft-max layer; other layers have no MLP"),
     ] = None
 
     contextual_mask: bool = Field(False, description="contextual rows see the whole history")
-    max_attn_len: Annotated[int, Field(ge=0, le=2**24, description="keys at most so many places back; 0: all")] = 0
+    max_attn_len: Annotated[
+        int,
+        Field(ge=0, le=2**24, description="window: the distance in places to the farthest visible key; 0: no window"),
+    ] = 0
     min_full_attn_len: Annotated[
-        int, Field(ge=0, le=2**24, description="candidates and history rows within so many places of the end see all")
+        int,
+        Field(
+            ge=0,
+            le=2**24,
+            description="candidates, and history rows within this many places of the end, ignore the window",
+        ),
     ] = 0
     target_group_size: Annotated[
-        int, Field(ge=1, le=MAX_CANDIDATES, description="candidates see earlier ones of their group of so many")
+        int,
+        Field(
+            ge=1,
+            le=MAX_CANDIDATES,
+            description="candidates of one group; a candidate sees the earlier candidates of its group",
+        ),
     ] = 1
     relative_bias: RelativeBias | None = None
 
     inputs: InputForm = InputForm.ADDED
-    dlrm_inputs: Annotated[DlrmInputs | None, Field(description="sizes of the form dlrm, which others lack")] = None
+    dlrm_inputs: Annotated[DlrmInputs | None, Field(description="sizes of the form dlrm; null for other forms")] = None
     contextual_features: Annotated[tuple[ContextualFeature, ...], Field(max_length=MAX_FEATURES)] = ()
-    vocabulary_size: Annotated[int, Field(ge=1, le=2**31, description="items known; one more row is for all others")]
+    vocabulary_size: Annotated[
+        int, Field(ge=1, le=2**31, description="number of known items; one more row is for all other items")
+    ]
     num_actions: Annotated[
-        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1; 0: actions are not used")
+        int, Field(ge=0, le=65_536, description="action codes are 0 to this - 1; 0: the model does not use actions")
     ] = 0
     num_positions: Annotated[
-        int, Field(ge=0, le=2**24, description="rows of the position table; places beyond it use the last; 0: none")
+        int,
+        Field(
+            ge=0,
+            le=2**24,
+            description="rows of the position table; places beyond the table use its last row; 0: no table",
+        ),
     ] = 0
     position_origin: PositionOrigin = PositionOrigin.START
     time_encoding: TimeEncoding = TimeEncoding.NONE
-    time_unit_seconds: Annotated[float, Field(gt=0, description="the time before the query is divided by it")] = 60.0
+    time_unit_seconds: Annotated[float, Field(gt=0, description="unit of a token's age, seconds")] = 60.0
     num_times: Annotated[
-        int, Field(ge=0, le=2**24, description="rows of the time table; older tokens use the last; 0: none")
+        int, Field(ge=0, le=2**24, description="rows of the time table; older tokens use its last row; 0: no table")
     ] = 0
     embedding_scale: Annotated[
-        float, Field(gt=0, description="tokens are multiplied by it before positions and times are added")
+        float, Field(gt=0, description="factor of each token, before positions and times are added")
     ] = 1.0
     tasks: Annotated[tuple[Task, ...], Field(min_length=1, max_length=MAX_TASKS)] = (Task(name="click"),)
     readout: ReadoutForm = ReadoutForm.ROW
     readout_norm: ReadoutNorm = ReadoutNorm.LAYER
-    readout_norm_eps: Annotated[float | None, Field(gt=0, lt=1, description="none: norm_eps")] = None
+    readout_norm_eps: Annotated[float | None, Field(gt=0, lt=1, description="null: norm_eps")] = None
     readout_periods: Annotated[
         tuple[TimePeriod, ...],
-        Field(max_length=8, description="the row is joined with where in each the query time is, and mapped back to D"),
+        Field(
+            max_length=8,
+            description="the phase of the query time in each period is joined to the row, then mapped back to D",
+        ),
     ] = ()
     readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
     readout_activation: ReadoutActivation = ReadoutActivation.SILU
     readout_item_hidden: Annotated[
-        int, Field(ge=1, le=65_536, description="width inside the item MLP of the form item_product")
+        int, Field(ge=1, le=65_536, description="width inside the item MLP of the read-out item_product")
     ] = 512
-    readout_mlp_eps: Annotated[float, Field(gt=0, lt=1, description="of the norms inside the read-out's MLPs")] = 1e-5
+    readout_mlp_eps: Annotated[
+        float, Field(gt=0, lt=1, description="epsilon of the norms inside the read-out's MLPs")
+    ] = 1e-5
 
     swish_norm_eps: Annotated[
-        float | None, Field(gt=0, lt=1, description="of the norm inside each swish-norm; none: that of the other norms")
+        float | None,
+        Field(gt=0, lt=1, description="epsilon of the norm inside each swish-norm; null: that of the other norms"),
     ] = None
 
     max_prefix_behaviours: Annotated[int, Field(ge=8, le=MAX_BEHAVIOURS)]
@@ -127,32 +156,32 @@ class ModelConfig(Part):
             ("contextual_features", [feature.name for feature in self.contextual_features]),
         ):
             if len(set(names)) != len(names):
-                raise ValueError(f"{what} has the same name twice: {', '.join(names)}")
+                raise ValueError(f"{what} contains a name twice: {', '.join(names)}")
         if self.group_norm and not self.norm_affine:
-            raise ValueError("group_norm needs norm_affine: its weight and bias are one number a head")
+            raise ValueError("group_norm needs norm_affine: its weight and bias have one number for each head")
         return self
 
     @model_validator(mode="after")
     def _options_fit(self) -> ModelConfig:
         if self.min_full_attn_len and not self.max_attn_len:
-            raise ValueError("min_full_attn_len needs max_attn_len: without a window all rows see all")
+            raise ValueError("min_full_attn_len needs max_attn_len: without a window every row sees all earlier keys")
         if self.contextual_mask and not self.contextual_features:
             raise ValueError("contextual_mask needs contextual_features")
         if self.normalizer is None and self.family is Family.HSTU:
-            raise ValueError("normalizer is needed in the family hstu")
+            raise ValueError("normalizer is required in the family hstu")
         if self.normalizer is not None and self.family is Family.SOFTMAX:
-            raise ValueError("normalizer belongs to the family hstu")
+            raise ValueError("normalizer is allowed in the family hstu only")
         if (self.mlp_dim is not None) != (self.family is Family.SOFTMAX):
-            raise ValueError("mlp_dim belongs to the family softmax, and is needed there")
+            raise ValueError("mlp_dim is required in the family softmax, and allowed there only")
         of_hstu = (self.activated, self.output_form, self.group_norm) != (Activated.U, OutputForm.U_A_UNORM, False)
         if of_hstu and self.family is Family.SOFTMAX:
-            raise ValueError("activated, output_form and group_norm are options of the family hstu")
+            raise ValueError("activated, output_form and group_norm are allowed in the family hstu only")
         return self
 
     @model_validator(mode="after")
     def _inputs_fit(self) -> ModelConfig:
         if (self.dlrm_inputs is not None) != (self.inputs is InputForm.DLRM):
-            raise ValueError("dlrm_inputs belongs to the inputs dlrm, and is needed there")
+            raise ValueError("dlrm_inputs is required with the inputs dlrm, and allowed there only")
         if self.inputs is InputForm.DLRM and self.num_actions:
             raise ValueError("inputs dlrm takes dlrm_inputs.action_weights: leave num_actions at 0")
         if self.inputs is InputForm.INTERLEAVED and not self.num_actions:
@@ -160,7 +189,7 @@ class ModelConfig(Part):
         if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
             raise ValueError("readout item_product reads the tables of inputs dlrm")
         if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):
-            raise ValueError("num_times and time_encoding are set together")
+            raise ValueError("num_times and time_encoding need each other: set both or neither")
         if self.position_origin is PositionOrigin.END and not self.num_positions:
             raise ValueError("position_origin end needs num_positions")
         if self.position_origin is PositionOrigin.END and self.num_positions < self.contextual_tokens:
@@ -171,7 +200,7 @@ class ModelConfig(Part):
 
     @property
     def contextual_tokens(self) -> int:
-        """Tokens of the user's features, at the beginning of a prefix."""
+        """Number of contextual tokens: the user's features, at the beginning of a prefix."""
         return sum(feature.tokens for feature in self.contextual_features)
 
     @property
@@ -194,20 +223,20 @@ class ModelConfig(Part):
         return self.num_heads * self.hidden_dim * self.output_form.blocks
 
     def layout(self) -> PrefixLayout:
-        """Tokens of a prefix: the contextual ones, then one or two a behaviour."""
+        """The tokens of a prefix: contextual tokens, then one or two tokens for each behaviour."""
         return PrefixLayout(self.contextual_tokens, 2 if self.inputs is InputForm.INTERLEAVED else 1)
 
     def geometry(self, page_tokens: int, dtype: KvDtype) -> KvGeometry:
-        """K,V of this model in pages."""
+        """The shape of this model's K,V in pages."""
         return KvGeometry(self.num_layers, self.num_heads, self.attention_dim, self.hidden_dim, page_tokens, dtype)
 
     def to_json(self) -> str:
-        """Canonical: the same model gives the same bytes, since the revision is computed over them."""
+        """Canonical JSON: the same model gives the same bytes, because the revision is a hash of them."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1, ensure_ascii=True) + "\n"
 
 
 def parse_config(text: str, origin: str) -> ModelConfig:
-    """Raises RelayError that names the origin and each wrong key."""
+    """Parses a configuration. Raises RelayError that names the origin and each wrong key."""
     try:
         return ModelConfig.model_validate_json(text)
     except ValidationError as error:
@@ -215,12 +244,12 @@ def parse_config(text: str, origin: str) -> ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration in a checkpoint folder. Raises RelayError if it is not there or not valid."""
+    """The configuration in a checkpoint folder. Raises RelayError if it is missing or invalid."""
     return read_config_file(folder / CONFIG_FILE)
 
 
 def read_config_file(path: Path) -> ModelConfig:
-    """Raises RelayError for a file that is not there or no configuration."""
+    """The configuration in a file. Raises RelayError if the file is missing or invalid."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -232,7 +261,7 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def describe_problems(error: ValidationError) -> str:
-    """Each wrong key and what is wrong with it."""
+    """A sentence for each wrong key."""
     return "; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())
 
 

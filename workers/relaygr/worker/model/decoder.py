@@ -1,12 +1,12 @@
-"""A soft-max decoder layer, so that the engine is not tied to HSTU.
+"""A decoder layer with soft-max attention, the alternative to HSTU.
 
     Q, K, V = split(norm(x) W + b)                   `W` is [D, H (2 dqk + dv)], head-major inside each block
     x = x + attention(Q, K, V) Wo [+ bo]             soft-max over prefix, suffix and the row itself
     y = x + (SiLU(norm(x) W1 + b1)) W2 + b2          W1 [D, mlp_dim], W2 [mlp_dim, D]
 
-The pre-norm decoder of "Attention Is All You Need" (arXiv 1706.03762) and its successors. A row's K,V depend on rows up
-to itself only, as HSTU's do, so all that holds for cached prefixes holds here; the soft-max is over keys that are all
-there when a row is computed.
+The pre-norm decoder of "Attention Is All You Need" (arXiv 1706.03762) and its successors. As in HSTU, the K,V of a row
+depend only on rows up to itself, so the rules of cached prefixes are the same. All keys of a soft-max are known when
+the row is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relaygr.worker.model.layer_parts import Attend, RowFunction, added_product
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name (without the layer's) and shape of each tensor of a layer."""
+    """Name (without the prefix of the layer) and shape of each tensor of a layer."""
     d, hidden = config.embedding_dim, config.mlp_dim or 0
     keys, values = config.num_heads * config.attention_dim, config.num_heads * config.hidden_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -44,7 +44,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class DecoderLayer:
-    """One layer. The caller brings the attention."""
+    """One layer. The caller passes the attention."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> None:
         """weights: by the names of `decoder_shapes`, float32."""

@@ -1,4 +1,4 @@
-"""Loading an engine: a checkpoint folder, a device, and the form in which K,V are stored."""
+"""Builds the engine of a checkpoint on a device, for one element type of stored K,V."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def load_engine(
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     graphs: bool = False,
 ) -> Engine:
-    """The checkpoint in folder `path`, on the device that the setting names (None: the accelerator, else the CPU).
+    """An engine for the checkpoint folder `path`, on the device that the setting names (`open_device`).
 
-    `threads`: CPU threads of one operator, process-wide; None leaves torch's own choice. Raises RelayError for a
-    checkpoint that is not there or broken, and for a device that is not there.
+    `threads`: CPU threads of one operator, process-wide; None keeps torch's default. Raises RelayError if the
+    checkpoint is missing or broken, or the device is missing.
     """
     if threads is not None:
         set_threads(threads)
@@ -41,7 +41,7 @@ def build_engine(
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     graphs: bool = False,
 ) -> Engine:
-    """An engine for a checkpoint that is in memory. `graphs`: forwards run from captured graphs (`graphs.py`)."""
+    """An engine for a checkpoint in memory. `graphs`: run forwards from captured graphs (`graphs.py`)."""
     if checkpoint.config.family is Family.NULL:
         return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
     return PagedEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype, graphs=graphs)

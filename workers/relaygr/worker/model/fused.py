@@ -24,19 +24,22 @@ from relaygr.worker.model.layer_parts import LayerNorm, RowFunction, added_produ
 from relaygr.worker.model.options import OutputForm
 
 WARP_COLUMNS = 512
-"""Columns of a row that one warp takes: 16 for each thread."""
+"""Columns of a row for one warp: 16 for each thread."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
 def if_it_runs(what: str, device: torch.device, make: Callable[[], T]) -> T | None:
-    """What `make` makes, and tries once. None on other devices, and where it fails: with one warning for all layers."""
+    """The result of `make`, which also runs it once. None on devices other than CUDA, and if `make` raises.
+
+    A failure is logged once for all layers.
+    """
     if device.type != "cuda":
         return None
     try:
         return make()
-    # A compiler fails in ways of its own, and plain torch is always there.
+    # A compiler may raise any error, and plain torch always works.
     except Exception as error:
         _warn(what, str(device), repr(error))
         return None
@@ -48,17 +51,17 @@ def _warn(kernel: str, device: str, error: str) -> None:
 
 
 def warps_of(columns: int) -> int:
-    """Warps for a row of so many columns."""
+    """Warps for a row with this number of columns."""
     return min(8, max(1, columns // WARP_COLUMNS))
 
 
 class FusedNorm:
-    """LayerNorm of float32 rows, narrowed."""
+    """LayerNorm of float32 rows, written in a narrow type."""
 
     def __init__(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, width: int, eps: float, dtype: torch.dtype
     ) -> None:
-        """Raises ImportError where Triton is missing."""
+        """Raises ImportError if Triton is missing."""
         import triton
 
         from relaygr.worker.model.triton.norm_kernels import norm_kernel
@@ -81,7 +84,7 @@ class FusedNorm:
 def input_norm(
     weight: torch.Tensor | None, bias: torch.Tensor | None, projection: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> RowFunction:
-    """The norm before the product with `projection` [D, ...], which takes rows of `dtype`."""
+    """The norm before the product with `projection` [D, ...]. It returns rows of `dtype`."""
     width = projection.shape[0]
 
     def tried() -> FusedNorm:
@@ -100,7 +103,7 @@ _KEEPS = {OutputForm.UNORM: 0, OutputForm.U_A_UNORM: 1, OutputForm.U_NA_UNORM: 2
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """What a layer's output is made of, apart from its weights."""
+    """The options of a layer's output."""
 
     form: OutputForm
     num_heads: int
@@ -110,7 +113,7 @@ class OutputShape:
 
 
 class FusedOutput:
-    """y = x + read Wo [+ bo], read as the form says."""
+    """y = x + read Wo [+ bo]; the form defines `read`."""
 
     def __init__(
         self,
@@ -119,9 +122,9 @@ class FusedOutput:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        """`norm`: weight and bias, [H dv], or [H] where it is per head; None: a norm without them.
+        """`norm`: weight and bias, [H dv], or [H] for a norm per head; None: a norm without weight and bias.
 
-        Raises ImportError where Triton is missing.
+        Raises ImportError if Triton is missing.
         """
         import triton
 
@@ -146,11 +149,11 @@ class FusedOutput:
         }
 
     def __call__(self, x: torch.Tensor, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """x [rows, D] float32; z, of which U is the SiLU, and a [rows, H dv], contiguous in columns -> y [rows, D]."""
+        """x [rows, D] float32; z, with U = SiLU(z), and a [rows, H dv], contiguous in columns -> y [rows, D]."""
         return self._product(x, self.read(z, a))
 
     def read(self, z: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """What the product reads: [rows, H dv or 3 H dv] of the compute type."""
+        """The rows of the product: [rows, H dv or 3 H dv] of the compute type."""
         shape = self._shape
         out = torch.empty((z.shape[0], self._columns * shape.form.blocks), dtype=shape.compute_dtype, device=z.device)
         weight, bias = self._norm if self._norm is not None else (None, None)
@@ -167,7 +170,7 @@ def fused_output(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> FusedOutput | None:
-    """For weights on a CUDA device; None on others, and, with a warning, where Triton is missing or does not work."""
+    """The fused output on a CUDA device. None on other devices, and, with a warning, if Triton is missing or fails."""
 
     def tried() -> FusedOutput:
         output = FusedOutput(shape, norm, weight, bias)

@@ -1,15 +1,15 @@
-"""Runs the layers of a forward: as they are, or from captured graphs, one for each bucket of sizes.
+"""Runs the layers of a forward: directly, or from captured graphs, one graph for each bucket of sizes.
 
-A forward of a few hundred rows is a hundred short kernels, and starting them takes the host longer than running them
-takes the device. A captured graph starts all of them at once, but on fixed memory and fixed sizes. So rows, segments
-and pages are rounded up to buckets (`buckets.py`); each bucket's graph has its own input rows and its own description
-of the segments, which are overwritten before it is replayed. Padding rows belong to no segment: attention skips them,
-the matrix products compute them for nothing.
+A forward of a few hundred rows starts a hundred short kernels, and the host needs longer to start them than the device
+to run them. A captured graph starts all of them at once, but on fixed memory and with fixed sizes. Therefore rows,
+segments and pages are rounded up to buckets (`bucket`). The graph of a bucket has its own input rows and its own
+description of the segments; both are overwritten before a replay. Padding rows belong to no segment: attention skips
+them, and the results of their matrix products are ignored.
 
-A graph is captured when its bucket is seen a second time, on the device's thread, between forwards; the LIMIT last used
-are kept. Capturing takes as long as many forwards do, so once there are LIMIT, one is replaced no more often than every
-PAUSE forwards, however many buckets take turns. A forward that must wait for its pages layer by layer runs without.
-Where the device cannot capture, one warning says so, and all forwards run as they are.
+The device thread captures a graph when its bucket occurs a second time, between forwards, and keeps the LIMIT graphs
+used last. A capture takes as long as many forwards, so a full set of graphs replaces at most one every PAUSE forwards.
+A forward that waits for its pages layer by layer runs directly. If the device cannot capture, one warning is logged and
+all forwards run directly.
 """
 
 from __future__ import annotations
@@ -30,11 +30,29 @@ from relaygr.worker.model.layers import LayerStack
 from relaygr.worker.model.triton.plan import Capacity, PackedPlan, PlanShape, SegmentArrays
 
 STEPS = 4
+"""Buckets of sizes in each doubling."""
 LEAST = 16
+"""The smallest bucket of rows and segments."""
+LIMIT = 32
+"""The most graphs that are kept. Each has its own input rows and segment description; all share scratch memory."""
+PAUSE = 64
+"""The fewest forwards between two captures that replace a graph."""
+_REMEMBERED = 256
+"""The most buckets of which it is known that they occurred once."""
+_LEAST_PAGES = 4096
+"""The smallest bucket of page numbers. Copying its 16 KiB costs little, and fewer buckets lead to more replays."""
+
+Before = Sequence[Callable[[int], None]]
+log = structlog.get_logger(__name__)
 
 
 def bucket(size: int) -> int:
-    """The smallest bucket that holds `size`. Raises ValueError below 0."""
+    """The smallest bucket that holds `size`. Raises ValueError below 0.
+
+    Buckets are 16, 20, 24, 28, 32, 40, 48, ...: from LEAST on, each doubling has STEPS buckets of equal width. Padding
+    adds less than one part in STEPS to a size above LEAST, and a third of that on average. Smaller sizes are padded to
+    LEAST, because a device computes so few rows in the same time.
+    """
     if size < 0:
         raise ValueError(f"a size of {size}")
     if size <= LEAST:
@@ -43,42 +61,29 @@ def bucket(size: int) -> int:
     return -(-size // width) * width
 
 
-LIMIT = 32
-"""Graphs kept; each holds its input rows and what describes its segments, and all share their scratch memory."""
-PAUSE = 64
-"""Forwards between two graphs that replace others."""
-_REMEMBERED = 256
-"""Buckets seen once that are remembered."""
-_LEAST_PAGES = 4096
-"""Room for page numbers: 16 KiB go to the device in no time, and fewer buckets mean more graphs that fit."""
-
-Before = Sequence[Callable[[int], None]]
-log = structlog.get_logger(__name__)
-
-
 class LayerRunner(Protocol):
-    """Takes embedded rows through attention and layers."""
+    """Runs embedded rows through the layers with their attention."""
 
     @property
     def name(self) -> str:
-        """The attention's back end, and whether forwards run from graphs."""
+        """The name of the attention back end, and of graphs if they are used."""
 
     @property
     def passes_to_warm(self) -> int:
-        """Forwards of a size after which the next of that size takes the time that they all take from then on."""
+        """Forwards of one size to run before timing that size: they capture its graph."""
 
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
-        """Rows x [rows of all segments, D] after the last layer; valid until the next call. `before`: as `LayerStack`.
+        """Rows x [rows of all segments, D] after the last layer; valid until the next call. `before`: see `LayerStack`.
 
-        Raises ValueError for a segment whose pages do not hold its tokens.
+        Raises ValueError if the pages of a segment do not hold its tokens.
         """
 
     def scratch_bytes(self, own_bytes: int, rows: int, width: int) -> int:
-        """Memory that forwards of at most so many rows of D = width take, if each by itself takes `own_bytes`."""
+        """Memory for forwards of at most `rows` rows of D = `width`, if a direct forward takes `own_bytes`."""
 
 
 class DirectRunner:
-    """Each forward as it is."""
+    """Runs each forward directly."""
 
     passes_to_warm = 0
 
@@ -93,20 +98,20 @@ class DirectRunner:
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
         return self._stack(x, self._attention.begin(kv, segments), before)
 
-    def scratch_bytes(self, own_bytes: int, rows: int, width: int) -> int:  # noqa: ARG002 - nothing beside it
+    def scratch_bytes(self, own_bytes: int, rows: int, width: int) -> int:  # noqa: ARG002 - a direct forward needs no more
         return own_bytes
 
 
 class ReplaceablePass(AttentionPass, Protocol):
-    """A pass whose description lies in memory that another forward's can take."""
+    """A pass whose segment description can be overwritten with that of another forward."""
 
     def replace(self, plan: PackedPlan) -> None:
-        """Describes another forward of the same shape and capacity."""
+        """Overwrites the description with another forward of the same shape and capacity."""
 
 
 @runtime_checkable
 class GraphableAttention(AttentionBackend, Protocol):
-    """A back end whose kernels take all that differs between forwards from the device's memory."""
+    """A back end whose kernels read everything that differs between forwards from device memory."""
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays: ...
 
@@ -118,7 +123,10 @@ class GraphableAttention(AttentionBackend, Protocol):
 
 
 def layer_runner(stack: LayerStack, attention: AttentionBackend, device: Device, graphs: bool) -> LayerRunner:
-    """From graphs if they are asked for and the back end allows it; it is said if it does not."""
+    """A runner with graphs if `graphs` is set and the back end can be captured; else a direct runner.
+
+    Logs a warning if `graphs` is set and the back end cannot be captured.
+    """
     if graphs and isinstance(attention, GraphableAttention):
         return GraphRunner(stack, attention, device)
     if graphs:
@@ -133,7 +141,7 @@ class _Key:
 
 
 class _Graph:
-    """The layers over memory of their own."""
+    """A captured pass of the layers over its own memory."""
 
     def __init__(self, stack: LayerStack, rows: torch.Tensor, attention: ReplaceablePass, recorder: Recorder) -> None:
         self._rows = rows
@@ -153,7 +161,7 @@ class _Graph:
 
 
 class GraphRunner:
-    """Forwards from graphs, where their bucket was seen before."""
+    """Runs a forward from a graph if its bucket has occurred before, else directly."""
 
     def __init__(
         self, stack: LayerStack, attention: GraphableAttention, device: Device, limit: int = LIMIT, pause: int = PAUSE
@@ -162,7 +170,7 @@ class GraphRunner:
         self._attention = attention
         self._direct = DirectRunner(stack, attention)
         self._device = device
-        # Of its own: another model's graphs, which are tried in another thread, would write over the same memory.
+        # Each model has its own recorder: a model that loads in another thread would overwrite shared scratch memory.
         self._recorder = device.recorder()
         self._limit = limit
         self._pause = pause
@@ -182,14 +190,14 @@ class GraphRunner:
 
     @property
     def graphs(self) -> int:
-        """Captured and kept."""
+        """The number of graphs that are kept."""
         return len(self._graphs)
 
     def __call__(self, kv: PagedKv, segments: Sequence[Segment], x: torch.Tensor, before: Before) -> torch.Tensor:
         if before or not self._works:
             return self._direct(kv, segments, x, before)
         if kv is not self._kv:
-            # Graphs hold the addresses of the arena that they were captured on.
+            # A graph contains the addresses of the arena on which it was captured.
             self._graphs.clear()
             self._kv = kv
         self._since_capture += 1

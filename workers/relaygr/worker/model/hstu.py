@@ -1,4 +1,4 @@
-"""HSTU layers, composed once from small modules.
+"""HSTU layers, built from small modules.
 
     z = norm(x) W + b ;  U, V, Q, K = split(z) ;  SiLU on U or on all four
     A = attention(Q, K, V)                                     (`attention/`)
@@ -6,9 +6,9 @@
                                                                or  x + concat(U, norm(A), U * norm(A)) Wo + bo
 
 Source: arXiv 2402.17152, and the variants of Meta's generative-recommenders (DLRM-v3) and NVIDIA's
-recsys-examples, which differ in what `LayerOptions` names. `W` is [D, H(2 dv + 2 dqk)] in the order U, V, Q, K,
-head-major inside each block; `Wo` is [H dv or 3 H dv, D]. Options choose modules when a layer is built; nothing
-asks for them when it runs.
+recsys-examples. `LayerOptions` holds their differences. `W` is [D, H(2 dv + 2 dqk)] in the order U, V, Q, K,
+head-major inside each block; `Wo` is [H dv or 3 H dv, D]. The options select modules when a layer is built, and are not
+read when it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """What the layers that share the name HSTU differ in. Sizes are per head."""
+    """The options of an HSTU layer. Sizes are per head."""
 
     num_heads: int
     attention_dim: int
@@ -43,7 +43,7 @@ class LayerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer, float32; None where the layer has none."""
+    """Weights of one layer, float32. None: the layer has no such weight."""
 
     input_norm_weight: torch.Tensor | None
     input_norm_bias: torch.Tensor | None
@@ -56,7 +56,7 @@ class LayerWeights:
 
     @property
     def output_norm(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Weight and bias of the output norm; None where it has neither."""
+        """Weight and bias of the output norm; None if it has neither."""
         if self.output_norm_weight is None or self.output_norm_bias is None:
             return None
         return self.output_norm_weight, self.output_norm_bias
@@ -64,9 +64,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """One layer's view of some rows: u [rows, H dv]; v [rows, H, dv]; q, k [rows, H, dqk].
+    """The projection of some rows: u [rows, H dv]; v [rows, H, dv]; q, k [rows, H, dqk].
 
-    u may be without its SiLU yet: `Projection` and the output agree on that.
+    If the layer's output applies SiLU to U, then u is the value before SiLU.
     """
 
     u: torch.Tensor
@@ -76,12 +76,12 @@ class Projected:
 
 
 class Projection:
-    """Rows to U, V, Q, K: one matrix product, and SiLU in place on the columns that have it."""
+    """Rows to U, V, Q, K: one matrix product, then SiLU in place on the activated columns."""
 
     def __init__(
         self, options: LayerOptions, weight: torch.Tensor, bias: torch.Tensor | None, activates_u: bool
     ) -> None:
-        """Without `activates_u`, SiLU on U is left to who takes it."""
+        """`activates_u` false: the layer's output applies SiLU to U."""
         dtype = options.compute_dtype
         self._weight = weight.to(dtype)
         self._bias = bias.to(dtype) if bias is not None else self._weight.new_zeros(weight.shape[1])
@@ -115,7 +115,7 @@ class GatedOutput:
 
 
 class ConcatenatedOutput:
-    """y = x + [U, A, U * norm(A)] Wo [+ bo], as three products, so that nothing is concatenated."""
+    """y = x + [U, A, U * norm(A)] Wo [+ bo], as three products, which avoids the concatenation."""
 
     def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         of_u, of_a, of_gated = weight.chunk(3)
@@ -149,7 +149,7 @@ _OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | N
 
 
 class HstuLayer:
-    """One layer. The caller brings the attention."""
+    """One layer. The caller passes the attention."""
 
     def __init__(self, options: LayerOptions, weights: LayerWeights) -> None:
         """Raises ValueError if a weight's shape does not fit the options."""
@@ -178,12 +178,12 @@ class HstuLayer:
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [rows, D] -> y [rows, D], both float32."""
         p = self._project(self._input_norm(x))
-        # Norms and the residual stream are float32; for a result that is so already this does nothing.
+        # Norms and the residual stream are float32. `float()` does nothing if attention returned float32.
         return self._output(x, p.u, attend(p.q, p.k, p.v).float())
 
 
 def _fused_output(options: LayerOptions, w: LayerWeights) -> FusedOutput | None:
-    """What comes after attention, where the device has it in one kernel."""
+    """The output after attention in one kernel; None if the device has no such kernel."""
     shape = OutputShape(
         options.output_form, options.num_heads, options.norm_eps, options.group_norm, options.compute_dtype
     )
@@ -191,11 +191,11 @@ def _fused_output(options: LayerOptions, w: LayerWeights) -> FusedOutput | None:
 
 
 def _plain_output(options: LayerOptions, w: LayerWeights, values: int) -> OutputFunction:
-    """What comes after attention, in plain torch."""
+    """The output after attention, in plain torch."""
     norm: RowFunction
     if options.group_norm:
         if w.output_norm is None:
-            raise ValueError("group norm needs a weight and a bias a head")
+            raise ValueError("group norm needs a weight and a bias for each head")
         norm = HeadNorm(*w.output_norm, options.num_heads, options.norm_eps)
     else:
         norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
@@ -203,7 +203,7 @@ def _plain_output(options: LayerOptions, w: LayerWeights, values: int) -> Output
 
 
 def options_of(config: ModelConfig, compute_dtype: torch.dtype) -> LayerOptions:
-    """The layer options that a configuration asks for."""
+    """The layer options of a configuration."""
     return LayerOptions(
         num_heads=config.num_heads,
         attention_dim=config.attention_dim,
@@ -217,7 +217,7 @@ def options_of(config: ModelConfig, compute_dtype: torch.dtype) -> LayerOptions:
 
 
 def hstu_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name (without the layer's) and shape of each tensor of a layer."""
+    """Name (without the prefix of the layer) and shape of each tensor of a layer."""
     d, values = config.embedding_dim, config.num_heads * config.hidden_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if config.norm_affine:
@@ -234,7 +234,7 @@ def hstu_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build_hstu_layer(config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> HstuLayer:
-    """The layer that a configuration asks for; weights by the names of `hstu_shapes`, float32."""
+    """A layer of a configuration. weights: float32, by the names of `hstu_shapes`."""
     return HstuLayer(
         options_of(config, compute_dtype),
         LayerWeights(

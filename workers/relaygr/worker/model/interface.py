@@ -1,16 +1,17 @@
-"""What the worker asks of an engine. Who calls what, and when:
+"""The interface between the worker and an engine. Threads and order of the calls:
 
-* any thread, any time: `prefix_inputs`, `rank_inputs` (numpy; they look up rows and check limits);
-* once, before any work: `bind(arena)` on the device's thread;
-* the device's thread only: `forward(chunks, requests)`, and its two halves `pre_infer(chunk)` and `rank(batch)`.
+* `prefix_inputs`, `rank_inputs`: any thread, any time. They look up rows and check limits, in numpy.
+* `bind(arena)`: the device thread, once, before any work.
+* `forward(chunks, requests)`, and its special cases `pre_infer(chunk)` and `rank(batch)`: the device thread only.
 
 Full inference is `pre_infer` over the chunks of a prefix, then `rank`; there is no third code path. A prefix is
-computed in any chunks that its rules allow (`rules`), in order: [0, a), [a, b), ... Chunk [start, end) finds K,V of
-[0, start) in its pages and writes [start, end); an append is the same call on a prefix that was there. Requests
-write nothing to the arena. Chunks and requests of one `forward` are of different prefixes: none sees another's.
+computed in order, in any chunks that its rules allow (`rules`): [0, a), [a, b), ... Chunk [start, end) reads K,V of
+[0, start) from its pages and writes those of [start, end). An append is the same call on a cached prefix. Requests
+write nothing to the arena. All chunks and requests of one `forward` belong to different prefixes, and none sees the
+K,V of another.
 
-Device work is given to the calling thread's current stream; the scores that come back are complete. Without
-requests, `forward` may return before the device is done: an event recorded after it completes with it.
+The engine enqueues device work on the calling thread's current stream. Returned scores are complete. Without requests,
+`forward` may return before the device has finished; an event recorded after the call completes when the work does.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ Int64Array = NDArray[np.int64]
 
 
 class TooLongError(ValueError):
-    """More behaviours or candidates than the model's limits allow."""
+    """A request has more behaviours or candidates than the model's limits allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Most of each in one request; from the checkpoint."""
+    """The limits of one request, from the checkpoint."""
 
     max_prefix_behaviours: int
     max_suffix_behaviours: int
@@ -49,12 +50,12 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class PrefixInputs:
-    """A whole prefix, looked up: `rows` of its contextual tokens, then of its behaviours (`inputs/tokens.py`)."""
+    """A whole prefix after look-up. `rows`: its contextual tokens, then its behaviours (`inputs/tokens.py`)."""
 
     rows: Tokens
     unknown_items: int
     query_time: int = 0
-    """Seconds; 0 where the model does not use it."""
+    """Seconds; 0 if the model does not use the query time."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +64,7 @@ class PrefixInputs:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChunk:
-    """Tokens [start, end) of a prefix, to be computed. `pages`: those that hold tokens [0, end), or more."""
+    """Tokens [start, end) of a prefix, to be computed. `pages` hold at least tokens [0, end)."""
 
     inputs: PrefixInputs
     start: int
@@ -73,7 +74,7 @@ class PrefixChunk:
 
 @dataclass(frozen=True, slots=True)
 class RankInputs:
-    """One request: rows of its suffix, then of its candidates, against the first `prefix_tokens` in `pages`."""
+    """One request after look-up. Its suffix and its candidates read the first `prefix_tokens` tokens in `pages`."""
 
     prefix_tokens: int
     pages: Int32Array
@@ -82,10 +83,10 @@ class RankInputs:
     num_candidates: int
     unknown_items: int
     prefix_times: Int64Array | None = None
-    """Seconds of each prefix token, where the model has a bias by time."""
+    """Time of each prefix token in seconds, if the model has a bias by time."""
     layer_ready: Callable[[int], None] | None = None
-    """Called with each layer's number before that layer reads the pages: they may still be on their way. It may make
-    the current stream wait, and may raise, as `forward` then does."""
+    """Called with the number of each layer before that layer reads the pages: a reload may still be writing them.
+    The function may make the current stream wait. If it raises, `forward` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,11 @@ class Engine(Protocol):
 
     @property
     def namespace(self) -> bytes:
-        """All that K,V depend on but the user's own part: revision, layout, types, N. A part of each cache key."""
+        """Identifies all that K,V depend on except the user: revision, layout, types, N. A part of each cache key."""
 
     @property
     def rules(self) -> PrefixRules:
-        """What may be done with a prefix: whether it grows, is computed in chunks, and has a query time."""
+        """Whether a prefix may grow, may be computed in chunks, and depends on the query time."""
 
     @property
     def num_tasks(self) -> int: ...
@@ -131,34 +132,37 @@ class Engine(Protocol):
 
     @property
     def backend(self) -> str:
-        """What computes attention, and whether forwards run from captured graphs, as logs and reports name it."""
+        """The name of the attention back end and of captured graphs, for logs and reports."""
 
     @property
     def passes_to_warm(self) -> int:
-        """Forwards of a size after which the next of that size takes the time that they all take from then on."""
+        """Forwards of one size to run before timing that size: they compile kernels or capture graphs."""
 
     @property
     def weights_bytes(self) -> int: ...
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
-        """Most device memory beyond weights and arena that one `forward` needs, for calls within these sizes.
+        """The most device memory that one `forward` within these sizes needs beside weights and arena.
 
-        Chunk tokens: of all its chunks. Batch rows: suffix tokens + candidates of all its requests.
+        Chunk tokens: of all chunks together. Batch rows: suffix tokens + candidates of all requests together.
         """
 
     def bind(self, arena: torch.Tensor) -> None:
-        """Uses this arena from now on: uint8 [num_pages, geometry.page_bytes] on the device. Raises ValueError."""
+        """Uses this arena from now on: uint8 [num_pages, geometry.page_bytes] on the device.
+
+        Raises ValueError for an arena of another form.
+        """
 
     def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
-        """The user's features as a sequence of so many behaviours and candidates shows them: some may be hidden.
+        """The user's features, with values replaced that the model hides from sequences of this length.
 
-        The same array where nothing is. A prefix is named, and looked up, by what it shows.
+        Returns the same array if nothing is hidden. The key of a prefix is computed from the shown features.
         """
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int = 0) -> PrefixInputs:
-        """Looks a prefix up. Missing and unknown features take their unknown row. Raises TooLongError.
+        """Looks up the rows of a prefix. Missing and unknown features take their unknown row. Raises TooLongError.
 
-        `query_time_ms`: fixed at the retrieval event; models whose rules do not name it do not read it.
+        `query_time_ms` is fixed at the retrieval event; a model reads it only if its rules have `uses_query_time`.
         """
 
     def rank_inputs(
@@ -170,16 +174,16 @@ class Engine(Protocol):
         query_time_ms: int = 0,
         prefix_timestamps_ms: Int64Array | None = None,
     ) -> RankInputs:
-        """Looks a request up. Raises TooLongError, and RuleError for a suffix that the model's rules forbid.
+        """Looks up the rows of a request. Raises TooLongError, and RuleError for a suffix against the model's rules.
 
-        `prefix_timestamps_ms`: of the prefix's behaviours, for models with a bias by time; others do not read them.
+        `prefix_timestamps_ms`: times of the prefix's behaviours; only models with a bias by time read them.
         """
 
     def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
-        """Computes K,V of the chunks into their pages, and scores each request, in its order, in one pass.
+        """Writes K,V of the chunks to their pages and returns the scores of each request, in order, in one pass.
 
-        Neither chunks nor requests change another's numbers. Raises, before anything is written, ValueError for
-        pages that do not hold what they should, and RuleError for a chunk that the model's rules forbid.
+        No chunk or request changes the numbers of another. Before anything is written, raises ValueError for too few
+        or unknown pages, and RuleError for a chunk that the model's rules forbid.
         """
 
     def pre_infer(self, chunk: PrefixChunk) -> None:

@@ -17,10 +17,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Layer(Protocol):
-    """One layer. It brings its weights, the caller brings the attention."""
+    """One layer. It holds its weights; the caller passes the attention."""
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [rows, D] float32 -> [rows, D] float32, by one call of `attend`."""
+        """x [rows, D] float32 -> [rows, D] float32, with one call of `attend`."""
 
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +37,7 @@ class LayerNorm:
 
 
 class HeadNorm:
-    """Each head normalised on its own, with one weight and one bias a head."""
+    """Normalises each head by itself, with one weight and one bias for each head."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, num_heads: int, eps: float) -> None:
         self._weight, self._bias, self._num_heads, self._eps = weight[:, None], bias[:, None], num_heads, eps
@@ -53,14 +53,14 @@ class AddedProduct(Protocol):
     """rows @ weight [+ bias], added to float32 rows."""
 
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """y + rows @ weight [+ bias], as a new tensor."""
+        """Returns y + rows @ weight [+ bias] as a new tensor."""
 
     def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The same in place of y."""
+        """Adds rows @ weight [+ bias] to y in place, and returns y."""
 
 
 class FullProduct:
-    """In float32: one fused call."""
+    """The product in float32: one fused call."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -73,7 +73,7 @@ class FullProduct:
 
 
 class NarrowProduct:
-    """In a narrower type, widened when it is added."""
+    """The product in a narrower type. The result is widened when it is added."""
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self._weight, self._dtype = weight.to(dtype), dtype
@@ -86,7 +86,7 @@ class NarrowProduct:
 
 
 class BiasedProduct:
-    """Another product, and a bias in float32."""
+    """Another product, then a bias in float32."""
 
     def __init__(self, product: AddedProduct, bias: torch.Tensor) -> None:
         self._product, self._bias = product, bias
@@ -99,6 +99,6 @@ class BiasedProduct:
 
 
 def added_product(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> AddedProduct:
-    """The product for a compute type."""
+    """The product for a compute type, with a bias if one is given."""
     product: AddedProduct = FullProduct(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
     return product if bias is None else BiasedProduct(product, bias)

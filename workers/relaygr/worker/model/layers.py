@@ -41,7 +41,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build_layers(config: ModelConfig, tensors: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> list[Layer]:
-    """The layers of a checkpoint whose tensors were checked (`checkpoint.py`)."""
+    """The layers of a checkpoint. `checkpoint.py` has checked its tensors."""
     layers = []
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}."
@@ -60,9 +60,9 @@ class LayerStack:
     def __call__(
         self, x: torch.Tensor, attention: AttentionPass, before: Sequence[Callable[[int], None]] = ()
     ) -> torch.Tensor:
-        """Rows x [rows of all segments, D] after the last layer. Segments share the matrix products, nothing else.
+        """Rows x [rows of all segments, D] after the last layer. Segments share only the matrix products.
 
-        `before`: called with each layer's number before that layer reads pages.
+        Each function of `before` is called with the number of a layer before that layer reads pages.
         """
         for index, layer in enumerate(self._layers):
             for call in before:

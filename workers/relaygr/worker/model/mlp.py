@@ -1,4 +1,4 @@
-"""Small dense modules that inputs and read-out share: linear, norm, and MLPs of a few layers.
+"""Dense modules of inputs and read-out: linear, norms, and MLPs of a few layers.
 
     swish-norm(x) = x * sigmoid(LayerNorm(x))
 
@@ -18,7 +18,7 @@ _L2_EPS = 1e-6
 
 
 def linear(tensors: Mapping[str, torch.Tensor], name: str) -> Rows:
-    """x weight + bias, by the tensors NAME.weight and NAME.bias."""
+    """x weight + bias, with the tensors NAME.weight and NAME.bias."""
     weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
     return lambda x: torch.addmm(bias, x, weight)
 
@@ -42,7 +42,7 @@ def swish_norm(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> Ro
 
 
 def chain(parts: Sequence[Rows]) -> Rows:
-    """One after the other."""
+    """The functions applied in order."""
 
     def apply(x: torch.Tensor) -> torch.Tensor:
         for part in parts:
@@ -65,7 +65,7 @@ def swish_norm_mlp(tensors: Mapping[str, torch.Tensor], name: str, eps: float, s
 
 
 def swish_norm_mlp_shapes(name: str, rows: int, hidden: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of such an MLP's tensors."""
+    """Names and shapes of the tensors of `swish_norm_mlp`."""
     return {
         f"{name}.0.weight": (rows, hidden),
         f"{name}.0.bias": (hidden,),

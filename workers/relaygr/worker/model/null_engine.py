@@ -1,7 +1,7 @@
-"""An engine that computes nothing: what is left is the cost of the pipeline around it. Contract: `interface.py`.
+"""An engine that computes nothing, to measure the pipeline around the model. Contract: `interface.py`.
 
-Its prefixes take pages as a real model's would, but are never written. A candidate's score is a fixed function of
-its item id, in [0, 1), so that a mixed-up answer shows.
+Prefixes take as many pages as those of a real model, but nothing is written to them. The score of a candidate is a
+fixed function of its item id, in [0, 1), so that a test notices when two answers are exchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
 
 
 class NullEngine(BaseEngine):
-    """Takes any checkpoint's configuration; needs no weights."""
+    """Accepts the configuration of any checkpoint, and needs no weights."""
 
     backend = "none"
     passes_to_warm = 0

@@ -18,30 +18,30 @@ Size = Annotated[int, Field(ge=1, le=1_048_576)]
 
 
 class Part(BaseModel):
-    """A part of the configuration: an unknown key is an error."""
+    """A part of the configuration. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Family(enum.StrEnum):
-    """What computes the scores."""
+    """The kind of model."""
 
     HSTU = "hstu"
     SOFTMAX = "softmax"
     """A decoder with soft-max attention and an MLP in each layer."""
     NULL = "null"
-    """Computes nothing: for measuring what surrounds the model."""
+    """Computes nothing, to measure the pipeline around the model."""
 
 
 class Activated(enum.StrEnum):
-    """Which blocks of the joint projection go through SiLU."""
+    """The blocks of the joint projection that go through SiLU."""
 
     U = "u"
     UVQK = "uvqk"
 
 
 class OutputForm(enum.StrEnum):
-    """What the output projection reads; A is the attention's result."""
+    """The input of the output projection; A is the result of attention."""
 
     U_A_UNORM = "u_a_unorm"
     """[U, A, U * norm(A)]"""
@@ -52,12 +52,12 @@ class OutputForm(enum.StrEnum):
 
     @property
     def blocks(self) -> int:
-        """Blocks of H dv rows that the output projection has."""
+        """Number of blocks of H dv rows in the output projection."""
         return 1 if self is OutputForm.UNORM else 3
 
 
 class TaskKind(enum.StrEnum):
-    """What a task predicts."""
+    """The kind of prediction of a task."""
 
     BINARY = "binary"
     """Score = sigmoid(logit)."""
@@ -66,44 +66,45 @@ class TaskKind(enum.StrEnum):
 
 
 class ReadoutNorm(enum.StrEnum):
-    """How a candidate's last row is normalised before the task MLP."""
+    """The norm of a candidate's last row before the task MLP."""
 
     LAYER = "layer"
     L2 = "l2"
 
 
 class RelativeBias(Part):
-    """Added to q.k before SiLU: by the distance of two tokens, and by the time between them."""
+    """A bias added to q.k before SiLU, by the distance of two tokens and by the time between them."""
 
-    positions: Annotated[int, Field(ge=1, le=1_048_576, description="N: the table has 2 N - 1 weights, a layer")]
+    positions: Annotated[int, Field(ge=1, le=1_048_576, description="N: the table has 2 N - 1 weights in each layer")]
     time_buckets: Annotated[
-        int, Field(ge=0, le=65_536, description="the time table has one weight more; 0: no bias by time")
+        int,
+        Field(ge=0, le=65_536, description="buckets of the time table, which has one more weight; 0: no bias by time"),
     ] = 0
     log_base: Annotated[float, Field(ge=1e-6, description="bucket = int(log(max(seconds, 1)) / log_base)")] = 0.301
 
 
 class InputForm(enum.StrEnum):
-    """What behaviours and candidates become before the first layer."""
+    """The tokens of behaviours and candidates before the first layer."""
 
     ADDED = "added"
-    """One token: item + action; candidates have an action row of their own."""
+    """One token: item + action; candidates have their own action row."""
     INTERLEAVED = "interleaved"
-    """Two tokens, item then action; candidates are items alone. NVIDIA's recsys-examples."""
+    """Two tokens, item then action; a candidate is its item only. NVIDIA's recsys-examples."""
     DLRM = "dlrm"
     """One token: MLP(item) + MLP(item's features) + MLP(action bits). Meta's DLRM-v3."""
 
 
 class PositionOrigin(enum.StrEnum):
-    """Where positions are counted from."""
+    """The origin of positions."""
 
     START = "start"
-    """A prefix is good for any later request."""
+    """Positions count from the start: a prefix is valid for any later request."""
     END = "end"
-    """Back from the history's end: a prefix is good for one impression."""
+    """Positions count back from the end of the history: a prefix is valid for one impression."""
 
 
 class TimeEncoding(enum.StrEnum):
-    """How the time before the query becomes a row of the time table."""
+    """The function from the time before the query to a row of the time table."""
 
     NONE = "none"
     SQRT = "sqrt"
@@ -111,16 +112,16 @@ class TimeEncoding(enum.StrEnum):
 
 
 class ReadoutForm(enum.StrEnum):
-    """What the task MLP reads."""
+    """The input of the task MLP."""
 
     ROW = "row"
     """The candidate's last row, normalised."""
     ITEM_PRODUCT = "item_product"
-    """The same times an MLP of the candidate's own embedding. Meta's DLRM-v3."""
+    """The normalised row times an MLP of the candidate's own embedding. Meta's DLRM-v3."""
 
 
 class ReadoutActivation(enum.StrEnum):
-    """Between the layers of the task MLP."""
+    """The activation between the layers of the task MLP."""
 
     SILU = "silu"
     RELU = "relu"
@@ -130,20 +131,30 @@ class ReadoutActivation(enum.StrEnum):
 
 
 class ContextualFeature(Part):
-    """A categorical user feature: tokens at the beginning of the prefix."""
+    """A categorical user feature, as tokens at the beginning of the prefix."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
     tokens: Annotated[
-        int, Field(ge=1, le=MAX_FEATURES, description="values that it takes of a history's features, a token each")
+        int,
+        Field(
+            ge=1,
+            le=MAX_FEATURES,
+            description="number of values that the feature takes from a history's features, one token for each",
+        ),
     ] = 1
     min_tokens: Annotated[
-        int, Field(ge=0, le=65_536, description="hidden from sequences of fewer behaviours and candidates together")
+        int,
+        Field(
+            ge=0,
+            le=65_536,
+            description="sequences with fewer behaviours and candidates together do not show the feature",
+        ),
     ] = 0
 
 
 class ItemFeature(Part):
-    """A categorical feature that each item has, such as its category: `item_features.K.rows` holds the values."""
+    """A categorical feature of each item, such as its category. `item_features.K.rows` holds the values."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     cardinality: Annotated[int, Field(ge=1, le=2**31, description="values are 0 to cardinality - 1; others: unknown")]
@@ -152,24 +163,27 @@ class ItemFeature(Part):
 class DlrmInputs(Part):
     """Sizes of the input MLPs of Meta's DLRM-v3."""
 
-    table_dim: Annotated[int, Field(ge=1, le=65_536, description="width of the item, item feature and feature tables")]
+    table_dim: Annotated[
+        int, Field(ge=1, le=65_536, description="width of the tables of items, item features and contextual features")
+    ]
     hidden: Annotated[int, Field(ge=1, le=65_536, description="width inside the MLPs")]
-    norm_eps: Annotated[float, Field(gt=0, lt=1, description="of the MLPs' norms")] = 1e-5
+    norm_eps: Annotated[float, Field(gt=0, lt=1, description="epsilon of the norms in the MLPs")] = 1e-5
     item_features: Annotated[tuple[ItemFeature, ...], Field(max_length=MAX_FEATURES)] = ()
     action_weights: Annotated[
         tuple[Annotated[int, Field(ge=1, le=65_535)], ...],
         Field(
-            max_length=16, description="the action code has an embedding for each of these that shares a bit with it"
+            max_length=16,
+            description="bit masks; an action code takes the embedding of each mask that shares a bit with it",
         ),
     ] = ()
-    action_dim: Annotated[int, Field(ge=1, le=65_536, description="width of each such embedding")] = 8
+    action_dim: Annotated[int, Field(ge=1, le=65_536, description="width of each action embedding")] = 8
 
 
 class TimePeriod(Part):
-    """A circle that the query time goes round: hours of a day, days of a week."""
+    """A period of the query time, such as the hours of a day or the days of a week."""
 
     unit_seconds: Annotated[float, Field(gt=0)]
-    units: Annotated[float, Field(gt=0, description="units in a round")]
+    units: Annotated[float, Field(gt=0, description="units in one period")]
 
 
 class Task(Part):
@@ -184,7 +198,7 @@ DEFAULT_PAGE_TOKENS = 64
 
 
 class ComputeDtype(enum.StrEnum):
-    """What weights and rows are rounded to before a matrix product; sums and the residual stream stay float32."""
+    """Element type of weights and rows in a matrix product; sums and the residual stream stay float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -195,10 +209,10 @@ class ComputeDtype(enum.StrEnum):
 
 
 class Preset(enum.StrEnum):
-    """Whose ranker."""
+    """A well-known ranker."""
 
     DLRM_V3 = "dlrm-v3"
-    """Meta's: actions as sets of bits, MLPs, positions from the end, ages; scores by row and item."""
+    """Meta's DLRM-v3: actions as sets of bits, MLPs, positions from the end, ages; scores by row and item."""
     NVIDIA = "nvidia"
     """recsys-examples: items and actions interleaved."""
     RESEARCH = "research"
@@ -208,7 +222,7 @@ class Preset(enum.StrEnum):
 
 
 def preset_fields(preset: Preset, dim: int, behaviours: int) -> dict[str, Any]:
-    """Fields of a configuration. `dim`: width of a row; `behaviours`: of the longest sequence."""
+    """Fields of a configuration. `dim`: width of a row; `behaviours`: length of the longest sequence."""
     match preset:
         case Preset.DLRM_V3:
             return _dlrm_v3(dim)

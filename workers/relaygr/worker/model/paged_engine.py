@@ -1,7 +1,7 @@
-"""A checkpoint's inputs, layers and read-out over K,V in pages, in torch. Contract: `interface.py`.
+"""The engine: a checkpoint's inputs, layers and read-out over K,V in pages, in torch. Contract: `interface.py`.
 
-One forward takes the rows of all its chunks and requests through the layers together: the matrix products are over
-every row there is and none is padding; attention keeps the segments apart (`attention/segments.py`).
+One forward runs the rows of all its chunks and requests through the layers together. The matrix products cover all
+rows, and no row is padding. Attention handles each segment by itself (`attention/segments.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from relaygr.worker.model.rules import RuleError, rules_of
 
 
 class Segmenting:
-    """For one model."""
+    """Turns the chunks and requests of one model into segments, with the times that a bias by time needs."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._layout = config.layout()
@@ -43,9 +43,9 @@ class Segmenting:
         self._has_times = config.relative_bias is not None and config.relative_bias.time_buckets > 0
 
     def prefix_times(self, prefix_tokens: int, timestamps_ms: Int64Array | None) -> Int64Array | None:
-        """Seconds of each token of a prefix, from those of its behaviours; None where the model has no use for them.
+        """The time of each token of a prefix in seconds, from the times of its behaviours; None if not needed.
 
-        Contextual tokens have time 0. Raises RuleError where they are needed and not given, or not so many.
+        Contextual tokens have time 0. Raises RuleError if times are needed and missing, or their number is wrong.
         """
         if not self._has_times:
             return None
@@ -61,14 +61,17 @@ class Segmenting:
         )
 
     def of_chunk(self, chunk: PrefixChunk) -> Segment:
-        """Raises ValueError for tokens that the prefix has not, RuleError for a part where only the whole goes."""
+        """The segment of a chunk.
+
+        Raises ValueError if the chunk is outside its prefix, RuleError if the model's rules forbid chunks.
+        """
         tokens = chunk.inputs.tokens
         if not 0 <= chunk.start < chunk.end <= tokens:
             raise ValueError(f"chunk [{chunk.start}, {chunk.end}) is not in a prefix of {tokens} tokens")
         if not self._rules.chunks and (chunk.start, chunk.end) != (0, tokens):
             raise RuleError(
                 f"chunk [{chunk.start}, {chunk.end}) of {tokens} tokens: with a contextual mask a prefix is computed "
-                "in one piece"
+                "in one chunk"
             )
         times = None
         if self._has_times:
@@ -88,10 +91,10 @@ class Segmenting:
         )
 
     def of_request(self, request: RankInputs) -> Segment:
-        """A request's suffix and candidates."""
+        """The segment of a request: its suffix and candidates."""
         times = None
         if request.prefix_times is not None:
-            # Such a model has no suffix: these are the candidates, which have the query's time.
+            # A model with a bias by time allows no suffix: all rows are candidates, and have the time of the query.
             own = request.rows[:, Column.TIME].copy()
             times = SegmentTimes(np.concatenate((request.prefix_times, own)), own)
         return Segment(
@@ -110,7 +113,7 @@ _TOKEN_BYTES = 8 * len(Column)
 
 
 class PagedEngine(BaseEngine):
-    """Any family of layers on any device that torch knows."""
+    """Any family of layers on any device of torch."""
 
     def __init__(
         self,
@@ -122,9 +125,9 @@ class PagedEngine(BaseEngine):
         choose: AttentionChooser = choose_attention,
         graphs: bool = False,
     ) -> None:
-        """`choose`: what picks the attention's back end; benchmarks compare them by it.
+        """`choose`: selects the attention back end. Benchmarks and tests pass their own.
 
-        `graphs`: forwards run from captured graphs, if that back end can be captured (`graphs.py`).
+        `graphs`: run forwards from captured graphs, if the back end can be captured (`graphs.py`).
         """
         super().__init__(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
         config = checkpoint.config
@@ -157,15 +160,15 @@ class PagedEngine(BaseEngine):
         values, keys = c.num_heads * c.hidden_dim, c.num_heads * c.attention_dim
         # float32: x before and after the layer and normalised; A, and A normalised.
         full = 3 * c.embedding_dim + 3 * values
-        # Of the compute type: the norms and a product's result once more, the projection and a copy of its K and V.
+        # Of the compute type: the norms and the result of a product again, the projection and a copy of its K and V.
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
         layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
         layers += self._attention.scratch_bytes(rows, max_tokens)
-        # Embedding comes before the layers, and is done with all but the rows when they begin.
+        # Embedding ends before the layers begin, and then keeps only the rows.
         layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
-        # The tokens stay until the read-out has taken those of the candidates.
+        # The tokens stay in memory until the read-out has used those of the candidates.
         readout = max_batch_rows * readout_row_elements(c) * _FLOAT_BYTES + rows * _TOKEN_BYTES
         return self._layers.scratch_bytes(layers, rows, c.embedding_dim) + readout
 
@@ -220,7 +223,7 @@ class PagedEngine(BaseEngine):
     def _scores(
         self, rows: torch.Tensor, tokens: torch.Tensor, start: int, requests: Sequence[RankInputs]
     ) -> list[RankOutputs]:
-        """Of the requests, whose rows and tokens begin at `start`."""
+        """The scores of the requests. Their rows and tokens begin at `start`."""
         ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
         counts = [request.num_candidates for request in requests]
         asked = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]

@@ -33,7 +33,7 @@ from relaygr.worker.model.options import ReadoutActivation, ReadoutForm, Readout
 
 
 def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the read-out of a configuration needs."""
+    """Name and shape of each tensor of the read-out."""
     d = config.embedding_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if config.readout_norm is ReadoutNorm.LAYER:
@@ -54,9 +54,9 @@ def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def readout_row_elements(config: ModelConfig) -> int:
-    """float32 elements that the read-out of one candidate needs at most."""
+    """The most float32 elements that the read-out of one candidate needs."""
     d, periods = config.embedding_dim, len(config.readout_periods)
-    # The token; its row, joined with periods, mapped and normalised.
+    # The token; its row, the row joined with periods, mapped and normalised.
     elements = 2 * len(Column) + 4 * d + 6 * periods
     if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
         inputs = config.dlrm_inputs
@@ -68,11 +68,11 @@ def readout_row_elements(config: ModelConfig) -> int:
 RowReader = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _PI = 3.14
-"""As the original has it."""
+"""The value in Meta's code."""
 
 
 class PeriodicTimes:
-    """Joins each row with where its time is in each period, and maps the result back to D columns."""
+    """Joins each row with the phase of its time in each period, and maps the result back to D columns."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         self._linear = linear(tensors, "readout.periods")
@@ -81,7 +81,7 @@ class PeriodicTimes:
         self._units = torch.tensor([period.units for period in config.readout_periods], device=device)
 
     def __call__(self, rows: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        # float32 from the start: seconds since the epoch lose their last two minutes, as they do in the original.
+        # Meta's code converts to float32 first, too. Seconds since the epoch are then exact to about two minutes.
         elapsed = torch.div(times[:, None].float(), self._unit_seconds, rounding_mode="floor")
         angle = torch.remainder(elapsed, self._units) / self._units * 2 * _PI
         circles = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)
@@ -95,7 +95,7 @@ def build_row_reader(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -
         eps = config.norm_eps if config.readout_norm_eps is None else config.readout_norm_eps
         norm = layer_norm(tensors, "readout.norm", eps)
     if not config.readout_periods:
-        return lambda rows, times: norm(rows)  # noqa: ARG005 - such a model has no use for times
+        return lambda rows, times: norm(rows)  # noqa: ARG005 - without periods, times are not used
     placed = PeriodicTimes(config, tensors)
     return lambda rows, times: norm(placed(rows, times))
 
@@ -130,7 +130,7 @@ class TaskHead:
 
 
 class Readout:
-    """Rows and tokens of candidates to scores."""
+    """Computes scores from the rows and tokens of candidates."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         self._read = build_row_reader(config, tensors)
@@ -147,11 +147,11 @@ class Readout:
         return self._score(rows, tokens)
 
     def user_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[candidates, D]: the rows as the task MLP or the product reads them."""
+        """[candidates, D]: the normalised rows, the input of the task MLP or of the product."""
         return self._read(rows, tokens[:, Column.TIME])
 
     def item_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[candidates, D]: the candidates' own side of the product."""
+        """[candidates, D]: the MLP of the candidates' items, the other factor of the product."""
         return self._item_mlp(self._items(tokens[:, Column.CONTENT]))
 
     def _of_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

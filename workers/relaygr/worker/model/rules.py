@@ -1,12 +1,13 @@
-"""What may be done with a prefix of a model, as its mask and encodings allow. Source: docs/model.md, "Rules".
+"""Rules for the prefixes of a model, derived from its mask and encodings (docs/model.md, "Rules").
 
-Where a cached row depends on more than the behaviours up to itself, a cached prefix is worth less:
+A rule restricts the reuse of cached prefixes if a row depends on more than the behaviours up to itself:
 
-* `grows` false: earlier rows depend on where the history ends (contextual mask, positions from the end, rows near the
-  end that ignore the window) or on what comes next (relative time bias). The whole prefix matches or nothing does: no
-  append, no suffix.
-* `chunks` false: rows see later rows (contextual mask), so pre-infer runs in one piece.
-* `uses_query_time`: inputs count back from the query time, so K,V belong to one query time and the key says which.
+* `grows` false: earlier rows depend on the end of the history (contextual mask, positions from the end, rows near the
+  end that ignore the window) or on the next token (relative time bias). Only the whole prefix can match; appends and
+  suffixes are refused.
+* `chunks` false: rows see later rows (contextual mask), so pre-infer computes the prefix in one chunk.
+* `uses_query_time`: inputs depend on the time before the query, so K,V belong to one query time, which is a part of
+  the key.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from relaygr.worker.model.options import PositionOrigin, TimeEncoding
 
 @dataclass(frozen=True, slots=True)
 class PrefixRules:
-    """What holds for every prefix of one model."""
+    """The rules for every prefix of one model."""
 
     grows: bool = True
-    """A grown history may be appended, and a request may bring a suffix."""
+    """New behaviours may be appended to a prefix, and a request may have a suffix."""
     chunks: bool = True
-    """Pre-infer may be cut anywhere."""
+    """Pre-infer may be split into chunks anywhere."""
     uses_query_time: bool = False
-    """K,V are good for one query time."""
+    """K,V are valid for one query time only."""
 
 
 class RuleError(ValueError):
-    """A call that the model's rules forbid: it would give other scores than full inference."""
+    """A call that the model's rules forbid, because its scores would differ from full inference."""
 
 
 def rules_of(config: ModelConfig) -> PrefixRules:

@@ -1,10 +1,10 @@
-"""Relative bias: what is added to alpha * q.k by the distance of two tokens and by the time between them.
+"""The relative bias, which is added to alpha * q.k: by the distance of two tokens, and by the time between them.
 
     bias(i, j) = positions[N - 1 + place(j) - place(i)] + times[bucket(following(i) - time(j))]
     bucket(s)  = int(log(max(|s|, 1)) / log_base), at most the last
 
 `following(i)` is the time of the token after row i; after the last behaviour, and after a candidate, the query time.
-Distances beyond the table take its end. Source: the research layer of arXiv 2402.17152.
+Distances beyond the table use its first or last weight. Source: the research layer of arXiv 2402.17152.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import RelativeBias
 
 _LONGEST_SECONDS = 2**54
-"""More than 64 bits of milliseconds hold."""
+"""Longer than any time in 64-bit milliseconds."""
 
 
 class RelativeBiases:
     """The bias tables of all layers."""
 
     def __init__(self, config: RelativeBias, positions: list[torch.Tensor], times: list[torch.Tensor] | None) -> None:
-        """positions: of each layer [2 N - 1]; times: of each layer [time_buckets + 1], or None."""
+        """positions: one table [2 N - 1] a layer; times: one table [time_buckets + 1] a layer, or None."""
         self.positions = positions
         self.times = times
         self.edges = bucket_edges(config).to(positions[0].device) if times is not None else None
 
     def of(self, segment: Segment, mask: AttentionMask) -> SegmentBias:
-        """The bias of one segment. Raises ValueError where it brings no times and the bias needs them."""
+        """The bias of one segment. Raises ValueError if the bias needs times and the segment has none."""
         return SegmentBias(self, segment, mask)
 
 
@@ -65,10 +65,10 @@ class SegmentBias:
 
 
 def bucket_edges(config: RelativeBias) -> torch.Tensor:
-    """int64, rising: edge b - 1 is the fewest seconds of bucket b, for the buckets that any time falls into.
+    """int64, ascending: edge b - 1 is the fewest seconds of bucket b, for the buckets that a time can fall into.
 
-    Whole seconds against whole seconds: a time falls into the same bucket on every device, which a logarithm in
-    float32 does not promise. The edges themselves are those of that formula.
+    Comparing whole seconds puts a time into the same bucket on every device; a logarithm in float32 may not. The edges
+    are computed with the formula of the bucket.
     """
 
     def bucket(seconds: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def bucket_edges(config: RelativeBias) -> torch.Tensor:
 
 
 def relative_biases(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> RelativeBiases | None:
-    """The tables of a checkpoint; None where its configuration has no relative bias."""
+    """The bias tables of a checkpoint; None if its configuration has no relative bias."""
     if config.relative_bias is None:
         return None
     layers = range(config.num_layers)

@@ -1,7 +1,7 @@
-"""The plain HSTU mask in plain torch, in tiles of 512 keys and 256 rows: fast on the CPU, right on any device.
+"""The plain HSTU mask in plain torch, in tiles of 512 keys and 256 rows: fast on the CPU, correct on any device.
 
-The causal half only is computed, and no more than one tile of [heads, rows, keys] is in memory. A chunk's own rows
-are attended to as they are, so that only what was there before is read from pages.
+Only the causal half is computed, and at most one tile of [heads, rows, keys] is in memory. The context is read from
+pages; the keys of a chunk's own rows are used directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockedAttention:
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
         return _BlockedPass(self._spec, kv, segments)
 
-    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - never more keys than a block
+    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - at most one block of keys is in memory
         s = self._spec
         element = s.compute_dtype.itemsize
         own = rows * (2 * s.key_width + s.row_width) * element + 2 * rows * s.row_width * 4
@@ -74,7 +74,7 @@ class _BlockedPass:
             last = min(first + KEY_BLOCK, causal.stop)
             for low in range(first, rows.stop, ROW_BLOCK):
                 high = min(low + ROW_BLOCK, rows.stop)
-                # Above the last row of this tile nothing is visible; below the first key's row everything is.
+                # Keys after the last row of this tile are invisible; keys before its first row are all visible.
                 visible = slice(first, min(last, high))
                 diagonal = low - first if low + 1 < visible.stop else None
                 self._tile(q[:, low:high], k[:, visible], v[:, visible], sums[:, low:high], diagonal)
@@ -86,7 +86,7 @@ class _BlockedPass:
     def _tile(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, diagonal: int | None
     ) -> None:
-        """Adds one tile, keeping key j of row i where j - i <= diagonal (None: all)."""
+        """Adds one tile. Row i uses the keys j with j - i <= diagonal (None: all keys)."""
         weights = torch.bmm(q, keys.transpose(1, 2))
         F.silu(weights, inplace=True)
         if diagonal is not None:
@@ -95,10 +95,10 @@ class _BlockedPass:
 
 
 def add_in_place(sums: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
-    """For weights of the sums' own type."""
+    """sums [heads, rows, dv] += weights [heads, rows, keys] @ values [heads, keys, dv], all of one type."""
     sums.baddbmm_(weights, values)
 
 
 def add_widened(sums: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
-    """For narrower weights: the sum over blocks stays in the sums' type."""
+    """The same for narrower weights and values. The sum over blocks stays in the type of `sums`."""
     sums.add_(torch.bmm(weights, values))

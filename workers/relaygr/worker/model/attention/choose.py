@@ -21,14 +21,18 @@ from relaygr.worker.model.attention.softmax import SoftmaxAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
 
+AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]
+
+_PLAIN = "the plain mask"
+_PLAIN_WITH_GROUPS = "the plain mask with groups"
 _WARM_UP_TOKENS = 4096
-"""Block sizes are tuned on chunks of half of it, and on requests against as many tokens."""
+"""Block sizes are tuned on a chunk of half as many tokens, and on requests against half as many."""
 
 log = structlog.get_logger(__name__)
 
 
 def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> AttentionBackend | None:
-    """The back end made for this device, or None: there is none for it, or for such a mask, or it does not run."""
+    """The back end made for this device; None if there is none for the device and the mask, or if it fails."""
     try:
         match device.torch_device.type:
             case "cuda" if spec.is_plain_but_for_groups:
@@ -37,7 +41,7 @@ def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Dev
                 return _rec_sdk(spec)
             case _:
                 return None
-    # Compilers and operator packages fail in ways of their own, and plain torch is always there.
+    # Compilers and operator packages may raise any error, and plain torch always works.
     except Exception as error:
         log.warning("no kernels for this device, plain torch instead", device=device.name, error=repr(error))
         return None
@@ -57,15 +61,9 @@ def _rec_sdk(spec: AttentionSpec) -> AttentionBackend | None:
     return RecSdkAttention(spec) if load_operators() and RecSdkAttention.fits(spec) else None
 
 
-AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]
-
-_PLAIN = "the plain mask"
-_PLAIN_WITH_GROUPS = "the plain mask with groups"
-
-
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A back end, and why it is this one."""
+    """A back end, and the reason for the choice."""
 
     attention: AttentionBackend
     reason: str
@@ -74,13 +72,13 @@ class BackendChoice:
 def choose_attention(
     spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
 ) -> AttentionBackend:
-    """The fastest back end that computes what the model asks for, and runs on the device."""
-    made_for_it = accelerated_attention(spec, geometry, device)
+    """The fastest back end that computes the model's attention and runs on the device."""
+    for_device = accelerated_attention(spec, geometry, device)
     choice = (
         attention_for(spec, biases)
-        if made_for_it is None
+        if for_device is None
         else BackendChoice(
-            made_for_it, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}"
+            for_device, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}"
         )
     )
     log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
@@ -88,7 +86,7 @@ def choose_attention(
 
 
 def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> BackendChoice:
-    """The back end in plain torch, which runs on any device, with the reason."""
+    """The back end in plain torch, which runs on any device, and the reason for the choice."""
     if spec.normalizer is None:
         return BackendChoice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
@@ -97,7 +95,7 @@ def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Backend
 
 
 def _options(spec: AttentionSpec) -> list[str]:
-    """What a plain mask lacks."""
+    """The options that the plain mask does not have."""
     asked = {
         "the contextual mask": spec.contextual_tokens > 0,
         "max_attn_len": spec.max_attn_len > 0,

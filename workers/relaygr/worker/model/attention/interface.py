@@ -1,13 +1,14 @@
-"""What a back end does. Who calls what, and when, all on the device's thread:
+"""The interface of attention back ends. The device thread makes all calls:
 
-* once a forward: `AttentionBackend.begin(kv, segments)`, which brings to the device what describes the segments;
-* once a layer, in order: `AttentionPass.attend(layer, q, k, v)`, which stores K,V of the chunks and gives A.
+* once for each forward: `AttentionBackend.begin(kv, segments)`, which copies the description of the segments to the
+  device;
+* once for each layer, in order: `AttentionPass.attend(layer, q, k, v)`, which stores K,V of the chunks and returns A.
 
-The rows of `q`, `k`, `v` are those of all segments, one segment after the other; chunks come first. `q` and `k` are
-[rows, heads, attention_dim], `v` is [rows, heads, hidden_dim], all of the compute type: views of one projection, whose
-last dimension is contiguous. `k` and `v` were rounded to the stored type by the caller, so that a row counts as much
-now as it will once it is read back; `q` is not scaled yet. A is [rows, heads * hidden_dim], contiguous, float32 or of
-the compute type, and divided by N.
+`q`, `k`, `v` hold the rows of all segments, one segment after the other, chunks first. `q` and `k` are
+[rows, heads, attention_dim], `v` is [rows, heads, hidden_dim], all of the compute type. They are views of one
+projection, and their last dimension is contiguous. The caller has rounded `k` and `v` to the stored type, so that a row
+has the same values now as after it is read back; `q` is not scaled yet. A is [rows, heads * hidden_dim], contiguous,
+float32 or of the compute type, and divided by N.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from relaygr.worker.model.attention.segments import Segment
 
 
 class AttentionPass(Protocol):
-    """AttentionBackend of one forward."""
+    """The attention of one forward."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores K,V of the rows of segments that store, and returns A of every row."""
+        """Stores K,V of the segments with `stores`, and returns A of every row."""
 
 
 class AttentionBackend(Protocol):
-    """One back end for one model."""
+    """An attention back end for one model."""
 
     @property
     def name(self) -> str:
-        """As logs say it."""
+        """Its name in logs."""
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
-        """Prepares one forward. Raises ValueError for a segment whose pages do not hold its tokens."""
+        """Prepares one forward. Raises ValueError if the pages of a segment do not hold its tokens."""
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:
-        """Most memory that `attend` needs at once beside its arguments, for so many rows in all.
+        """The most memory that `attend` needs beside its arguments, for `rows` rows in total.
 
-        `max_tokens`: the most that one segment's keys can be, its own rows included.
+        `max_tokens`: the most keys of one segment, its own rows included.
         """

@@ -23,14 +23,14 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 
 
 class Visible(enum.Enum):
-    """What a tile shows without asking for each pair."""
+    """The mask of a tile in which all pairs are the same."""
 
     NONE = enum.auto()
     ALL = enum.auto()
 
 
 Tile = Visible | torch.Tensor
-"""Nothing, everything, or bool [rows, keys]."""
+"""No pair, every pair, or bool [rows, keys]."""
 
 
 class AttentionMask:
@@ -44,7 +44,7 @@ class AttentionMask:
         self._device = device
 
     def tile(self, rows: range, keys: range) -> Tile:
-        """What `rows` see of `keys`; each range is all history or all candidates."""
+        """Which of `keys` each of `rows` sees. Each range holds only history or only candidates."""
         if keys.start >= self._history:
             return self._of_candidates(rows, keys)
         return self._of_history(rows, keys)
@@ -54,11 +54,11 @@ class AttentionMask:
         return row - (row - self._history) % self._spec.target_group_size
 
     def place(self, token: int) -> int:
-        """Where a token stands."""
+        """The place of a token."""
         return self._end if token >= self._history else max(0, token - self._folded)
 
     def places(self, tokens: range) -> torch.Tensor:
-        """int64 [tokens]: where each stands."""
+        """int64 [tokens]: the place of each token."""
         if tokens.start >= self._history:
             return torch.full((len(tokens),), self._end, device=self._device)
         return torch.arange(tokens.start - self._folded, tokens.stop - self._folded, device=self._device).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""The arena as tensors: K,V of every layer in pages, read in blocks of keys and written token by token."""
+"""The arena as tensors: K,V of every layer in pages. They are read in blocks of keys and written token by token."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from relaygr.worker.model.attention.spec import torch_dtype
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 KEY_BLOCK = 512
-"""Keys of one tile: K, V and the tile of a head together stay in a core's L2 cache."""
+"""Keys of one tile: K, V and the tile of one head fit together into a core's L2 cache."""
 
 _ALIGN = 4
-"""int64 elements of 32 bytes, the unit in which an NPU copies."""
+"""int64 elements in 32 bytes, the unit of copies on an NPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageSpan:
-    """Where a run of tokens lies in the arena."""
+    """The location of consecutive tokens in the arena."""
 
     start: int
     end: int
     k_pieces: torch.Tensor
-    """int64, which of the arena's pieces hold K of layer 0, one head after the other; see `_Pieces`."""
+    """int64: the arena's pieces (`_Pieces`) that hold K of layer 0, one head after the other."""
     v_pieces: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """Page and place in it of each of some tokens: int64 tensors of one length."""
+    """The page of each token, and its place in the page: int64 tensors of one length."""
 
     pages: torch.Tensor
     places: torch.Tensor
@@ -45,9 +45,9 @@ class PagedKv:
     """An arena of uint8 [num_pages, page_bytes] seen as K [pages, layers, heads, page_tokens, attention_dim] and V."""
 
     def __init__(self, arena: torch.Tensor, geometry: KvGeometry, send: Send | None = None) -> None:
-        """`send`: how page numbers get from the host to the arena's device; None: by a copy that is waited for.
+        """`send`: copies page numbers from the host to the arena's device; None: a blocking copy.
 
-        Raises ValueError if the arena is not of that form.
+        Raises ValueError if the arena does not have this form.
         """
         if arena.dtype is not torch.uint8 or arena.dim() != 2 or arena.shape[1] != geometry.page_bytes:
             raise ValueError(
@@ -69,7 +69,7 @@ class PagedKv:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored K,V."""
+        """The type of stored K,V."""
         return self._k.dtype
 
     def k(self, layer: int) -> torch.Tensor:
@@ -81,11 +81,11 @@ class PagedKv:
         return self._v[:, layer]
 
     def sent(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """Numbers of the host, on the arena's device."""
+        """A copy of host numbers on the arena's device."""
         return self._send(torch.from_numpy(numbers))
 
     def sent_together(self, arrays: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
-        """Each array on the arena's device, all by one copy; each begins where an operator may want it to."""
+        """A copy of each array on the arena's device, made by one transfer. Each array begins at an aligned address."""
         starts = np.cumsum([0] + [-(-array.size // _ALIGN) * _ALIGN for array in arrays]).tolist()
         packed = np.zeros(starts[-1], dtype=np.int64)
         for start, array in zip(starts[:-1], arrays, strict=True):
@@ -94,7 +94,7 @@ class PagedKv:
         return [sent[start : start + array.size] for start, array in zip(starts[:-1], arrays, strict=True)]
 
     def check(self, segments: Sequence[Segment]) -> None:
-        """Raises ValueError for a segment that has too few pages, or pages that the arena does not have."""
+        """Raises ValueError if a segment has too few pages, or pages outside the arena."""
         for segment in segments:
             needed = self.geometry.pages_for(segment.stored_tokens)
             if needed > len(segment.pages):
@@ -107,7 +107,7 @@ class PagedKv:
                 raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
     def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
-        """The context of each segment, in blocks of at most KEY_BLOCK tokens. What says where crosses over at once."""
+        """The context of each segment in blocks of at most KEY_BLOCK tokens. One transfer copies all page numbers."""
         bounds = [list(self._bounds(segment.context_tokens)) for segment in segments]
         numbers = [
             numbers
@@ -119,7 +119,7 @@ class PagedKv:
         return [tuple(PageSpan(start, end, next(sent), next(sent)) for start, end in own) for own in bounds]
 
     def _bounds(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Whole pages as long as a block holds one; a longer page in blocks of its own."""
+        """Bounds of the blocks: whole pages if a block holds at least one; else several blocks for each page."""
         size = self.geometry.page_tokens
         step = max(1, KEY_BLOCK // size) * size
         for first in range(0, tokens, step):
@@ -127,7 +127,7 @@ class PagedKv:
                 yield start, min(start + KEY_BLOCK, first + step, tokens)
 
     def slots(self, segments: Sequence[Segment]) -> TokenSlots:
-        """Where the causal rows of the segments that store go, in their order."""
+        """The slots of the causal rows of all segments with `stores`, in order."""
         size = self.geometry.page_tokens
         parts = [np.empty((2, 0), np.int64)]
         for segment in segments:
@@ -137,14 +137,14 @@ class PagedKv:
         return TokenSlots(*self.sent(np.concatenate(parts, axis=1)).unbind())
 
     def write(self, layer: int, slots: TokenSlots, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores one layer of the first rows of k, v [rows, heads, dim], one a slot, rounded to the stored type."""
+        """Stores the first rows of k, v [rows, heads, dim] in one layer, one row in each slot, in the stored type."""
         stored = slots.pages.shape[0]
         if stored:
             self._k[:, layer][slots.pages, :, slots.places] = k[:stored].to(self._k.dtype)
             self._v[:, layer][slots.pages, :, slots.places] = v[:stored].to(self._v.dtype)
 
     def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [heads, tokens, dim] of one layer, as `dtype`."""
+        """K, V [heads, tokens, dim] of one layer, converted to `dtype`."""
         g = self.geometry
         layer_start = self._cut[layer * self._pieces.per_layer :]
 
@@ -156,10 +156,10 @@ class PagedKv:
 
 
 class _Pieces:
-    """The arena cut into runs of equal size, of which K or V of any head is a whole number, in any page and block.
+    """The arena as pieces of equal size. K and V of a head in any page and block are whole numbers of pieces.
 
-    One copy in the order of heads then reads scattered pages as [heads, tokens, dim]. It is a copy of rows, which
-    torch deals out to threads as it does the heads of the product that follows: each finds its own in its cache.
+    One copy in the order of heads reads scattered pages as [heads, tokens, dim]. torch distributes this copy and the
+    following product to threads by head, so each thread finds its heads in its cache.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
@@ -169,7 +169,7 @@ class _Pieces:
         self.per_layer = g.num_heads * g.page_tokens * (g.attention_dim + g.hidden_dim) // self.elements
 
     def of_span(self, pages: NDArray[np.integer], start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of K and of V of tokens [start, end) in layer 0: [heads, pages, pieces], flat."""
+        """Piece numbers of K and of V of tokens [start, end) in layer 0: [heads, pages, pieces], flat."""
         g = self._geometry
         size = g.page_tokens
         used = pages[start // size : -(-end // size)].astype(np.int64)[:, None] * (g.num_layers * self.per_layer)

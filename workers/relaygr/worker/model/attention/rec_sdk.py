@@ -1,18 +1,18 @@
 """The NPU back end: Ascend RecSDK's HSTU operator behind the attention interface.
 
 `torch.ops.mxrec.hstu_jagged.delta` computes SiLU(alpha q k^T) * scale * mask, times v, over jagged q and k of different
-lengths. Two calls a layer make our mask of it, whose only rules are those that RecSDK's own tests state:
+lengths. Two calls in each layer compute our mask, with the mask rules that RecSDK's own tests state:
 
 * causal rows against [context, causal rows], mask type 0: the lower triangle, aligned at the end of the keys;
 * candidates against [context, causal rows], mask type 2: no mask.
 
-What a candidate gets from itself is added by plain torch: there is no row sum, so partial sums are exact. The operator
-wants its keys contiguous, so the context is gathered from its pages once a layer. RecSDK's paged operator is not used:
-its pages are [tokens, heads, dim] of one layer, ours [heads, tokens, dim] of all, which it would copy as a whole.
+Plain torch adds the term of a candidate's own key: there is no row sum, so partial sums are exact. The operator needs
+contiguous keys, so the context is gathered from its pages once in each layer. RecSDK's paged operator is not used: its
+pages are [tokens, heads, dim] of one layer, ours are [heads, tokens, dim] of all layers, and it would copy all of them.
 
 Sources (RecSDK, github.com/Ascend/RecSDK): the signature in cust_op/framework/torch_plugin/torch_library/hstu/
 hstu_delta_q.cpp, the limits in cust_op/ascendc_op/ai_core_op/hstu_dense_forward/README.md, the masks in
-cust_op/test/hstu_dense/torch/test_hstu_deltaqk_forward.py. `docs/npu.md` says what was checked without the hardware.
+cust_op/test/hstu_dense/torch/test_hstu_deltaqk_forward.py. docs/npu.md lists what was checked without the hardware.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
 
 OPERATOR_LIBRARY = "libfbgemm_npu_api.so"
-"""Where RecSDK's build puts its operators: beside the Python packages."""
+"""RecSDK's build installs its operators in this library, beside the Python packages."""
 MAX_HEADS = 16
 MAX_DIM = 512
 DIM_STEP = 16
 MAX_TOKENS = 20480
-"""Of one segment's rows, and of its keys."""
+"""The most rows, and the most keys, of one segment."""
 
 _OPERATORS: Any = torch.ops
 _LOWER_TRIANGLE = 0
@@ -50,9 +50,9 @@ _Int64Array = NDArray[np.int64]
 
 
 def load_operators() -> bool:
-    """Whether RecSDK's operator is there; loads its library first if it lies where RecSDK's build puts it.
+    """Whether RecSDK's operator is registered. First loads its library from the place where RecSDK's build installs it.
 
-    Raises OSError for a library that is there and cannot be loaded.
+    Raises OSError if the library exists and cannot be loaded.
     """
     library = Path(sysconfig.get_path("purelib")) / OPERATOR_LIBRARY
     if not _registered() and library.is_file():
@@ -66,12 +66,12 @@ def _registered() -> bool:
 
 
 class RecSdkAttention:
-    """Contract: `interface.Attention`. Segments too long for the operator are computed by plain torch."""
+    """Contract: `interface.AttentionBackend`. Plain torch computes segments that are too long for the operator."""
 
     name = "RecSDK hstu_jagged"
 
     def __init__(self, spec: AttentionSpec) -> None:
-        """Raises ValueError for what the operator does not compute."""
+        """Raises ValueError for a mask or sizes that the operator does not compute."""
         if not self.fits(spec):
             raise ValueError("RecSDK's operator does not compute this mask, or not these sizes")
         self._spec = spec
@@ -94,7 +94,7 @@ class RecSdkAttention:
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:
         s = self._spec
-        # The context as gathered, and with the own rows; each call's keys again; q, and what comes out.
+        # The gathered context, and a copy with the own rows; the keys of each call; q and the result.
         gathered = 3 * (rows + max_tokens) * (s.key_width + s.row_width)
         own = rows * (s.key_width + 3 * s.row_width)
         return max((gathered + own) * s.compute_dtype.itemsize, self._longer.scratch_bytes(rows, max_tokens))
@@ -102,12 +102,12 @@ class RecSdkAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One call of the operator: whose rows, which keys, cut into segments where. int64, on the host."""
+    """One call of the operator: its rows, its keys, and the offsets of its segments. int64, on the host."""
 
     rows: _Int64Array
-    """Of the forward's rows."""
+    """Indices into the rows of the forward."""
     keys: _Int64Array
-    """Of [all contexts, the forward's rows]."""
+    """Indices into [all contexts, rows of the forward]."""
     row_offsets: _Int64Array
     key_offsets: _Int64Array
     max_rows: int
@@ -117,7 +117,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _OperatorCall:
-    """A plan, and its numbers on the device."""
+    """A plan with its arrays on the device."""
 
     plan: _Plan
     rows: torch.Tensor
@@ -176,12 +176,12 @@ class _RecSdkPass:
         return out.flatten(1)
 
     def _with_context(self, pages: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """[all contexts' tokens, then the forward's rows; heads; dim]"""
+        """[tokens of all contexts, then rows of the forward; heads; dim]"""
         return torch.cat((pages[self._context_pages, :, self._context_places].to(own.dtype), own))
 
 
 def _plan(placed: Sequence[Placed], rows: Sequence[slice], mask_type: int) -> _Plan | None:
-    """Those rows of each segment against its context and causal rows. None without any row that sees a key."""
+    """The plan for these rows of each segment against its context and causal rows. None if no row sees a key."""
     contexts = np.cumsum([0] + [one.segment.context_tokens for one in placed])
     chosen_rows, chosen_keys = [], []
     for one, own, context in zip(placed, rows, contexts, strict=False):

@@ -1,9 +1,10 @@
-"""Segments: runs of rows of one user over one page table, which one forward takes through the layers together.
+"""Segments: rows of one user over one page table. One forward computes several segments together.
 
-A segment's keys are `context_tokens` tokens whose K,V lie in its pages, then its own rows: `causal_rows` new tokens in
+The keys of a segment are `context_tokens` tokens with K,V in its pages, then its own rows: `causal_rows` new tokens in
 sequence (a chunk of a prefix, or a request's suffix), then `free_rows` candidates. A causal row sees the context and
-causal rows up to itself; a candidate sees context, all causal rows and itself; nobody sees a candidate (masks with
-options: `mask.py`). Where `stores`, the causal rows' K,V are written to the pages; such a segment has no candidates.
+causal rows up to itself. A candidate sees the context, all causal rows and itself. No other row sees a candidate
+(`mask.py` describes masks with options). If `stores` is set, K,V of the causal rows are written to the pages; such a
+segment has no candidates.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class SegmentTimes:
-    """Whole seconds, int64, for a bias by time."""
+    """Times of a segment's tokens for a bias by time: whole seconds, int64."""
 
     keys: NDArray[np.int64]
-    """Of each key: context, causal rows, candidates."""
+    """The time of each key: context, causal rows, candidates."""
     following: NDArray[np.int64]
-    """Of the token after each row; after the last behaviour, and after a candidate, the query time."""
+    """The time of the token after each row; after the last behaviour, and after a candidate, the query time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,50 +36,50 @@ class Segment:
     free_rows: int
     stores: bool
     total_tokens: int
-    """Tokens of the history as a whole: a chunk's prefix may go on behind it. Candidates stand at this place."""
+    """Tokens of the whole history, which may continue after a chunk. Candidates have this place."""
     times: SegmentTimes | None = None
 
     @property
     def rows(self) -> int:
-        """Rows of this segment in the forward."""
+        """Number of rows of this segment in the forward."""
         return self.causal_rows + self.free_rows
 
     @property
     def causal_tokens(self) -> int:
-        """Context and causal rows."""
+        """Number of context tokens and causal rows."""
         return self.context_tokens + self.causal_rows
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that the pages must hold."""
+        """Number of tokens that the pages must hold."""
         return self.causal_tokens if self.stores else self.context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A segment and where its rows begin among those of the forward."""
+    """A segment, and the index of its first row in the forward."""
 
     segment: Segment
     start: int
 
     @property
     def causal(self) -> slice:
-        """Its causal rows."""
+        """The causal rows."""
         return slice(self.start, self.start + self.segment.causal_rows)
 
     @property
     def free(self) -> slice:
-        """Its candidates."""
+        """The candidates."""
         return slice(self.start + self.segment.causal_rows, self.start + self.segment.rows)
 
     @property
     def rows(self) -> slice:
-        """All its rows."""
+        """All rows."""
         return slice(self.start, self.start + self.segment.rows)
 
 
 def place(segments: Sequence[Segment]) -> Iterator[Placed]:
-    """Each segment with the place of its rows. Raises ValueError unless those that store come first."""
+    """Each segment with the index of its first row. Raises ValueError unless segments that store come first."""
     start, stores = 0, True
     for segment in segments:
         if segment.stores and (not stores or segment.free_rows):

@@ -1,7 +1,7 @@
 """Soft-max attention over K,V in pages, by torch's scaled-dot-product attention.
 
-A segment's keys are gathered once a layer; rows go in tiles of 256, so that a mask is never [rows, keys] at once. Of
-the candidates' keys, a tile has those only that it may see.
+The keys of a segment are gathered once in each layer. Rows are processed in tiles of 256, so that no mask of
+[rows, keys] is ever in memory. A tile includes only those keys of candidates that it may see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SoftmaxAttention:
     name = "scaled-dot-product torch"
 
     def __init__(self, spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
-        """Raises ValueError for SiLU, and for a bias that is asked for and not given."""
+        """Raises ValueError for SiLU, and if `biases` does not agree with the specification."""
         if spec.normalizer is not None or spec.has_bias is not (biases is not None):
             raise ValueError("soft-max attention has no normaliser, and its bias is that of its specification")
         self._spec = spec
@@ -40,7 +40,7 @@ class SoftmaxAttention:
         keys = max_tokens + ROW_BLOCK + s.target_group_size
         own = rows * (2 * s.key_width + 2 * s.row_width) * 4
         gathered = 3 * keys * (s.key_width + s.row_width) * 4
-        # Scores of every head where torch has no fused form; the mask as bool and as float, and what makes it.
+        # Scores of every head, if torch has no fused form; the mask as bool and as float, with its arguments.
         tile = ROW_BLOCK * keys * (2 * s.num_heads * 4 + 48)
         return own + gathered + tile
 
@@ -66,7 +66,7 @@ class _SoftmaxPass:
         self, layer: int, one: TiledSegment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
         segment, causal = one.placed.segment, one.placed.causal
-        # Room behind the history for the candidates of one tile: the history is gathered once.
+        # The history is gathered once, with room after it for the candidates of one tile.
         room = segment.causal_tokens + min(segment.free_rows, ROW_BLOCK + self._spec.target_group_size - 1)
         keys = k.new_empty((k.shape[0], room, k.shape[2]))
         values = v.new_empty((v.shape[0], room, v.shape[2]))
@@ -82,7 +82,7 @@ class _SoftmaxPass:
                 part, to = one.rows_of(near), slice(history.stop, history.stop + len(near))
                 keys[:, to], values[:, to] = k[:, part], v[:, part]
             elif not self._spec.contextual_tokens:
-                # What comes after the tile's last row nobody sees.
+                # No row of the tile sees a key after the tile's last row.
                 history = range(tile.tokens.stop)
             count = len(history) + len(near)
             attended = F.scaled_dot_product_attention(
@@ -98,7 +98,7 @@ class _SoftmaxPass:
     def _mask(
         layer: int, one: TiledSegment, tile: RowTile, keys: Sequence[range], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """What is added to the scores, or what of them counts: [rows, keys]; None if every key counts."""
+        """[rows, keys]: the values to add to the scores, or a bool mask; None if every key is visible."""
         keys = [part for part in keys if part]
         tiles = [one.mask.tile(tile.tokens, part) for part in keys]
         if one.bias is None and all(visible is Visible.ALL for visible in tiles):

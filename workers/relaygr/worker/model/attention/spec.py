@@ -15,15 +15,15 @@ _BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def torch_dtype(dtype: KvDtype | ComputeDtype) -> torch.dtype:
-    """torch's name of an element type."""
+    """The torch type of an element type."""
     return _BY_NAME[dtype.value]
 
 
 def rounding(dtype: KvDtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What storing and reading back does to K or V: nothing, or a round trip through bfloat16.
+    """The function that rounds K or V as storing does: identity, or a round trip through bfloat16.
 
-    Rows that are never stored (suffix, candidates) take it too, so that they count as much in ranking as they
-    would in a prefix.
+    Rows that are never stored (suffix, candidates) are rounded too, so that a behaviour has the same K,V in the suffix
+    as in a prefix.
     """
     if dtype is KvDtype.FLOAT32:
         return lambda x: x
@@ -32,7 +32,10 @@ def rounding(dtype: KvDtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Sizes are per head; zero switches an option of the mask off. `docs/model.md` says what each option means."""
+    """The attention of a model, the same in all layers. Sizes are per head; 0 switches an option of the mask off.
+
+    docs/model.md describes the options.
+    """
 
     num_heads: int
     attention_dim: int
@@ -41,7 +44,7 @@ class AttentionSpec:
     normalizer: float | None
     """N; None: soft-max."""
     contextual_tokens: int = 0
-    """Tokens at the beginning of a prefix that see the whole history, and all stand at place 0."""
+    """Tokens at the beginning of a prefix that see the whole history, and all have place 0."""
     max_attn_len: int = 0
     min_full_attn_len: int = 0
     target_group_size: int = 1
@@ -51,12 +54,16 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """SiLU; causal rows see all before them, candidates themselves, and no bias: what fast back ends compute."""
+        """The plain mask, which the fast back ends compute.
+
+        SiLU attention without a bias; a causal row sees itself and all earlier keys, a candidate all causal keys and
+        itself.
+        """
         return self.is_plain_but_for_groups and self.target_group_size == 1
 
     @property
     def is_plain_but_for_groups(self) -> bool:
-        """The same, but that candidates may see earlier ones of their group."""
+        """The plain mask, but candidates may see earlier candidates of their group."""
         return (
             self.normalizer is not None and self.contextual_tokens == 0 and self.max_attn_len == 0 and not self.has_bias
         )
@@ -73,7 +80,7 @@ class AttentionSpec:
 
 
 def spec_of(config: ModelConfig, compute_dtype: ComputeDtype) -> AttentionSpec:
-    """The attention that a configuration asks for."""
+    """The attention of a configuration."""
     return AttentionSpec(
         num_heads=config.num_heads,
         attention_dim=config.attention_dim,

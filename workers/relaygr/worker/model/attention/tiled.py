@@ -28,14 +28,14 @@ class RowTile:
     """Some rows of a segment, all causal or all candidates."""
 
     rows: slice
-    """Among those of the forward."""
+    """Indices of the rows in the forward."""
     tokens: range
-    """Their numbers in the segment."""
+    """Numbers of the rows' tokens in the segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledSegment:
-    """One segment, ready for attention in tiles."""
+    """One segment with its mask and bias, split into tiles."""
 
     placed: Placed
     spans: tuple[PageSpan, ...]
@@ -43,7 +43,7 @@ class TiledSegment:
     bias: SegmentBias | None
 
     def row_tiles(self) -> Iterator[RowTile]:
-        """All rows, in tiles of at most ROW_BLOCK."""
+        """Tiles of at most ROW_BLOCK rows that cover all rows."""
         segment, start = self.placed.segment, self.placed.start
         offset = segment.context_tokens - start
         for part in (self.placed.causal, self.placed.free):
@@ -52,7 +52,7 @@ class TiledSegment:
                 yield RowTile(slice(low, high), range(low + offset, high + offset))
 
     def own_keys(self, tile: RowTile) -> Iterator[range]:
-        """Numbers of the segment's own keys that the tile may see, in blocks; of the candidates those near it only."""
+        """Blocks of the segment's own keys that the tile may see; of candidates, only those of its groups."""
         segment = self.placed.segment
         for low in range(segment.context_tokens, segment.causal_tokens, KEY_BLOCK):
             yield range(low, min(low + KEY_BLOCK, segment.causal_tokens))
@@ -62,7 +62,7 @@ class TiledSegment:
                 yield range(low, min(low + KEY_BLOCK, tile.tokens.stop))
 
     def rows_of(self, tokens: range) -> slice:
-        """Where own tokens are among the rows of the forward."""
+        """Rows of the forward that hold these tokens of the segment."""
         offset = self.placed.start - self.placed.segment.context_tokens
         return slice(tokens.start + offset, tokens.stop + offset)
 
@@ -70,7 +70,7 @@ class TiledSegment:
 def tiled_segments(
     spec: AttentionSpec, biases: RelativeBiases | None, kv: PagedKv, segments: Sequence[Segment]
 ) -> list[TiledSegment]:
-    """Each segment, ready. Raises ValueError for one whose pages do not hold its tokens."""
+    """Each segment with its mask and bias. Raises ValueError if the pages of one do not hold its tokens."""
     kv.check(segments)
     made = []
     for placed, spans in zip(place(segments), kv.spans(segments), strict=True):
@@ -86,7 +86,7 @@ def by_head(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_row(sums: torch.Tensor, scale: float) -> torch.Tensor:
-    """[heads, rows, dim] -> scaled, [rows, heads * dim], in one pass over them."""
+    """[heads, rows, dim] -> [rows, heads * dim], multiplied by `scale`, in one pass."""
     heads, rows, dim = sums.shape
     out = sums.new_empty((rows, heads, dim))
     torch.mul(sums.transpose(0, 1), scale, out=out)
@@ -99,7 +99,7 @@ class TiledAttention:
     name = "tiled torch"
 
     def __init__(self, spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
-        """Raises ValueError for soft-max, and for a bias that is asked for and not given."""
+        """Raises ValueError for soft-max, and if `biases` does not agree with the specification."""
         if spec.normalizer is None or spec.has_bias is not (biases is not None):
             raise ValueError("tiled attention is SiLU attention, and its bias is that of its specification")
         self._spec = spec
@@ -108,12 +108,12 @@ class TiledAttention:
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
         return _TiledPass(self._spec, self._biases, kv, segments)
 
-    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - never more keys than a block
+    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - at most one block of keys is in memory
         s = self._spec
         element = s.compute_dtype.itemsize
         own = rows * (2 * s.key_width + s.row_width) * element + 2 * rows * s.row_width * 4
         block = 2 * KEY_BLOCK * (s.key_width + s.row_width) * 4
-        # Scores and weights of every head, then the mask and the bias, with the int64 that they are made from.
+        # Scores and weights of every head; the mask and the bias, with their int64 arguments.
         tile = ROW_BLOCK * KEY_BLOCK * (s.num_heads * (8 + 2 * element) + 64)
         return own + block + tile + s.num_heads * ROW_BLOCK * s.hidden_dim * 4
 

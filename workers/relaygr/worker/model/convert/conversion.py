@@ -1,8 +1,8 @@
-"""Checkpoints of other people's models to ours (docs/convert.md).
+"""Converts a checkpoint of another implementation into ours (docs/convert.md).
 
-Every tensor of the source is mapped, known to be of no use, or left over; every tensor that our configuration asks
-for is there, or missing. A conversion that leaves something over or misses something is not written unless it is
-asked for; then what is missing is filled so that it changes nothing: ones for a norm's weight, else zeros.
+Every tensor of the source is mapped, unused for a known reason, or left over. Every tensor of our configuration is
+given or missing. A conversion with tensors left over or missing is written only on request; a missing tensor is then
+filled with neutral values: ones for the weight of a norm, else zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORTEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Our configuration and tensors, and what became of the source's."""
+    """Our configuration and tensors, and a report of the use of the source's tensors."""
 
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]
@@ -46,7 +46,7 @@ _FOR_ONE: dict[SourceKind, frozenset[str]] = {
     SourceKind.NVIDIA: frozenset({"features", "contextual_mask", "projection", "target_group_size", "activation"}),
     SourceKind.RESEARCH: frozenset({"concatenated", "activation", "log_base"}),
 }
-"""What a source has a use for, beside what all have."""
+"""The options of one source, beside the options of all sources."""
 
 _SOURCES: dict[SourceKind, Callable[[Takings, ConvertOptions], dict[str, Any]]] = {
     SourceKind.META: convert_meta,
@@ -56,20 +56,20 @@ _SOURCES: dict[SourceKind, Callable[[Takings, ConvertOptions], dict[str, Any]]] 
 
 
 def convert(source: Path, kind: SourceKind, options: ConvertOptions, strip: str = "") -> Converted:
-    """A file or folder of the source. Raises RelayError for what cannot be read, or is not told."""
+    """Converts a file or folder. Raises RelayError if it cannot be read, or an option is missing."""
     return convert_state_dict(read_state_dict(source, strip), kind, options, str(source))
 
 
 def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOptions, origin: str) -> Converted:
-    """Tensors of the source, in memory. Raises RelayError for what is not told, and for what it has no use for."""
+    """Converts tensors in memory. Raises RelayError for missing options, and for options of other sources."""
     useless = sorted(options.model_fields_set - _FOR_ALL - _FOR_ONE[kind])
     if useless:
         names = ", ".join(as_option(name) for name in useless)
-        raise RelayError(f"A conversion from {kind} has no use for {names}: leave it out.")
+        raise RelayError(f"A conversion from {kind} does not take {names}: leave it out.")
     takings = Takings(origin, source)
     try:
         fields = _SOURCES[kind](takings, options) | _common(options)
-    # Shapes and files that contradict what the source should be surface as errors of whatever meets them first.
+    # Wrong shapes and files raise whichever error occurs first.
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
         raise RelayError(f"{origin} is not what {kind} saves, or the options do not fit it: {error}.") from error
     fields.setdefault("max_prefix_behaviours", options.max_prefix or _longest(fields))
@@ -84,7 +84,7 @@ def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOpti
 
 
 def _common(options: ConvertOptions) -> dict[str, Any]:
-    """Fields that every source is told alike."""
+    """The fields that the options of every source set."""
     fields: dict[str, Any] = {
         "normalizer": options.normalizer,
         "max_attn_len": options.max_attn_len,
@@ -96,13 +96,13 @@ def _common(options: ConvertOptions) -> dict[str, Any]:
 
 
 def _longest(fields: Mapping[str, Any]) -> int:
-    """Behaviours of the longest sequence that the source was made for."""
+    """Behaviours of the longest sequence for which the source was made."""
     tokens = 2 if fields.get("inputs") == "interleaved" else 1
     return max(_SHORTEST, int(fields["normalizer"]) // tokens)
 
 
 def _filled(report: ConversionReport) -> dict[str, torch.Tensor]:
-    """What is missing, so that it changes nothing."""
+    """The missing tensors, with neutral values."""
     return {
         missing.target: torch.ones(missing.shape) if _is_norm_weight(missing.target) else torch.zeros(missing.shape)
         for missing in report.missing

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A tensor of ours, where it came from and what was done to it."""
+    """One of our tensors, its source, and the transform."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A tensor of the source that has no part in the scores, and why."""
+    """A tensor of the source that does not affect scores, and the reason."""
 
     source: str
     shape: Shape
@@ -37,7 +37,7 @@ class Unused:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """A tensor of the source that nothing took."""
+    """A tensor of the source that the conversion did not use."""
 
     source: str
     shape: Shape
@@ -45,7 +45,7 @@ class LeftOver:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A tensor of ours that the source lacks; `looked_for`: names under which it would have been taken."""
+    """One of our tensors without a source. `looked_for`: names of the source that would give it."""
 
     target: str
     shape: Shape
@@ -62,11 +62,11 @@ class ConversionReport:
     left_over: tuple[LeftOver, ...]
     missing: tuple[Missing, ...]
     notes: tuple[str, ...]
-    """Where the converted model differs from its source, in sentences."""
+    """Differences between the converted model and its source, in sentences."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left over and nothing missing."""
+        """Whether no tensor is left over or missing."""
         return not self.left_over and not self.missing
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What is done to a tensor on its way, and what the report calls it."""
+    """A transform of a tensor, and its name in the report."""
 
     name: str
     apply: Callable[[torch.Tensor], torch.Tensor]
@@ -88,7 +88,7 @@ WITH_UNKNOWN = Transform("a row of zeros added, for what is unknown", lambda x: 
 
 
 def both(first: Transform, second: Transform) -> Transform:
-    """One after the other."""
+    """Both transforms, in order."""
     if first is AS_IS:
         return second
     return (
@@ -97,7 +97,7 @@ def both(first: Transform, second: Transform) -> Transform:
 
 
 class Takings:
-    """The source's tensors, and ours as they come."""
+    """The source's tensors, and our tensors as they are made."""
 
     def __init__(self, origin: str, source: StateDict) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -110,7 +110,7 @@ class Takings:
         self._notes: list[str] = []
 
     def names(self, suffix: str = "") -> list[str]:
-        """Names of the source that end so, in its order."""
+        """Names of the source that end with `suffix`, in its order."""
         return [name for name in self._source if name.endswith(suffix)]
 
     def has(self, name: str) -> bool:
@@ -121,20 +121,20 @@ class Takings:
         return tuple(self.peek(name).shape)
 
     def peek(self, name: str) -> torch.Tensor:
-        """A tensor, without taking it. Raises RelayError if the source has none of that name."""
+        """A tensor, without marking it as used. Raises RelayError if the source has no tensor of this name."""
         if name not in self._source:
             raise RelayError(f"{self._origin} has no tensor {name}, which its sizes are read from.")
         return self._source[name]
 
     def take(self, source: str, target: str, transform: Transform = AS_IS) -> None:
-        """The source's tensor as ours; where it lacks it, that is written down for the report."""
+        """Uses a tensor of the source as ours. If the source has no such tensor, the report lists ours as missing."""
         if source not in self._source:
             self._looked_for.setdefault(target, source)
             return
         self.give([source], target, transform.apply(self._source[source]), transform.name)
 
     def take_first(self, sources: Sequence[str], target: str, transform: Transform = AS_IS) -> None:
-        """The first of these names that the source has."""
+        """Uses the first of these tensors that the source has."""
         found = next((name for name in sources if name in self._source), None)
         if found is None:
             self._looked_for.setdefault(target, " or ".join(sources))
@@ -142,7 +142,7 @@ class Takings:
             self.take(found, target, transform)
 
     def give(self, sources: Sequence[str], target: str, tensor: torch.Tensor, how: str) -> None:
-        """Our tensor, made from several of the source's, or from none."""
+        """Adds one of our tensors, made from any number of the source's tensors."""
         for name in sources:
             self._left.pop(name, None)
         kept = tensor.float() if tensor.dtype is torch.float64 else tensor
@@ -151,13 +151,13 @@ class Takings:
         self._mapped.append(Mapped(" + ".join(sources), target, first, tuple(tensor.shape), how))
 
     def take_own(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Tensors that the source has under our own names, where nothing else gave them."""
+        """Uses tensors of the source that have our own names, unless they are already given."""
         for target in shapes:
             if target not in self.tensors and target in self._source:
                 self.take(target, target)
 
     def unused(self, name: str, why: str) -> None:
-        """The source's tensor, if it is there, has no part in the scores."""
+        """Marks a tensor of the source, if it exists, as one that does not affect scores."""
         if name in self._left:
             del self._left[name]
             self._unused.append(Unused(name, tuple(self._source[name].shape), why))
@@ -166,7 +166,7 @@ class Takings:
         self._notes.append(sentence)
 
     def report(self, shapes: dict[str, tuple[int, ...]]) -> ConversionReport:
-        """All that happened, against the tensors that the configuration asks for."""
+        """The report, with `shapes` as the tensors that the configuration requires."""
         missing = [
             Missing(target, shape, self._looked_for.get(target, target))
             for target, shape in shapes.items()

@@ -1,7 +1,7 @@
-"""Meta's DLRM-v3 state dict to ours: `DlrmHSTU` of generative-recommenders, embedding collection included.
+"""Converts a state dict of Meta's DLRM-v3: `DlrmHSTU` of generative-recommenders with its embedding collection.
 
-Its sizes come from its shapes. Heads, N, the names of tasks and of contextual features do not, and are options.
-Linear layers are [out, in] there, [in, out] here; layers keep their order U, V, Q, K.
+Sizes come from shapes. Heads, N, and the names of tasks and contextual features are options. Linear layers are
+[out, in] in the source and [in, out] here; the order U, V, Q, K is the same.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LAYER_EPS = 1e-6
 
 
 class MetaSource:
-    """Names of one state dict, whatever they begin with."""
+    """The names of one state dict, for any prefix."""
 
     def __init__(self, takings: Takings) -> None:
         anchor = next((name for name in takings.names() if _TRANSDUCER in name), None)
         if anchor is None:
-            raise RelayError(f"This is not DLRM-v3: no tensor's name has {_TRANSDUCER} in it.")
+            raise RelayError(f"This is not DLRM-v3: no tensor's name contains {_TRANSDUCER}.")
         root = anchor[: anchor.index(_TRANSDUCER)]
         self.item_mlp = f"{root}_item_embedding_mlp"
         self.task_mlp = f"{root}_multitask_module._prediction_module"
@@ -58,9 +58,9 @@ class MetaSource:
 
 
 def convert_meta(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
-    """Takes the source's tensors; gives the fields of our configuration. Raises RelayError for what is not told."""
+    """Uses the source's tensors; returns the fields of our configuration. Raises RelayError if an option is missing."""
     names = MetaSource(takings)
-    # A model without contextual features may have their linear maps all the same, of no tokens.
+    # A model without contextual features may still have their linear maps, for 0 tokens.
     has_context = takings.has(names.contextual_weight) and takings.shape(names.contextual_weight)[0] > 0
     width, additional = _item_mlp_widths(takings, names)
     options.require(
@@ -132,7 +132,7 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
         target = ITEM_FEATURE_ROWS.format(index)
         if name not in options.item_values and not takings.has(target):
             raise RelayError(
-                f"Which {name} does each item have? Say --item-values {name}=FILE.npy, a value a row of the item table."
+                f"The values of {name} are missing: give --item-values {name}=FILE.npy, one for each row of items."
             )
         rows = int(table.rows.shape[0])
         give_table(takings, table, f"item_features.{index}.weight")
@@ -147,8 +147,8 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
             takings.unused(name, "it maps contextual features, and there are none")
     if features and not any(feature.min_tokens for feature in features):
         takings.note(
-            "No contextual feature is hidden from short sequences: where the source has minimum lengths, "
-            "say them with --hide-below NAME=TOKENS."
+            "No contextual feature is hidden from short sequences: if the source has minimum lengths, "
+            "give them with --hide-below NAME=TOKENS."
         )
     _take_mlp(takings, names.content, "content")
     if options.item_features:
@@ -178,7 +178,7 @@ def _actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> di
         return {}
     if takings.has(names.action_weights):
         weights = [int(weight) for weight in takings.peek(names.action_weights)]
-        takings.unused(names.action_weights, "the bits of actions stand in the configuration")
+        takings.unused(names.action_weights, "the bits of actions are in the configuration")
     else:
         options.require("action_weights")
         weights = list(options.action_weights)
@@ -237,7 +237,7 @@ def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> di
 
 def _numbers(takings: Takings, name: str) -> list[float]:
     numbers: list[float] = takings.peek(name).to(torch.float64).flatten().tolist()
-    takings.unused(name, "the periods stand in the configuration")
+    takings.unused(name, "the periods are in the configuration")
     return numbers
 
 

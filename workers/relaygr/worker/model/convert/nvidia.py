@@ -1,11 +1,11 @@
-"""NVIDIA's recsys-examples state dict to ours: its ranking model with fused, native or inference layers.
+"""Converts a state dict of the ranking model of NVIDIA's recsys-examples, with fused, native or inference layers.
 
     fused       `_linear_uvqk_weight [D, W]`, columns U, V, Q, K
     native      `_linear_uvqk.weight [W, D]`, columns U, V, Q, K of one head after the other
     inference   `_linear_uvqk.weight [W, D]`, columns U, V, Q, K
 
-Embedding tables lie in its data-parallel collection, or come as files. The small MLPs that it may have behind the
-tables read nothing but a table's row, so they are computed once, here.
+Embedding tables are in the data-parallel collection or in files. The source may have small MLPs after the tables. They
+read only a row of a table, so the conversion applies them to the tables.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _EXTRA = "_extra_state"
 
 
 class NvidiaSource:
-    """Names of one state dict, whatever they begin with."""
+    """The names of one state dict, for any prefix."""
 
     def __init__(self, takings: Takings) -> None:
         anchor = next((name for name in takings.names() if f"{_BLOCK}{_LAYERS}" in name), None)
         if anchor is None:
-            raise RelayError(f"This is not recsys-examples: no tensor's name has {_BLOCK}{_LAYERS} in it.")
+            raise RelayError(f"This is not recsys-examples: no tensor's name contains {_BLOCK}{_LAYERS}.")
         root = anchor[: anchor.index(_BLOCK)]
         self.layers = f"{root}{_BLOCK}{_LAYERS}"
         preprocessor = f"{root}{_BLOCK}_preprocessor."
@@ -56,7 +56,7 @@ class NvidiaSource:
 
 
 def convert_nvidia(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
-    """Takes the source's tensors; gives the fields of our configuration. Raises RelayError for what is not told."""
+    """Uses the source's tensors; returns the fields of our configuration. Raises RelayError if an option is missing."""
     options.require("heads", "normalizer", "tasks")
     names = NvidiaSource(takings)
     for name in takings.names(_EXTRA):
@@ -66,7 +66,7 @@ def convert_nvidia(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
     config |= _inputs(takings, names, options, d)
     takings.take(names.positions, "positions.weight")
     config["num_positions"] = takings.shape(names.positions)[0] if takings.has(names.positions) else 0
-    # The encoder multiplies what it adds positions to; without it, nothing is multiplied.
+    # The positional encoder also scales tokens; a model without it does not scale.
     config["embedding_scale"] = float(d) ** 0.5 if takings.has(names.positions) else 1.0
     return config | _readout(takings, names, options)
 
@@ -122,7 +122,7 @@ def _layers(takings: Takings, names: NvidiaSource, options: ConvertOptions) -> d
 
 
 def _projection(takings: Takings, layer: str, options: ConvertOptions) -> ProjectionLayout:
-    """How the columns lie: told, or seen by names that only one kind of layer has."""
+    """The order of the columns: from the option, or from names that only one kind of layer has."""
     if options.projection is None and not takings.has(f"{layer}_linear_uvqk_weight"):
         if takings.has(f"{layer}_output_ln_dropout_mul.weight"):
             return ProjectionLayout.PER_HEAD
@@ -145,7 +145,7 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
     for index, feature in enumerate(features):
         table = tables.require(feature.name)
         if table.rows.shape[1] != contextual_width:
-            raise RelayError(f"The table for {feature.name!r} is {table.rows.shape[1]} wide, not {contextual_width}.")
+            raise RelayError(f"The table for {feature.name!r} has width {table.rows.shape[1]}, not {contextual_width}.")
         give_table(takings, _through(table, through), f"features.{index}.weight")
         described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
     config: dict[str, Any] = {
@@ -168,7 +168,7 @@ def _input_width(takings: Takings, mlp: str, otherwise: int) -> int:
 
 
 def _mlp(takings: Takings, name: str) -> Transform | None:
-    """The source's MLP behind a table, linear, ReLU, linear; None where it has none."""
+    """The source's MLP after a table: linear, ReLU, linear. None if there is none."""
     if not takings.has(f"{name}.0.weight"):
         return None
     first, bias, second, last = (

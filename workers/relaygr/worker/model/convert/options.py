@@ -17,7 +17,7 @@ from relaygr.worker.model.options import ReadoutActivation, Task
 
 
 class SourceKind(enum.StrEnum):
-    """Whose model it is."""
+    """The implementation that saved the checkpoint."""
 
     META = "meta"
     """DLRM-v3 of meta-recsys/generative-recommenders."""
@@ -28,7 +28,7 @@ class SourceKind(enum.StrEnum):
 
 
 class ProjectionLayout(enum.StrEnum):
-    """How the columns of the joint projection lie."""
+    """The order of the columns of the joint projection."""
 
     CONTIGUOUS = "contiguous"
     """All heads of U, then of V, Q and K."""
@@ -37,19 +37,19 @@ class ProjectionLayout(enum.StrEnum):
 
 
 class SourceFeature(BaseModel):
-    """A contextual feature of the source: its name, and how many tokens it takes."""
+    """A contextual feature of the source: its name, and its number of tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     tokens: Annotated[int, Field(ge=1)] = 1
     min_tokens: Annotated[
-        int, Field(ge=0, description="hidden from sequences of fewer behaviours and candidates together")
+        int, Field(ge=0, description="sequences with fewer behaviours and candidates together do not show the feature")
     ] = 0
 
 
 class ConvertOptions(BaseModel):
-    """Everything a conversion may be told. What is needed depends on the source (docs/convert.md)."""
+    """The options of a conversion. The source determines which are required (docs/convert.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class ConvertOptions(BaseModel):
     tasks: tuple[Task, ...] = ()
     features: Annotated[tuple[SourceFeature, ...], Field(description="contextual features, in the source's order")] = ()
     item_features: Annotated[
-        tuple[str, ...], Field(description="features that each item has beside its id, in the source's order")
+        tuple[str, ...], Field(description="features of each item beside its id, in the source's order")
     ] = ()
     tables: Annotated[
         Mapping[str, str],
@@ -70,10 +70,11 @@ class ConvertOptions(BaseModel):
         Mapping[str, int], Field(description="rows of tables that the source stores in one tensor with others")
     ] = Field(default_factory=dict)
     item_values: Annotated[
-        Mapping[str, str], Field(description="item features to .npy files: the value that each item of the table has")
+        Mapping[str, str], Field(description="item features to .npy files with the value of each item of the table")
     ] = Field(default_factory=dict)
     items: Annotated[
-        Path | None, Field(description=".npy of the id of each row of the item table; none: its place")
+        Path | None,
+        Field(description=".npy file with the id of each row of the item table; null: the number of the row"),
     ] = None
     projection: ProjectionLayout | None = None
     concatenated: Annotated[
@@ -84,8 +85,8 @@ class ConvertOptions(BaseModel):
     min_full_attn_len: Annotated[int, Field(ge=0)] = 0
     target_group_size: Annotated[int, Field(ge=1)] = 1
     activation: Annotated[ReadoutActivation | None, Field(description="between the layers of the task MLP")] = None
-    action_weights: Annotated[tuple[int, ...], Field(description="bits of actions, where no tensor holds them")] = ()
-    log_base: Annotated[float, Field(gt=0, description="of the relative time bias")] = 0.301
+    action_weights: Annotated[tuple[int, ...], Field(description="bits of actions, if no tensor holds them")] = ()
+    log_base: Annotated[float, Field(gt=0, description="base of the relative bias by time")] = 0.301
     max_prefix: Annotated[int | None, Field(ge=8, le=MAX_BEHAVIOURS)] = None
     max_suffix: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] = 2048
@@ -99,22 +100,22 @@ class ConvertOptions(BaseModel):
         ):
             unknown = [name for name in names if name not in known]
             if unknown:
-                raise ValueError(f"{what} names {', '.join(unknown)}, which no feature is called")
+                raise ValueError(f"{what} names {', '.join(unknown)}, and there is no such feature")
         return self
 
     def require(self, *names: str) -> None:
-        """Raises RelayError that names every one of these options that is not given."""
+        """Raises RelayError that names each of these options that is missing."""
         lacking = [name for name in names if getattr(self, name) in (None, ())]
         if lacking:
             raise RelayError(
-                "The state dict does not say everything: give "
+                "The state dict does not contain everything: give "
                 + ", ".join(f"{as_option(name)} ({_WHAT[name]})" for name in lacking)
-                + ", or say it in a file with --config."
+                + ", or give them in a file with --config."
             )
 
 
 def as_option(name: str) -> str:
-    """How an option of this name is written on the command line."""
+    """The option of this name on the command line."""
     return f"--{_AS_OPTION.get(name, name).replace('_', '-')}"
 
 
@@ -127,18 +128,18 @@ _AS_OPTION = {
 }
 _WHAT = {
     "heads": "attention heads",
-    "normalizer": "N, the longest sequence that the source was made for",
+    "normalizer": "N, the longest sequence for which the source was made",
     "tasks": "the name of each column of the scores, as NAME[:binary|:regression]",
     "features": "the name of each contextual feature, in the source's order, as NAME[=TOKENS]",
     "item_features": "the name of each feature of an item beside its id, in the source's order",
     "action_weights": "the bit of each kind of action, in the source's order",
-    "concatenated": "yes or no: its output projection reads three blocks",
-    "projection": "contiguous or per_head: how the columns of the joint projection lie",
+    "concatenated": "yes or no: whether its output projection reads three blocks",
+    "projection": "contiguous or per_head: the order of the columns of the joint projection",
 }
 
 
 def read_options(path: Path | None, given: Mapping[str, Any]) -> ConvertOptions:
-    """Options of a YAML or JSON file, with those given on the command line over them. Raises RelayError."""
+    """Options of a YAML or JSON file; `given`, those of the command line, override them. Raises RelayError."""
     values: dict[str, Any] = {}
     if path is not None:
         try:

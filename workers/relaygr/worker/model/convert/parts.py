@@ -18,18 +18,18 @@ from relaygr.worker.model.inputs.lookup import IDS_TENSOR
 
 
 def number_of_layers(takings: Takings, prefix: str) -> int:
-    """How many layers are named PREFIX0., PREFIX1., ... Raises RelayError if there is none or a gap."""
+    """The number of layers PREFIX0., PREFIX1., ... Raises RelayError if there is none or a number is missing."""
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
     found = {int(match[1]) for name in takings.names() if (match := pattern.match(name))}
     if not found:
         raise RelayError(f"The source has no layers: no tensor's name begins with {prefix}0.")
     if found != set(range(len(found))):
-        raise RelayError(f"The source's layers {sorted(found)} do not count from 0 without a gap.")
+        raise RelayError(f"The source's layers {sorted(found)} are not numbered from 0 without a gap.")
     return len(found)
 
 
 def contiguous_columns(heads: int, attention_dim: int, hidden_dim: int) -> Transform:
-    """Per-head columns [U V Q K of head 0, U V Q K of head 1, ...] (the last dimension) to blocks U, V, Q, K."""
+    """Reorders columns (the last dimension) from [U V Q K of head 0, U V Q K of head 1, ...] to blocks U, V, Q, K."""
     sizes = (hidden_dim, hidden_dim, attention_dim, attention_dim)
     width = sum(sizes)
     columns = torch.arange(heads * width).view(heads, width)
@@ -38,7 +38,7 @@ def contiguous_columns(heads: int, attention_dim: int, hidden_dim: int) -> Trans
 
 
 def take_norm(takings: Takings, target: str, weights: tuple[str, ...], biases: tuple[str, ...], width: int) -> None:
-    """A norm's weight and bias; where the source has neither, it is a norm without them."""
+    """Uses a norm's weight and bias, or ones and zeros if the source has neither."""
     if not any(takings.has(name) for name in (*weights, *biases)):
         takings.give([], f"{target}.weight", torch.ones(width), "ones: the source's norm has no weight")
         takings.give([], f"{target}.bias", torch.zeros(width), "zeros: the source's norm has no bias")
@@ -50,7 +50,7 @@ def take_norm(takings: Takings, target: str, weights: tuple[str, ...], biases: t
 def take_projection(
     takings: Takings, layer: str, weights: tuple[str, str], biases: tuple[str, ...], columns: Transform
 ) -> None:
-    """The joint projection. weights: its name as [in, out], its name as [out, in]; columns: their new order."""
+    """Uses the joint projection. weights: its name as [in, out], its name as [out, in]; columns: the new order."""
     rows_first, columns_first = weights
     target = f"{layer}.projection"
     if takings.has(columns_first) and not takings.has(rows_first):
@@ -61,16 +61,16 @@ def take_projection(
 
 
 def order_of(layout: ProjectionLayout, heads: int, attention_dim: int, hidden_dim: int) -> Transform:
-    """What brings the columns of a projection into our order."""
+    """The transform of a projection's columns to our order."""
     if layout is ProjectionLayout.CONTIGUOUS:
         return AS_IS
     return contiguous_columns(heads, attention_dim, hidden_dim)
 
 
 def per_head(width: int, heads: int, what: str) -> int:
-    """Width of one head. Raises RelayError if heads do not divide it."""
+    """The width of one head. Raises RelayError if `heads` does not divide `width`."""
     if width <= 0 or width % heads:
-        raise RelayError(f"{what} is {width} wide, which {heads} heads do not divide: check --heads.")
+        raise RelayError(f"{what} has width {width}, which {heads} heads do not divide: check --heads.")
     return width // heads
 
 
@@ -82,14 +82,14 @@ ACTION = "action"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table, and the name of the source's tensor that it is in ("" for a file)."""
+    """One table, and the name of the source's tensor that contains it ("" for a file)."""
 
     source: str
     rows: torch.Tensor
 
 
 class Tables:
-    """Finds tables by `--table NAME=...`, or by their names in the source's embedding collection."""
+    """Finds embedding tables by `--table NAME=...`, or by their names in the source's embedding collection."""
 
     def __init__(self, takings: Takings, options: ConvertOptions, width: int) -> None:
         self._takings = takings
@@ -103,7 +103,7 @@ class Tables:
         return list(self._found)
 
     def find(self, name: str, otherwise: str | None = None) -> Table | None:
-        """The table called so, or told so by an option; `otherwise`: a name to try when there is neither."""
+        """The table of an option or with this name; `otherwise`: the name to try if there is none."""
         told = self._options.tables.get(name)
         if told is None:
             table = self._found.get(name)
@@ -118,20 +118,20 @@ class Tables:
         raise RelayError(f"--table {name}={told}: the source has no such table or tensor; its tables are {known}.")
 
     def require(self, name: str, otherwise: str | None = None) -> Table:
-        """Raises RelayError that says how to name the table."""
+        """Like `find`, but raises RelayError that tells how to name the table."""
         table = self.find(name, otherwise)
         if table is None:
             known = ", ".join(self._found) or "none"
             raise RelayError(
                 f"The source has no embedding table for {name!r} (its tables are: {known}): "
-                f"say --table {name}=TABLE, a tensor's name or an .npy file."
+                f"give --table {name}=TABLE, a tensor's name or an .npy file."
             )
         if table.rows.ndim != 2:
             raise RelayError(f"The table for {name!r} is {list(table.rows.shape)}, not [rows, width].")
         return table
 
     def only(self, besides: set[str]) -> str | None:
-        """The one collected table that is not among these, if there is exactly one."""
+        """The only collected table that is not in `besides`; None if there is no such table, or several."""
         others = [name for name in self._found if name not in besides]
         return others[0] if len(others) == 1 else None
 
@@ -148,18 +148,18 @@ class Tables:
         return found
 
     def _split(self, source: str, names: list[str]) -> dict[str, Table]:
-        """Tables that lie one after the other in one flat tensor."""
+        """Tables that are stored one after the other in one flat tensor."""
         rows = self._takings.peek(source).reshape(-1, self._width)
         told = self._options.table_rows
         lacking = [name for name in names[:-1] if name not in told]
         if lacking:
             raise RelayError(
-                f"{source} holds {len(names)} tables one after the other: "
-                f"say how many rows each has with --table-rows {lacking[0]}=ROWS."
+                f"{source} contains {len(names)} tables one after the other: "
+                f"give the number of rows of each with --table-rows {lacking[0]}=ROWS."
             )
         starts = np.cumsum([0] + [told[name] for name in names[:-1]])
         if starts[-1] >= rows.shape[0]:
-            raise RelayError(f"{source} has {rows.shape[0]} rows in all, fewer than --table-rows says.")
+            raise RelayError(f"{source} has {rows.shape[0]} rows in total, fewer than --table-rows gives.")
         ends = [*starts[1:], rows.shape[0]]
         parts = zip(names, starts, ends, strict=True)
         return {name: Table(source, rows[int(start) : int(end)]) for name, start, end in parts}
@@ -176,17 +176,19 @@ class Items:
         if options.items is not None:
             ids = _load(options.items)
             if ids.shape != (self.count,) or np.unique(ids).size != self.count or ids.dtype.kind not in "iu":
-                raise RelayError(f"{options.items} is not {self.count} distinct whole numbers, one a row of items.")
+                raise RelayError(
+                    f"{options.items} does not contain {self.count} distinct integers, one for each row of items."
+                )
             self._order = torch.from_numpy(np.argsort(ids))
             takings.give([], IDS_TENSOR, torch.from_numpy(np.sort(ids).astype(np.int64)), f"read from {options.items}")
             sort = Transform("rows sorted by item id", lambda x: x[self._order])
         give_table(takings, table, "items.weight", both(sort, WITH_UNKNOWN))
 
     def take_feature(self, values: Path, target: str, unknown: int) -> None:
-        """Which row of a feature's table each item has; items that the vocabulary lacks have the unknown one."""
+        """Reads the row of a feature's table for each item. Items outside the vocabulary have the unknown row."""
         rows = _load(values)
         if rows.shape != (self.count,) or rows.dtype.kind not in "iu":
-            raise RelayError(f"{values} is not {self.count} whole numbers, one a row of the item table.")
+            raise RelayError(f"{values} does not contain {self.count} integers, one for each row of the item table.")
         known = np.where((rows >= 0) & (rows < unknown), rows, unknown).astype(np.int64)
         ordered = torch.from_numpy(known)
         if self._order is not None:
@@ -196,7 +198,7 @@ class Items:
 
 
 def give_table(takings: Takings, table: Table, target: str, transform: Transform = WITH_UNKNOWN) -> None:
-    """A table as ours, with a last row for what it does not hold."""
+    """Adds a table, with a last row for unknown values."""
     sources = [table.source] if table.source else []
     takings.give(sources, target, transform.apply(table.rows), transform.name)
 

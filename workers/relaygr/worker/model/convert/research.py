@@ -1,8 +1,8 @@
-"""The research model's state dict to ours: HSTU of "Actions Speak Louder than Words" (arXiv 2402.17152).
+"""Converts a state dict of the research model, HSTU of "Actions Speak Louder than Words" (arXiv 2402.17152).
 
-Norms have no weights, SiLU is on all four, alpha is 1, and a bias of position and time is added to q.k. That model
-retrieves, with a dot product: it has no task MLP. One is taken from the source if it is there under our own names
-(`readout.mlp.0.weight`, ...), in a further file of the source's folder.
+Norms have no weights, SiLU is applied to U, V, Q and K, alpha is 1, and a bias by position and time is added to q.k.
+The research model retrieves with a dot product and has no task MLP. A further file in the source's folder may contain
+one under our own names (`readout.mlp.0.weight`, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK = "_attn_mask"
 
 
 def convert_research(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
-    """Takes the source's tensors; gives the fields of our configuration. Raises RelayError for what is not told."""
+    """Uses the source's tensors; returns the fields of our configuration. Raises RelayError if an option is missing."""
     options.require("heads", "normalizer", "tasks")
     anchor = next((name for name in takings.names("._uvqk") if _LAYERS in name), None)
     if anchor is None:
@@ -72,7 +72,7 @@ def _layers(takings: Takings, prefix: str, options: ConvertOptions) -> dict[str,
 
 
 def _is_concatenated(columns: int, rows: int, heads: int, options: ConvertOptions) -> bool:
-    """Whether the output projection reads three blocks. Raises RelayError where both fit, and none is told."""
+    """Whether the output projection reads three blocks. Raises RelayError if shapes fit both, and no option tells."""
     one_block = columns // 2 - rows
     if one_block <= 0 or one_block % heads:
         return True

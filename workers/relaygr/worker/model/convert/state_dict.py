@@ -1,7 +1,7 @@
-"""Reading other people's checkpoints: tensors by name, and nothing that could run code.
+"""Reads checkpoints of other implementations: tensors by name, and never code.
 
-A source is one file, or a folder of them that are taken together: `.pt`, `.pth`, `.bin`, `.ckpt` (torch, tensors only)
-and `.safetensors`. A state dict may lie one level down, as training loops save it (`_NESTED`).
+A source is one file, or a folder whose files are read together: `.pt`, `.pth`, `.bin`, `.ckpt` (torch, tensors only)
+and `.safetensors`. The state dict may be nested one level down, as training loops save it (`_NESTED`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 _SAFETENSORS = ".safetensors"
 _NESTED = ("state_dict", "model_state_dict", "dense_dict", "model")
 _WRAPPER = "module."
-"""What data-parallel wrappers put before every name."""
+"""The prefix of every name that data-parallel wrappers add."""
 _UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
-"""What torch's reader raises over a file that is none of its own, whichever opcode it trips over."""
+"""The errors of torch's reader for a file that torch did not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """Tensors by name, and the names of what else was there."""
+    """Tensors by name, and the names of values that are not tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     others: tuple[str, ...] = ()
 
 
 def read_state_dict(source: Path, strip: str = "") -> StateDict:
-    """All tensors of a file or folder; `strip` is taken off the beginning of each name that has it.
+    """All tensors of a file or folder. `strip` is removed from the beginning of names.
 
-    Raises RelayError for what is not there, cannot be read as tensors alone, or names a tensor twice.
+    Raises RelayError if the source is missing, contains more than tensors, or names a tensor twice.
     """
     tensors: dict[str, torch.Tensor] = {}
     others: list[str] = []
@@ -63,7 +63,7 @@ def _files(source: Path) -> list[Path]:
         files = [source] if source.exists() else []
     if not files:
         known = ", ".join(sorted(_TORCH_SUFFIXES | {_SAFETENSORS}))
-        raise RelayError(f"{source} is not there, or is a folder without any of {known}.")
+        raise RelayError(f"{source} does not exist, or is a folder without any of {known}.")
     return files
 
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         first_line = str(error).partition("\n")[0]
         raise RelayError(
-            f"{path} holds more than tensors, and nothing else is loaded from it ({first_line}): "
+            f"{path} contains more than tensors, and only tensors are loaded ({first_line}): "
             "save its state dict as .safetensors."
         ) from error
     except (OSError, SafetensorError, *_UNREADABLE) as error:
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _inner(loaded: Any, path: Path) -> dict[str, Any]:
-    """The state dict in what a training loop saved."""
+    """The state dict inside an object that a training loop saved."""
     if isinstance(loaded, Mapping):
         for key in _NESTED:
             if isinstance(loaded.get(key), Mapping):

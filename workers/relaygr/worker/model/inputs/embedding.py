@@ -30,18 +30,18 @@ from relaygr.worker.model.mlp import Rows, swish_norm_mlp, swish_norm_mlp_shapes
 from relaygr.worker.model.options import DlrmInputs, InputForm
 
 ITEM_FEATURE_ROWS = "item_features.{}.rows"
-"""int64: the row of the feature's table that each item has."""
+"""int64: for each item, the row of the feature's table."""
 
 
 def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the inputs of a configuration need, `items.ids` (optional) left out."""
+    """Name and shape of each tensor of the inputs, except the optional `items.ids`."""
     d = config.embedding_dim
     width = config.dlrm_inputs.table_dim if config.dlrm_inputs is not None else d
     shapes: dict[str, tuple[int, ...]] = {"items.weight": (config.vocabulary_size + 1, width)}
     for index, feature in enumerate(config.contextual_features):
         shapes[f"features.{index}.weight"] = (feature.cardinality + 1, width)
     if config.num_actions:
-        # Added actions have a last row for candidates; interleaved ones are tokens, which candidates have none of.
+        # Added actions have a last row for candidates. Interleaved actions are tokens, which candidates do not have.
         extra = 2 if config.inputs is InputForm.ADDED else 1
         shapes["actions.weight"] = (config.num_actions + extra, d)
     if config.dlrm_inputs is not None:
@@ -54,13 +54,13 @@ def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def input_row_elements(config: ModelConfig) -> int:
-    """float32 elements that one token's embedding needs at most, its own row included."""
-    # The token itself; the row, and what is added to it or written over it.
+    """The most float32 elements that the embedding of one token needs, its row included."""
+    # The token; its row, and rows that are added to it or written over it.
     elements = 2 * len(Column) + 3 * config.embedding_dim
     if config.dlrm_inputs is not None:
         inputs = config.dlrm_inputs
         bits = len(inputs.action_weights)
-        # What was looked up, joined; inside an MLP its linear map, norm and gate; actions, and those of candidates.
+        # The joined table rows; the linear map, norm and gate of an MLP; actions, and those of candidates.
         elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * inputs.hidden
         elements += 2 * config.embedding_dim + 2 * bits * (1 + inputs.action_dim)
     return elements
@@ -90,14 +90,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Content(Protocol):
-    """What tokens are."""
+    """Computes the content of tokens."""
 
     def __call__(self, tokens: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """Tokens int64 [n, 5] -> [n, D]. others: places of those that are no items, None if all are."""
+        """Tokens int64 [n, 5] -> [n, D]. others: indices of tokens that are not items; None if all are items."""
 
 
 class ItemEmbeddings:
-    """Rows of the item table, joined with those of the item's features: [rows, table_dim (1 + features)]."""
+    """Rows of the item table, joined with the rows of the items' features: [rows, table_dim (1 + features)]."""
 
     def __init__(self, features: int, tensors: Tensors) -> None:
         self._items = tensors["items.weight"]
@@ -113,9 +113,9 @@ class ItemEmbeddings:
 
 
 class ActionBits:
-    """Sets of bits to rows: the embedding of each weight that shares a bit with the set, else zeros, side by side.
+    """Rows of sets of bits: the embedding of each weight that shares a bit with the set, else zeros, side by side.
 
-    -1 stands for candidates, which take a learned row.
+    The code -1 marks candidates, which take a learned row.
     """
 
     def __init__(self, inputs: DlrmInputs, tensors: Tensors) -> None:
@@ -130,7 +130,7 @@ class ActionBits:
 
 
 class TableContent:
-    """Added and interleaved actions: rows of tables are vectors as they are."""
+    """Content of the forms `added` and `interleaved`: table rows without an MLP."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
         self._items = tensors["items.weight"]
@@ -138,7 +138,7 @@ class TableContent:
         if config.inputs is InputForm.INTERLEAVED:
             tables.append(tensors["actions.weight"])
         self._others = _joined(tables, self._items.new_empty((0, config.embedding_dim)))
-        # A model without added actions has a table of no rows. A last row of zeros is for tokens without an action.
+        # A last row of zeros is for tokens without an action.
         self._actions: torch.Tensor | None = None
         if config.inputs is InputForm.ADDED and config.num_actions:
             self._actions = F.pad(tensors["actions.weight"], (0, 0, 0, 1))
@@ -152,7 +152,7 @@ class TableContent:
 
 
 class DlrmContent:
-    """Items and actions through MLPs; contextual tokens through a linear map each, done once at load."""
+    """Items and actions go through MLPs; each contextual token has a linear map, applied once at load."""
 
     def __init__(self, config: ModelConfig, inputs: DlrmInputs, tensors: Tensors) -> None:
         self._items = ItemEmbeddings(len(inputs.item_features), tensors)
@@ -190,7 +190,7 @@ class DlrmContent:
 
 
 def build_content(config: ModelConfig, tensors: Tensors) -> Content:
-    """The content of a checkpoint whose tensors were checked (`checkpoint.py`)."""
+    """The content of a checkpoint. `checkpoint.py` has checked its tensors."""
     if config.dlrm_inputs is not None:
         return DlrmContent(config, config.dlrm_inputs, tensors)
     return TableContent(config, tensors)
@@ -208,10 +208,10 @@ def _joined(tables: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
 def _with_others(
     content: torch.Tensor, others: torch.Tensor | None, of_items: Rows, table: torch.Tensor
 ) -> torch.Tensor:
-    """Items by their rows; the rows at `others` from the table of all else."""
+    """Items by their rows; the tokens at `others` by rows of the table of everything else."""
     if others is None:
         return of_items(content)
-    # Where a token is no item, any item's row is computed and written over: shapes stay what they are.
+    # For a token that is not an item, the row of some item is computed and overwritten, which keeps the shapes.
     x = of_items(content.clamp(min=0))
     x[others] = F.embedding(~content[others], table)
     return x
@@ -222,10 +222,10 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenEmbedding:
-    """Tokens to rows, on the device."""
+    """Computes the rows of tokens, on the device."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], send: Send | None = None) -> None:
-        """`send` copies to the tensors' device (`Device.sent`); without it they are on the CPU."""
+        """`send` copies to the tensors' device (`Device.sent`); None: the tensors are on the CPU."""
         self._content = build_content(config, tensors)
         self._send = send if send is not None else _stay
         self._scale = config.embedding_scale
@@ -236,7 +236,7 @@ class TokenEmbedding:
         ]
 
     def __call__(self, tokens: Tokens, sent: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens [n, 5] -> rows [n, D]. `sent`: the same tokens, where the device has them already."""
+        """Tokens [n, 5] -> rows [n, D]. `sent`: the same tokens, if they are already on the device."""
         others = np.flatnonzero(tokens[:, Column.CONTENT] < 0)
         if sent is None:
             sent = self._moved(tokens)

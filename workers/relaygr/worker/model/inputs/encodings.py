@@ -29,17 +29,17 @@ Int64Array = NDArray[np.int64]
 
 
 class Places(Protocol):
-    """How places are counted."""
+    """Computes rows of the position table."""
 
     def of_prefix(self, tokens: int) -> Int64Array:
         """Places [tokens] of a prefix, contextual tokens first."""
 
     def of_scored(self, prefix_tokens: int, suffix_tokens: int, candidates: int) -> Int64Array:
-        """Places [suffix tokens + candidates] behind such a prefix."""
+        """Places [suffix tokens + candidates] after a prefix of `prefix_tokens`."""
 
 
 class FromStart:
-    """Counts from the start; all candidates stand behind the last behaviour."""
+    """Counts from the start. All candidates have the place after the last behaviour."""
 
     def __init__(self, rows: int) -> None:
         self._last = rows - 1
@@ -53,7 +53,7 @@ class FromStart:
 
 
 class FromEnd:
-    """Counts back from the history's end. A suffix would move the prefix, so there is none."""
+    """Counts back from the end of the history. A suffix would change the places of the prefix, so it is refused."""
 
     def __init__(self, rows: int, contextual_tokens: int) -> None:
         self._last = rows - 1
@@ -97,7 +97,7 @@ def query_seconds(query_time_ms: int) -> int:
 
 def age_rows(times: Int64Array, query_time: int, encoding: TimeEncoding, unit_seconds: float, rows: int) -> Int64Array:
     """int64 [tokens]: rows of a time table of `rows` rows. times, query_time: seconds."""
-    # In float32 and by torch's functions, as the original has it: near a bucket's edge numpy's exact root differs.
+    # Meta's code computes in float32 with torch, too. Near the edge of a bucket, numpy's exact root differs.
     units = torch.from_numpy(query_time - times).float().clamp_(min=_LEAST_SECONDS).div_(unit_seconds)
     grown = units.log_() if encoding is TimeEncoding.LOG else units.sqrt_()
     ages: Int64Array = grown.clamp_(0, rows - 1).to(torch.int64).numpy()
@@ -105,14 +105,14 @@ def age_rows(times: Int64Array, query_time: int, encoding: TimeEncoding, unit_se
 
 
 class Ages(Protocol):
-    """How times become rows of the time table."""
+    """Computes rows of the time table."""
 
     def of(self, times: Int64Array, query_time: int) -> Int64Array:
-        """Rows of tokens whose times, like the query's, are in seconds."""
+        """Rows of tokens. The times of tokens and query are in seconds."""
 
 
 class BucketedAges:
-    """Square root or logarithm of the age."""
+    """Rows by the square root or logarithm of the age."""
 
     def __init__(self, encoding: TimeEncoding, unit_seconds: float, rows: int) -> None:
         self._encoding, self._unit_seconds, self._rows = encoding, unit_seconds, rows
@@ -124,5 +124,5 @@ class BucketedAges:
 class NoAges:
     """For models without a time encoding."""
 
-    def of(self, times: Int64Array, query_time: int) -> Int64Array:  # noqa: ARG002 - not used by such a model
+    def of(self, times: Int64Array, query_time: int) -> Int64Array:  # noqa: ARG002 - this model does not use it
         return np.zeros(times.size, dtype=np.int64)

@@ -46,17 +46,17 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows of the item table, and how many ids have none of their own."""
+    """Rows of the item table, and the number of ids that are not in the vocabulary."""
 
     rows: Int64Array
     unknown: int
 
 
 class Vocabulary:
-    """Item ids to rows of the item table. Ids that it does not hold share one row, the last."""
+    """Maps item ids to rows of the item table. All unknown ids share the last row."""
 
     def __init__(self, size: int, ids: Int64Array | None = None) -> None:
-        """With no ids, row = id for ids 0 to size - 1. Raises ValueError unless ids are `size` rising numbers."""
+        """Without ids, row = id for ids 0 to size - 1. Raises ValueError unless ids are `size` ascending numbers."""
         if ids is not None and (ids.shape != (size,) or bool((np.diff(ids) <= 0).any())):
             raise ValueError(f"item ids must be {size} strictly rising numbers")
         self._size = size
@@ -76,10 +76,10 @@ class Vocabulary:
 
 
 class FeatureRows:
-    """Values of contextual features to rows of the joint feature table, one part a token after the other.
+    """Maps values of contextual features to rows of the joint feature table, which has one part for each token.
 
-    A feature of several tokens takes as many values, each a token of its own. Each part has a last row for values
-    that it does not hold, and for values that are missing.
+    A feature of several tokens takes as many values, one for each token. The last row of each part is for unknown and
+    missing values.
     """
 
     def __init__(self, features: tuple[ContextualFeature, ...]) -> None:
@@ -91,11 +91,11 @@ class FeatureRows:
 
     @property
     def total(self) -> int:
-        """Rows of the joint table."""
+        """Number of rows of the joint table."""
         return int(np.sum(self._cardinalities + 1))
 
     def rows(self, features: Int64Array) -> Int64Array:
-        """int64 [contextual tokens]; values beyond the model's features are not used."""
+        """int64 [contextual tokens]: the row of each value. Values beyond the model's features are ignored."""
         values = np.full(self._cardinalities.size, -1, dtype=np.int64)
         given = min(values.size, features.size)
         values[:given] = features[:given]
@@ -107,7 +107,7 @@ _HIDDEN = -1
 
 
 class FeatureGates:
-    """For one model."""
+    """Hides contextual features from short sequences, for one model."""
 
     def __init__(self, features: tuple[ContextualFeature, ...]) -> None:
         self._min_tokens = np.array(
@@ -116,7 +116,7 @@ class FeatureGates:
         self._most = int(self._min_tokens.max(initial=0))
 
     def shown(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:
-        """The values that such a sequence shows: the same array where nothing is hidden."""
+        """The values that a sequence of this length shows; the same array if nothing is hidden."""
         tokens = behaviours + candidates
         if tokens >= self._most:
             return features
@@ -127,7 +127,7 @@ class FeatureGates:
 
 
 class TokenLookup:
-    """Histories, suffixes and candidates to tokens, in numpy."""
+    """Looks up histories, suffixes and candidates as tokens, in numpy."""
 
     def __init__(self, config: ModelConfig, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -148,7 +148,7 @@ class TokenLookup:
         return FoundTokens(tokens, found.unknown)
 
     def scored(self, prefix_tokens: int, suffix: Behaviours, candidates: Int64Array, query_time_ms: int) -> FoundTokens:
-        """Suffix behaviours, then candidates, behind a prefix. Raises ValueError for a suffix that cannot be."""
+        """Suffix behaviours, then candidates, after a prefix. Raises ValueError if positions forbid a suffix."""
         found = self._vocabulary.rows(np.concatenate((suffix.items, candidates)))
         before = self._behaviours(found.rows[: len(suffix)], suffix)
         asked = self._form.candidates(found.rows[len(suffix) :])

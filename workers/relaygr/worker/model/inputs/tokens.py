@@ -40,14 +40,14 @@ class Column(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FoundTokens:
-    """Tokens [n, 5], and how many items among them the vocabulary does not hold."""
+    """Tokens [n, 5], and the number of items among them that are not in the vocabulary."""
 
     tokens: Tokens
     unknown_items: int
 
 
 def no_tokens(count: int) -> Tokens:
-    """`count` tokens that add nothing yet, at place, age and time 0."""
+    """`count` tokens without an action, at place, age and time 0."""
     tokens = np.zeros((count, len(Column)), dtype=np.int64)
     tokens[:, Column.ACTION] = -1
     return tokens
@@ -58,7 +58,7 @@ Codes = NDArray[np.uint16]
 
 
 class Form(Protocol):
-    """How item rows and action codes become tokens."""
+    """Makes tokens from item rows and action codes."""
 
     tokens_per_behaviour: int
 
@@ -66,7 +66,7 @@ class Form(Protocol):
         """Tokens of behaviours: `rows` of the item table, action `codes`."""
 
     def candidates(self, rows: Int64Array) -> Tokens:
-        """One token a candidate."""
+        """One token for each candidate."""
 
 
 def _items(rows: Int64Array) -> Tokens:
@@ -80,7 +80,7 @@ class ItemsAlone:
 
     tokens_per_behaviour = 1
 
-    def behaviours(self, rows: Int64Array, codes: Codes) -> Tokens:  # noqa: ARG002 - not used by such a model
+    def behaviours(self, rows: Int64Array, codes: Codes) -> Tokens:  # noqa: ARG002 - this model does not use them
         return _items(rows)
 
     def candidates(self, rows: Int64Array) -> Tokens:
@@ -88,7 +88,7 @@ class ItemsAlone:
 
 
 class Added:
-    """Codes 0 to n - 1 are rows as they are, n stands for any other code, n + 1 for candidates."""
+    """Codes 0 to n - 1 are rows of the action table; row n is for any other code, row n + 1 for candidates."""
 
     tokens_per_behaviour = 1
 
@@ -107,7 +107,7 @@ class Added:
 
 
 class Interleaved:
-    """Actions are tokens; their rows come after the features in the table of all that is not an item."""
+    """Actions are tokens. Their rows follow the features in the table of everything that is not an item."""
 
     tokens_per_behaviour = 2
 
@@ -126,7 +126,7 @@ class Interleaved:
 
 
 class Bits:
-    """The code itself, a set of bits, is kept; candidates have -1: they take a learned placeholder."""
+    """The column ACTION holds the code itself, a set of bits. Candidates have -1, which selects a learned row."""
 
     tokens_per_behaviour = 1
 

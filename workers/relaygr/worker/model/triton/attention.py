@@ -1,11 +1,11 @@
-"""The CUDA back end: HSTU attention by Triton kernels that read K,V in the pages where they lie.
+"""The CUDA back end: HSTU attention by Triton kernels that read K,V directly from their pages.
 
-A forward of any mixture of chunks and requests is two launches a layer: K,V of the chunks into their pages, and
-attention of all rows (a third adds partial sums where few rows meet many keys). What a forward needs beside the rows,
-one int32 array, goes to the device once (`triton_plan.py`).
+A forward of any mixture of chunks and requests takes two launches in each layer: one stores K,V of the chunks in their
+pages, one computes attention of all rows. A third launch adds partial sums if few rows see many keys. Beside the rows,
+a forward needs one int32 array (`plan.py`), which is copied to the device once.
 
-It computes the plain HSTU mask, with candidates alone or in groups; `choose.py` takes it on CUDA, and says so.
-Importing this module imports Triton, so nothing imports it but `accelerated.py`, when it is about to be used.
+The kernels compute the plain HSTU mask, with or without groups of candidates. `attention/choose.py` selects this back
+end on CUDA. Importing this module imports Triton, so `choose.py` imports it only when it selects it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from relaygr.worker.model.triton.plan import (
 )
 
 _SPLIT_KEYS = 64
-"""Keys of a block when splits are chosen; the block that is tuned may be another."""
+"""Keys of a block for the choice of splits. The tuned block may have another size."""
 _PROGRAMS_PER_UNIT = 2
-"""Programs of the attention kernel that fit on one multiprocessor, by their registers and shared memory."""
+"""Programs of the attention kernel for which one multiprocessor has registers and shared memory."""
 
 
 class TritonAttention:
-    """Contract: `interface.Attention`.
+    """Contract: `attention/interface.py`.
 
-    `blocks` given by the caller replace the tuned ones, as under the interpreter, which has no clock to tune by.
+    `blocks` replaces the tuned blocks, for example under the interpreter, where tuning is impossible.
     """
 
     name = "triton"
@@ -64,7 +64,7 @@ class TritonAttention:
         self._spec = spec
         self._formula = Formula(spec.alpha, spec.normalizer, spec.target_group_size)
         self._device = device
-        # By the rows of a tile, as they become known.
+        # The blocks of each number of rows in a tile, added when they are tuned.
         self._blocks = {} if blocks is None else dict.fromkeys(BLOCK_ROWS, blocks)
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> TritonPass:
@@ -73,19 +73,19 @@ class TritonAttention:
         return self.started(kv, plan)
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays:
-        """The segments as numbers. Raises ValueError for a segment whose pages do not hold its tokens."""
+        """The segments as arrays. Raises ValueError if the pages of a segment do not hold its tokens."""
         kv.check(segments)
-        # The kernels need no order among segments; the interface promises that a wrong one is refused.
+        # The kernels work with any order of segments, but the interface refuses a wrong order.
         list(place(segments))
         return arrays_of(segments, kv.geometry.page_tokens)
 
     def shape(self, arrays: SegmentArrays) -> PlanShape:
-        """How the kernels are started for these segments."""
+        """The launch parameters for these segments."""
         spec = self._spec
         longest_rows = int(arrays.rows.max(initial=0))
         longest_keys = int((arrays.context_tokens + arrays.causal_rows).max(initial=0))
         block_rows = choose_block_rows(spec.compute_dtype, longest_rows, max(spec.attention_dim, spec.hidden_dim))
-        # Padding tiles end at once: those that work are to fill the device.
+        # Padding tiles end at once, so only the other tiles count.
         programs = int((-(-arrays.rows // block_rows)).sum()) * spec.num_heads
         room = _PROGRAMS_PER_UNIT * self._device.compute_units
         return PlanShape(
@@ -93,29 +93,29 @@ class TritonAttention:
         )
 
     def packed(self, kv: PagedKv, arrays: SegmentArrays, shape: PlanShape, capacity: Capacity) -> PackedPlan:
-        """What the kernels read, on the host."""
+        """The plan that the kernels read, on the host."""
         return pack(arrays, kv.geometry.page_tokens, shape, capacity)
 
     def started(self, kv: PagedKv, plan: PackedPlan) -> TritonPass:
-        """A pass over that plan, on the device."""
+        """A pass with this plan, copied to the device."""
         packed = self._device.sent(torch.from_numpy(plan.packed))
         return TritonPass(self._formula, self._device, kv, DevicePlan(plan, packed), self._blocks)
 
-    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - keys stay where they are
+    def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - keys are not copied
         spec = self._spec
-        # Partial sums are split only while programs are fewer than the device has room for, of 128 rows at most.
+        # Keys are split only while the device has room for more programs, each of at most 128 rows.
         room = _PROGRAMS_PER_UNIT * self._device.compute_units
         split = min(MAX_SPLITS * padded_rows(rows) * spec.num_heads, room * 128) * spec.hidden_dim
         return (2 * padded_rows(rows) * spec.row_width + split) * 4
 
 
 class TritonPass:
-    """One forward. Its plan's array may be overwritten by that of another forward of the same shape and capacity."""
+    """The attention of one forward. `replace` overwrites its plan with one of the same shape and capacity."""
 
     def __init__(
         self, formula: Formula, device: Device, kv: PagedKv, plan: DevicePlan, blocks: dict[int, Blocks]
     ) -> None:
-        """`blocks`: by the rows of a tile; what is not there is tuned, and noted there."""
+        """`blocks`: the blocks for each number of rows in a tile. A missing entry is tuned and added."""
         self._formula = formula
         self._device = device
         self._kv = kv
@@ -132,16 +132,16 @@ class TritonPass:
         return attend(q, k, v, pages, self._plan, self._formula, self._blocks[block_rows]).flatten(1)
 
     def replace(self, plan: PackedPlan) -> None:
-        """Describes another forward, in the same memory of the device."""
+        """Overwrites the plan on the device with that of another forward."""
         self._device.sent(torch.from_numpy(plan.packed), self._plan.packed)
 
 
 def warm_up(attention: TritonAttention, spec: AttentionSpec, geometry: KvGeometry, device: Device, tokens: int) -> None:
     """Compiles and tunes the kernels on a chunk, a batch and a single request, over scratch pages of one layer.
 
-    `tokens`: of a long prefix, whose second half the chunk is, and whose first half the requests rank against.
+    `tokens`: length of a prefix. The chunk is its second half; the requests rank against its first half.
 
-    Raises whatever Triton raises where it cannot compile or run them.
+    Raises the error of Triton if it cannot compile or run the kernels.
     """
     one_layer = KvGeometry(
         1, geometry.num_heads, geometry.attention_dim, geometry.hidden_dim, geometry.page_tokens, geometry.dtype
@@ -152,7 +152,7 @@ def warm_up(attention: TritonAttention, spec: AttentionSpec, geometry: KvGeometr
 
     def run(segments: Sequence[Segment]) -> None:
         rows = sum(segment.rows for segment in segments)
-        # As a layer gives them: Triton compiles another kernel for other strides, and for memory that begins elsewhere.
+        # The strides and alignment of a layer's projection: Triton compiles another kernel for others.
         widths = [spec.row_width, spec.row_width, spec.key_width, spec.key_width]
         z = torch.randn((rows, sum(widths)), dtype=spec.compute_dtype, device=device.torch_device)
         _, v, q, k = (part.view(rows, spec.num_heads, -1) for part in torch.split(z, widths, 1))

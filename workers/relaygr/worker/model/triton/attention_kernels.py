@@ -1,16 +1,16 @@
-"""The Triton kernels of HSTU attention over paged K,V. `triton_launch.py` starts them; nothing else imports this file.
+"""The Triton kernels of HSTU attention over paged K,V. Only `launch.py` imports this file.
 
     attend_kernel   A = sum over visible keys of SiLU(alpha q.k) v, times 1/N: one tile of rows, one head, one split
-    store_kernel    K,V of rows into their pages, rounded to the stored type
+    store_kernel    stores K,V of rows in their pages, rounded to the stored type
 
-No soft-max, hence no row maximum and no row sum: any share of the keys gives a partial sum that is exact, so a tile's
-keys may be split over several programs (`triton_plan.py` says when). SiLU(0) = 0: a key that is masked when it is
-loaded adds nothing, and only the causal half of a segment's own rows needs a mask on the weights.
+There is no soft-max, so no row maximum and no row sum: any part of the keys gives an exact partial sum, and the keys of
+a tile may be split over several programs (`plan.py`). SiLU(0) = 0, so a key that is masked at its load adds nothing;
+only the causal half of a segment's own rows needs a mask on the weights.
 
-A program walks over blocks of keys in two runs: the context, through the page table, then the segment's own rows:
-causal ones up to the diagonal, and with groups the free rows from where the tile's first group begins. Blocks that
-nobody sees are never visited. Without groups a free row adds itself at the end. Own rows are rounded to the stored type
-when they are loaded, so that a row counts the same before and after it is stored.
+A program loops over blocks of keys twice: first over the context, through the page table, then over the segment's own
+rows: the causal rows up to the diagonal and, with groups, the free rows from the beginning of the tile's first group.
+Blocks that no row sees are skipped. Without groups, a free row adds its own key at the end. Own rows are rounded to the
+stored type at their load, so that a row has the same values before and after it is stored.
 
 Sums are float32; products take the type of q (float32 with `PRECISION` "ieee"). Offsets into the arena are int64.
 """
@@ -28,7 +28,7 @@ _SILU = tl.constexpr("""{
     rcp.approx.ftz.f32 t, t;
     mul.ftz.f32 $0, $1, t;
 }""")
-"""x / (1 + 2^(-x log2 e)). Written with tl.exp and a division it takes twice as many instructions: for denormals."""
+"""x / (1 + 2^(-x log2 e)). With tl.exp and a division it takes twice as many instructions, which handle denormals."""
 
 
 @triton.jit
@@ -39,13 +39,13 @@ def silu(x):
 
 @triton.jit
 def attend_kernel(
-    q_ptr,  # [rows, heads, D_QK], and so k; v [rows, heads, D_V]
+    q_ptr,  # [rows, heads, D_QK], like k; v is [rows, heads, D_V]
     k_ptr,
     v_ptr,
     k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
-    v_pages_ptr,  # likewise, D_V
+    v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
     out_ptr,  # float32 [splits, rows, heads, D_V]
-    tiles_ptr,  # int32 [tiles, 2]: segment, its row that the tile begins with
+    tiles_ptr,  # int32 [tiles, 2]: segment, first row of the tile in it
     segments_ptr,  # int32 [segments, 5]: first row, causal rows, all rows, context tokens, first entry of the table
     table_ptr,  # int32: the pages of all segments
     alpha,
@@ -64,10 +64,10 @@ def attend_kernel(
     out_row_stride,
     out_head_stride,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # free rows of a group, of which each sees those before it
+    GROUP: tl.constexpr,  # free rows in a group; each sees the earlier ones
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
-    PAD_QK: tl.constexpr,  # powers of two, 16 at least
+    PAD_QK: tl.constexpr,  # powers of two, at least 16
     PAD_V: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -103,14 +103,14 @@ def attend_kernel(
     q = tl.load(q_ptr + row_at * q_row_stride + at_qk[None, :], mask=here[:, None] & in_qk[None, :], other=0.0)
     acc = tl.zeros((BLOCK_M, PAD_V), dtype=tl.float32)
 
-    # This program's share of the tile's blocks: the context's first, then the segment's own rows'.
+    # The blocks of this program: a part of the tile's blocks, context first, then own rows.
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     context_blocks = tl.cdiv(context, BLOCK_N)
     causal_blocks = tl.cdiv(tl.minimum(first + BLOCK_M, causal), BLOCK_N)
     blocks = context_blocks + causal_blocks
     if GROUP > 1:
-        # Where the group of the tile's first free row begins.
+        # The beginning of the group of the tile's first free row.
         near = causal + tl.maximum(first - causal, 0) // GROUP * GROUP
         blocks += tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_M, rows) - near, 0), BLOCK_N)
     begin = blocks * split // splits
@@ -152,7 +152,7 @@ def attend_kernel(
         k = k.to(stored).to(q.dtype)
         v = v.to(stored).to(q.dtype)
         weights = silu(tl.dot(q, k, input_precision=PRECISION) * alpha)
-        # Free rows come after all causal ones, so this lets them see each of these.
+        # Free rows come after all causal rows, so they see every causal row.
         sees = key[None, :] <= row[:, None]
         if GROUP > 1:
             together = (key - causal)[None, :] // GROUP == (row - causal)[:, None] // GROUP
@@ -175,7 +175,7 @@ def attend_kernel(
     )
 
 
-# The rows of a forward are any number: specialised on it, a kernel would be compiled again while a request waits.
+# Not specialised on the number of rows: else Triton would compile again for another number, while a request waits.
 @triton.jit(do_not_specialize=["rows"])
 def store_kernel(
     k_ptr,  # [rows, heads, D_QK]

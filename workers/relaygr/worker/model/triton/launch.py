@@ -1,10 +1,10 @@
-"""Starts the Triton kernels: checks shapes, picks block sizes, allocates what comes out.
+"""Starts the Triton kernels: checks shapes, chooses block sizes, allocates results.
 
-The rows of a tile follow from the element type and the longest segment (`choose_block_rows`); the block of keys and
-the pipeline's stages are tuned once per kind of kernel by Triton's autotuner (`tuned`), which keeps its choice on disk.
-A kind is what the model fixes (heads, groups, dimensions, page size, element types) and the rows of a tile: two a
-model, however requests vary. `attend` launches with `Blocks` that are known: the tuner is not made for two threads at
-once, and a model may be loaded while another serves.
+The element type and the longest segment determine the rows of a tile (`choose_block_rows`). Triton's autotuner
+(`tuned`) chooses the block of keys and the stages of the pipeline once for each kind of kernel, and keeps its choice on
+disk. A kind is the combination of heads, groups, dimensions, page size, element types and rows of a tile: two kinds for
+each model, for any requests. `attend` launches with known `Blocks`, because two threads cannot use the tuner at once,
+and one model may load while another serves.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from relaygr.worker.model.triton.attention_kernels import attend_kernel, store_k
 from relaygr.worker.model.triton.plan import PackedPlan
 
 BLOCK_ROWS = (16, 32, 64, 128)
-"""Rows of a tile that `choose_block_rows` may choose."""
+"""The possible results of `choose_block_rows`."""
 _STORE_ROWS = 32
 _LEAST_DOT = 16
-"""The smallest side of a tile that `tl.dot` takes."""
+"""The smallest side of a tile in `tl.dot`."""
 _tuning = threading.Lock()
 
 
@@ -38,12 +38,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """What attention computes, apart from sizes."""
+    """The parameters of attention, except sizes."""
 
     alpha: float
     normalizer: float
     group_size: int = 1
-    """Candidates of a group, of which each sees those before it."""
+    """Candidates in a group; each sees the earlier ones of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A packed plan and its array on the device."""
+    """A packed plan, and its array on the device."""
 
     plan: PackedPlan
     packed: torch.Tensor
-    """int32, as `plan.packed`."""
+    """int32, a copy of `plan.packed`."""
 
     @property
     def segments(self) -> torch.Tensor:
@@ -80,9 +80,9 @@ class DevicePlan:
 
 
 def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) -> int:
-    """Rows of a tile. More rows read K,V less often, until a tile's sums no longer fit into registers.
+    """Rows of a tile. A tile with more rows reads K,V less often, but its sums must fit into registers.
 
-    Judged by the compiler's register counts for sm_90 (docs/cuda.md): float32 tiles beyond 32 rows of 128 spill.
+    Based on the compiler's register counts for sm_90 (docs/cuda.md): float32 tiles larger than 32 x 128 spill.
     """
     if dtype is torch.float32:
         return 32 if widest_dim <= 128 else 16
@@ -90,16 +90,16 @@ def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) ->
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a sum has room for: a multiple of 16, and so its stride, whatever the forward.
+    """Rows of a result: a multiple of 16, so that its stride is one, too.
 
-    For another stride Triton would compile a second kernel, while a request waits.
+    For another stride Triton would compile a second kernel while a request waits.
     """
     return -(-rows // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What a launch of the attention kernel takes, apart from its blocks."""
+    """The parameters of a launch of the attention kernel, except its blocks."""
 
     grid: tuple[int, int]
     arguments: tuple[Any, ...]
@@ -118,7 +118,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of one layer for all rows of a forward.
 
-    q, k [rows, heads, dqk], v [rows, heads, dv]: any strides but the last, which is 1. Returns float32
+    q, k [rows, heads, dqk], v [rows, heads, dv]: the last stride is 1, the others are any. Returns float32
     [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
     """
     launch = _launch(q, k, v, pages, device_plan, formula)
@@ -136,7 +136,7 @@ def tuned(
     device_plan: DevicePlan,
     formula: Formula,
 ) -> Blocks:
-    """The fastest blocks for this kind of kernel, tried on these rows unless the kind is known. Any thread."""
+    """The fastest blocks for this kind of kernel. An unknown kind is tuned on these rows. Any thread may call."""
     launch = _launch(q, k, v, pages, device_plan, formula)
     with _tuning:
         tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
@@ -194,9 +194,9 @@ def _launch(
 
 
 def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
-    """Writes K,V of the storing segments' causal rows into their pages, rounded to the stored type.
+    """Writes K,V of the causal rows of segments with `stores` to their pages, rounded to the stored type.
 
-    k [rows, heads, dqk], v [rows, heads, dv] as in `attend`.
+    k [rows, heads, dqk], v [rows, heads, dv]: see `attend`.
     """
     rows, heads, d_qk = k.shape
     d_v = v.shape[2]
@@ -226,16 +226,16 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
     if q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[0] != rows:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit {rows} rows")
     if pages.k.shape[1::2] != (heads, d_qk) or pages.v.shape[1::2] != (heads, d_v):
-        raise ValueError(f"pages of {list(pages.k.shape[1:])} and {list(pages.v.shape[1:])} are not this layer's")
-    # The kernels walk along the last dimension, and from token to token of a page, without asking for the stride.
+        raise ValueError(f"pages of {list(pages.k.shape[1:])} and {list(pages.v.shape[1:])} do not fit this layer")
+    # The kernels assume the strides of the last dimension and of a page's tokens.
     if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
         raise ValueError("q, k and v must be contiguous in their last dimension")
     if pages.k.stride()[2:] != (d_qk, 1) or pages.v.stride()[2:] != (d_v, 1):
-        raise ValueError("the tokens of a page must follow one another")
+        raise ValueError("the tokens of a page must be contiguous")
 
 
 def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
-    """Leaves out what spills registers for sm_90 (docs/cuda.md): at least one is left for any model."""
+    """The configurations that do not spill registers on sm_90 (docs/cuda.md); at least one for any model."""
     is_float32 = fixed["PRECISION"] == "ieee"
     wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
     large = int(str(fixed["BLOCK_M"])) > 64

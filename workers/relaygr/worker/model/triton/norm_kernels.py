@@ -1,13 +1,12 @@
-"""The Triton kernels around an HSTU layer's products. `fused_norm.py` and `fused_output.py` start them; nothing else
-imports this file.
+"""The Triton kernels around an HSTU layer's products. Only `fused.py` imports this file.
 
-    norm_kernel         norm(X), in the type of the product that follows
-    gated_norm_kernel   what the output projection reads, of A and Z, with U = SiLU(Z):
+    norm_kernel         norm(X), in the type of the next product
+    gated_norm_kernel   the input of the output projection, from A and Z, with U = SiLU(Z):
                         KEEPS 0   U * norm(A)
                         KEEPS 1   [U, A, U * norm(A)]
                         KEEPS 2   [U, norm(A), U * norm(A)]
 
-norm is LayerNorm over all columns, or over each head's (GROUP). One program takes one row, in float32.
+norm is LayerNorm over all columns, or over the columns of each head (GROUP). A program computes one row, in float32.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def gated_norm_kernel(
     PAD_D: tl.constexpr,
     GROUP: tl.constexpr,
     AFFINE: tl.constexpr,
-    KEEPS: tl.constexpr,  # what comes before U * norm(A): 0 nothing, 1 U and A, 2 U and norm(A)
+    KEEPS: tl.constexpr,  # columns before U * norm(A): 0 none, 1 U and A, 2 U and norm(A)
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, PAD_HEADS)[:, None]

@@ -1,12 +1,12 @@
-"""How one forward is cut into programs of the Triton kernels: plain numbers, no torch and no Triton.
+"""The division of a forward into programs of the Triton kernels. It uses numpy, and neither torch nor Triton.
 
 A *tile* is `block_rows` consecutive rows of one segment. The kernel starts a program for each tile, head and split.
-Tiles with the most keys come first, so that the last programs to run are short ones. Where tiles and heads are fewer
-than the device has room for (one request of 128 candidates on a long prefix), each tile's keys are split among
-several programs, whose partial sums are added afterwards in a fixed order.
+Tiles with the most keys come first, so that the last programs are short. If tiles times heads do not fill the device
+(one request of 128 candidates on a long prefix), the keys of each tile are split among several programs, and their
+partial sums are added afterwards in a fixed order.
 
-All that the kernels read goes to the device as one int32 array, whose parts begin at multiples of 16 bytes: Triton
-compiles a second kernel for pointers that do not.
+The kernels read one int32 array, which is copied to the device. Its parts begin at multiples of 16 bytes: Triton
+compiles a second kernel for pointers with another alignment.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Int32Array = NDArray[np.int32]
 
 SEGMENT_FIELDS = 5
 MAX_SPLITS = 16
-"""Bounds the memory of partial sums, and the time of adding them."""
+"""A limit for the memory of partial sums, and for the time to add them."""
 _ALIGN = 4
-"""int32 elements of 16 bytes."""
+"""int32 elements in 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentArrays:
-    """The segments of one forward, int32 [segments] each; their rows follow one another."""
+    """The segments of one forward, int32 [segments] each. The rows of a segment follow those of the one before."""
 
     context_tokens: Int32Array
     causal_rows: Int32Array
     free_rows: Int32Array
     table_starts: Int32Array
-    """Where a segment's pages begin in `pages`."""
+    """The index in `pages` of a segment's first page."""
     pages: Int32Array
     stores: NDArray[np.bool_]
 
@@ -46,7 +46,7 @@ class SegmentArrays:
 
     @property
     def capacity(self) -> Capacity:
-        """Just what these segments need."""
+        """The exact sizes of these segments."""
         return Capacity(int(self.rows.sum()), self.rows.size, self.pages.size)
 
     @property
@@ -56,7 +56,7 @@ class SegmentArrays:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sizes that the arrays are padded to: those of one forward, or of all that share a captured graph."""
+    """The sizes to which arrays are padded: those of one forward, or of all forwards that share a captured graph."""
 
     rows: int
     segments: int
@@ -65,7 +65,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """What the kernels are started with, apart from sizes: forwards that differ in it cannot share a captured graph."""
+    """The launch parameters, except sizes. Forwards with different shapes cannot share a captured graph."""
 
     block_rows: int
     splits: int
@@ -74,7 +74,7 @@ class PlanShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """One forward for the kernels: an int32 array, and where its parts lie in it."""
+    """The input of the kernels for one forward: an int32 array, and the offsets of its parts."""
 
     packed: Int32Array
     shape: PlanShape
@@ -86,7 +86,7 @@ class PackedPlan:
 
 
 def arrays_of(segments: Sequence[Segment], page_tokens: int) -> SegmentArrays:
-    """The segments' numbers, and of their pages those that are read or written."""
+    """The segments as arrays, with only those of their pages that are read or written."""
     used = [segment.pages[: -(-segment.stored_tokens // page_tokens)] for segment in segments]
     counts = np.array([pages.size for pages in used], dtype=np.int32)
     return SegmentArrays(
@@ -100,12 +100,12 @@ def arrays_of(segments: Sequence[Segment], page_tokens: int) -> SegmentArrays:
 
 
 def tiles_bound(rows: int, segments: int, block_rows: int) -> int:
-    """The most tiles that so many rows in so many segments can make."""
+    """The most tiles of `rows` rows in `segments` segments."""
     return rows // block_rows + segments
 
 
 def tile_list(segments: SegmentArrays, block_rows: int) -> Int32Array:
-    """int32 [tiles, 2]: segment and its row that the tile begins with; the longest first."""
+    """int32 [tiles, 2]: segment, and the first row of the tile in it. Tiles with the most keys come first."""
     rows = segments.rows
     counts = -(-rows // block_rows)
     owner = np.repeat(np.arange(rows.size), counts)
@@ -116,7 +116,7 @@ def tile_list(segments: SegmentArrays, block_rows: int) -> Int32Array:
 
 
 def choose_splits(programs: int, longest_keys: int, key_block: int, room: int) -> int:
-    """Programs that share a tile: a power of two that fills `room` programs, with at least two blocks of keys each."""
+    """Programs for each tile: a power of two that fills `room` programs, with at least two blocks of keys each."""
     splits = 1
     while splits < MAX_SPLITS and programs * splits * 2 <= room and longest_keys >= 2 * (splits * 2) * key_block:
         splits *= 2
@@ -124,7 +124,7 @@ def choose_splits(programs: int, longest_keys: int, key_block: int, room: int) -
 
 
 def row_slots(segments: SegmentArrays, page_tokens: int) -> Int32Array:
-    """Where each row's K,V go: page * page_tokens + place, and -1 for rows that are not stored."""
+    """The slot of each row's K,V: page * page_tokens + place, or -1 for rows that are not stored."""
     rows = segments.rows
     owner = np.repeat(np.arange(rows.size), rows)
     within = np.arange(owner.size) - segments.first_rows[owner]
@@ -139,10 +139,9 @@ def row_slots(segments: SegmentArrays, page_tokens: int) -> Int32Array:
 
 
 def pack(segments: SegmentArrays, page_tokens: int, shape: PlanShape, capacity: Capacity) -> PackedPlan:
-    """Raises ValueError if the segments exceed the capacity.
+    """The input of the kernels for these segments, padded. Raises ValueError if the segments exceed the capacity.
 
-    Rows beyond the forward's own belong to no tile, and tiles beyond its own to an empty segment: the kernels leave
-    both alone.
+    Padding rows belong to no tile, and padding tiles belong to an empty segment, so the kernels skip both.
     """
     rows, count = int(segments.rows.sum()), segments.rows.size
     if rows > capacity.rows or count > capacity.segments or segments.pages.size > capacity.pages:
@@ -157,7 +156,7 @@ def pack(segments: SegmentArrays, page_tokens: int, shape: PlanShape, capacity: 
         axis=1,
     )
     slots = np.full(capacity.rows, -1, dtype=np.int32)
-    # Nobody reads them otherwise, and they take half of the time.
+    # Only a forward that stores reads the slots, and computing them takes half of the time.
     if shape.stores:
         slots[:rows] = row_slots(segments, page_tokens)
     table = np.zeros(capacity.pages, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""Test vectors of other implementations, run through our own layers (docs/model.md, "Test vectors").
+"""Checks our layers against test vectors of other implementations (docs/model.md, "Test vectors").
 
-`stu_`, `cached_`: Meta's layers, whole and against a cache. `mask_`, `pos_`: masks and positions alone. `nv_`:
-NVIDIA's attention. `research_`: the ICML'24 layer. `dlrm_`: Meta's whole ranking model. What the engine serves goes
-through its own modules over pages, in pages and chunks of two sizes.
+`stu_`, `cached_`: Meta's layers, whole and against a cache. `mask_`, `pos_`: masks and positions. `nv_`: NVIDIA's
+attention. `research_`: the ICML'24 layer. `dlrm_`: Meta's whole ranking model. Cases that the engine can serve also run
+through its own modules over pages, with pages and chunks of two sizes.
 """
 
 from relaygr.worker.model.vectors.cases import (
@@ -31,4 +31,4 @@ KINDS: dict[str, CaseRunner] = {
     "research_": run_research,
     "dlrm_": run_dlrm,
 }
-"""What the beginning of a case's name says."""
+"""The kinds of cases: the beginning of a case's name selects its runner."""

@@ -1,12 +1,13 @@
 """Test vectors: an `.npz` of inputs, weights and expected values, checked against our own layers.
 
 A file holds `meta.json` (a 0-d string array: case name -> sizes and options) and arrays named `CASE/ARRAY`. The
-beginning of a case's name says its kind (`KINDS`). Sequences are jagged: users one after the other, `lengths` each.
-A case passes if every expected array is met: floats within `TOLERANCE` of the array's largest value, masks and
-indices exactly. An option that we do not know is never guessed: the case is NOT_UNDERSTOOD, and names it.
+beginning of a case's name gives its kind (`KINDS`). Sequences are jagged: the users' tokens follow one another, and
+`lengths` holds the number for each user. A case passes if every expected array agrees: floats within `TOLERANCE` of the
+array's largest value, masks and indices exactly. A case with an unknown option is NOT_UNDERSTOOD, and the result names
+the option.
 
-`read_vectors` raises RelayError for a file that is not of this form; `check_case` never raises for what a case
-holds: an array that is missing or has the wrong shape fails its case.
+`read_vectors` raises RelayError for a file of another form. `check_case` never raises: an array that is missing or has
+the wrong shape fails its case.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ TOLERANCE = 2e-5
 """Largest error allowed, as a share of the largest expected value."""
 
 NOTES = frozenset({"history", "targets", "delta", "max_abs_diff"})
-"""Keys of a case's meta that say how it was made, and are not options."""
+"""Keys of a case's entry in `meta.json` that describe its origin, and are not options."""
 
 
 class CaseVerdict(enum.StrEnum):
-    """What became of a case."""
+    """The result of a case."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -43,27 +44,27 @@ class CaseVerdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One case: its verdict, the worst error of its arrays and where, and what else there is to say."""
+    """The verdict of one case, and the largest error of its arrays."""
 
     name: str
     verdict: CaseVerdict
     worst_error: float = 0.0
-    """Share of the largest expected value; 1.0 for a mask or index that differs."""
+    """As a share of the largest expected value; 1.0 for a mask or index that differs."""
     worst_array: str = ""
     detail: str = ""
 
 
 class NotUnderstoodError(Exception):
-    """The case asks for something that we do not know; the text names it."""
+    """The case has an unknown option or value. The text names it."""
 
 
 class MalformedCaseError(Exception):
-    """The case contradicts itself; the text says where."""
+    """The case is inconsistent. The text names the array or option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One array compared."""
+    """The comparison of one array."""
 
     name: str
     error: float
@@ -86,13 +87,13 @@ class VectorCase:
         return name in self._arrays
 
     def array(self, name: str) -> NDArray[Any]:
-        """Raises MalformedCaseError if it is not there."""
+        """The array of this name. Raises MalformedCaseError if it is missing."""
         if name not in self._arrays:
             raise MalformedCaseError(f"{name} is missing")
         return self._arrays[name]
 
     def floats(self, name: str) -> torch.Tensor:
-        """As float32."""
+        """The array as float32."""
         array = self.array(name)
         if array.dtype.kind not in "fiu":
             raise MalformedCaseError(f"{name} is {array.dtype}, not numbers")
@@ -102,21 +103,21 @@ class VectorCase:
         return self.floats(name) if self.has(name) else None
 
     def integers(self, name: str) -> torch.Tensor:
-        """As int64. An array of nothing may have any type, and whole numbers may be stored as floats."""
+        """The array as int64. An empty array may have any type, and integers may be stored as floats."""
         array = self.array(name)
         if array.size and not _is_whole(array):
             raise MalformedCaseError(f"{name} is {array.dtype}, not whole numbers")
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
     def lengths(self, name: str = "lengths") -> list[int]:
-        """One whole number a user, none below zero."""
+        """One integer for each user, none negative."""
         values = self.integers(name).flatten().tolist()
         if any(value < 0 for value in values):
             raise MalformedCaseError(f"{name} has a negative length")
         return [int(value) for value in values]
 
     def targets(self, users: int, lengths: list[int]) -> list[int] | None:
-        """Targets of each user; None where the array is absent or empty."""
+        """The number of targets of each user; None if the array is missing or empty."""
         counts = self.lengths("num_targets") if self.has("num_targets") else []
         if not counts:
             return None
@@ -125,7 +126,7 @@ class VectorCase:
         return counts
 
     def option(self, name: str, default: Any = None) -> Any:
-        """An option; None in the file counts as not set. Raises MalformedCaseError if required and not set."""
+        """An option; null in the file means not set. Raises MalformedCaseError if it is required and not set."""
         value = self._options.get(name)
         if value is not None:
             return value
@@ -134,7 +135,7 @@ class VectorCase:
         return default
 
     def is_set(self, name: str) -> bool:
-        """Whether the case names an option."""
+        """Whether an option is set."""
         return self._options.get(name) is not None
 
     def whole(self, name: str, default: int | None = None) -> int:
@@ -158,7 +159,7 @@ class VectorCase:
         return bool(value)
 
     def require_known(self, known: frozenset[str]) -> None:
-        """Raises NotUnderstoodError for an option outside `known` that is switched on."""
+        """Raises NotUnderstoodError if an option outside `known` is switched on."""
         unknown = [
             name for name, value in self._options.items() if name not in known | NOTES and value not in (None, False, 0)
         ]
@@ -174,13 +175,13 @@ def _is_whole(array: NDArray[Any]) -> bool:
 
 
 def alpha_of(case: VectorCase) -> float | None:
-    """The scale of q.k: `attn_alpha` where it is set, which `alpha` only repeats. None: the layer's default."""
+    """The scale of q.k: `attn_alpha`, else `alpha`, which has the same meaning. None: the layer's default."""
     name = next((name for name in ("attn_alpha", "alpha") if case.is_set(name)), None)
     return None if name is None else case.number(name)
 
 
 def slices(lengths: list[int]) -> Iterator[slice]:
-    """Where each user's tokens are in a jagged array."""
+    """The range of each user's tokens in a jagged array."""
     start = 0
     for length in lengths:
         yield slice(start, start + length)
@@ -188,13 +189,13 @@ def slices(lengths: list[int]) -> Iterator[slice]:
 
 
 def require_rows(name: str, rows: int, lengths: list[int]) -> None:
-    """Raises MalformedCaseError unless a jagged array has as many rows as its lengths say."""
+    """Raises MalformedCaseError unless the rows of a jagged array are the sum of its lengths."""
     if rows != sum(lengths):
         raise MalformedCaseError(f"{name} has {rows} rows, lengths add up to {sum(lengths)}")
 
 
 def compare(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Checked:
-    """Floats, by their largest difference."""
+    """Compares floats, by their largest difference."""
     if ours.shape != expected.shape:
         return Checked(name, float("inf"), f"{name} is {list(expected.shape)}, ours {list(ours.shape)}")
     if not expected.numel():
@@ -204,12 +205,12 @@ def compare(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Checked:
     if difference == 0.0:
         return Checked(name, 0.0)
     error = difference / largest if largest > 0 else float("inf")
-    # A comparison with NaN is false: what is not a number must not pass.
+    # A comparison with NaN is false, so NaN becomes an infinite error.
     return Checked(name, error if error >= 0 else float("inf"))
 
 
 def compare_exactly(name: str, ours: torch.Tensor, expected: torch.Tensor) -> Checked:
-    """Masks and indices."""
+    """Compares masks and indices."""
     if ours.shape != expected.shape:
         return Checked(name, float("inf"), f"{name} is {list(expected.shape)}, ours {list(ours.shape)}")
     wrong = int((ours != expected).sum())
@@ -220,7 +221,7 @@ def read_vectors(path: Path) -> list[VectorCase]:
     """The cases of a file, in its order. Raises RelayError if it is not of the form described above."""
     try:
         if path.exists() and not zipfile.is_zipfile(path):
-            raise RelayError(f"{path} is not an .npz file, or not all of one.")
+            raise RelayError(f"{path} is not an .npz file, or is truncated.")
         with np.load(path, allow_pickle=False) as file:
             if META not in file.files:
                 raise RelayError(f"{path} has no {META}: it is not a file of test vectors.")
@@ -234,7 +235,7 @@ def read_vectors(path: Path) -> list[VectorCase]:
     for name, array in arrays.items():
         case, slash, array_name = name.partition("/")
         if not slash:
-            raise RelayError(f"{path}: array {name!r} belongs to no case; names are CASE/ARRAY.")
+            raise RelayError(f"{path}: array {name!r} belongs to no case: names have the form CASE/ARRAY.")
         by_case.setdefault(case, {})[array_name] = array
     if not by_case:
         raise RelayError(f"{path} holds no case.")
@@ -257,12 +258,12 @@ def check_case(case: VectorCase, kinds: Mapping[str, CaseRunner]) -> CaseResult:
         return CaseResult(case.name, CaseVerdict.NOT_UNDERSTOOD, detail=str(error))
     except MalformedCaseError as error:
         return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail=str(error))
-    # Sizes that contradict each other surface as errors of whatever operator meets them first.
+    # Inconsistent sizes raise an error in whichever operator uses them first.
     except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AssertionError, MemoryError) as error:
         first_line = str(error).strip().partition("\n")[0]
         return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail=f"it cannot be run: {first_line}")
     if not checked:
-        return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail="there is nothing to compare with")
+        return CaseResult(case.name, CaseVerdict.FAILED, float("inf"), detail="it has no expected array")
     worst = max(checked, key=lambda one: one.error)
     passed = all(one.error <= TOLERANCE for one in checked)
     details = "; ".join(one.detail for one in checked if one.detail)

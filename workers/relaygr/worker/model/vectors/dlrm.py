@@ -1,6 +1,6 @@
-"""`dlrm_`: Meta's whole ranking model, converted and run by the modules that serve it, over pages.
+"""`dlrm_`: Meta's whole ranking model, converted and run by the serving modules over pages.
 
-A case holds embeddings where a model has tables: each of its rows becomes an item, or a feature's value, of its own.
+A case holds embeddings instead of tables. Each of its rows becomes a separate item, or a separate value of a feature.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _POSTS = ("layernorm", _WITH_TIME)
 _ITEM = "item"
 _GATED_FEATURE = "user_id"
 _GATE_TOKENS = 4
-"""The contextual token of the user id counts only from so many tokens of history and candidates on."""
+"""The contextual token of the user id is hidden from sequences with fewer tokens of history and candidates."""
 _MODULE_DEFAULT = "module default"
 _MODULE_DEFAULT_EPS = 1e-5
 _ACTION_WEIGHTS = (1, 2, 4)
-"""The bits of actions, where no buffer holds them."""
+"""The bits of actions, if no buffer holds them."""
 _MS = 1000
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A contextual feature: its tokens, and of each user the rows of its embeddings."""
+    """A contextual feature: its number of tokens, and the rows of its embeddings for each user."""
 
     name: str
     tokens: int
@@ -112,7 +112,7 @@ def run_dlrm(case: VectorCase) -> list[Checked]:
 
 @dataclass(frozen=True, slots=True)
 class _UserRequest:
-    """One user's request: ids are rows of the case's embeddings."""
+    """One user's request. Ids are rows of the case's embeddings."""
 
     features: NDArray[np.int64]
     behaviours: Behaviours
@@ -143,7 +143,7 @@ def _users(
 
 
 def _values(context: _Context, user: int) -> list[int]:
-    """One value a token; what is missing is unknown, whose embedding is zero."""
+    """One value for each token; a missing value is unknown, and its embedding is zero."""
     rows = list(context.rows[user])[: context.tokens]
     return rows + [_UNKNOWN] * (context.tokens - len(rows))
 
@@ -157,7 +157,7 @@ def _rows_of(
     features = model.gates.shown(user.features, len(user.behaviours), user.candidates.size)
     prefix = model.lookup.prefix(features, user.behaviours, query_time * _MS).tokens
     scored = model.lookup.scored(prefix.shape[0], Behaviours.empty(), user.candidates, query_time * _MS).tokens
-    # A request has one query time; the case may have one a candidate, and the last of them counts for ages.
+    # A request has one query time. A case may have one for each candidate; ages are relative to the last of them.
     scored[:, Column.TIME] = user.candidate_times
     scored[:, Column.AGE] = age_rows(
         user.candidate_times, query_time, config.time_encoding, config.time_unit_seconds, config.num_times
@@ -168,7 +168,7 @@ def _rows_of(
 
 
 def _converted(case: VectorCase, items: list[str], contexts: list[_Context]) -> Converted:
-    """The case's weights and embeddings as a state dict, converted. Raises MalformedCaseError if something lacks."""
+    """The case's weights and embeddings, converted from a state dict. Raises MalformedCaseError if one is missing."""
     tensors = {name.removeprefix("w/buffer/").removeprefix("w/"): case.floats(name) for name in case.names("w/")}
     tables = {name: torch.cat((case.floats(f"in/{name}"), case.floats(f"in/c_{name}"))) for name in items}
     tensors |= {f"_embedding_collection.embeddings.{name}.weight": table for name, table in tables.items()}
@@ -197,7 +197,7 @@ def _converted(case: VectorCase, items: list[str], contexts: list[_Context]) -> 
     if missing:
         raise MalformedCaseError(f"missing: {', '.join(missing)}")
     if bool(converted.config.readout_periods) != (case.option("post") == _WITH_TIME):
-        raise MalformedCaseError(f"post is {case.option('post')}, the weights are another one's")
+        raise MalformedCaseError(f"post is {case.option('post')}, the weights are for another one")
     return replace(converted, config=_with_eps(case, converted.config))
 
 
@@ -207,7 +207,7 @@ def _source_feature(context: _Context) -> SourceFeature:
 
 
 def _with_eps(case: VectorCase, config: ModelConfig) -> ModelConfig:
-    """Epsilons that the case names and a state dict does not say."""
+    """The configuration with the epsilons of the case, which a state dict does not contain."""
     eps = {"readout_norm_eps": _eps(case, "post_ln_eps"), "swish_norm_eps": _eps(case, "swish_ln_eps")}
     return config.model_copy(update=eps)
 
@@ -227,7 +227,7 @@ def _tasks(case: VectorCase) -> tuple[Task, ...]:
 
 
 def _contexts(case: VectorCase, users: int) -> list[_Context]:
-    """Contextual features in order, named in a list, or in a mapping to how many tokens each has."""
+    """Contextual features in order, from a list of names, or from a mapping of names to numbers of tokens."""
     told = case.option("contextual", [])
     sizes = dict(told) if isinstance(told, dict) else {}
     names = [str(name) for name in told]
@@ -237,14 +237,14 @@ def _contexts(case: VectorCase, users: int) -> list[_Context]:
     linear = "w/_hstu_transducer._input_preprocessor._batched_contextual_linear_weights"
     if names and case.has(linear) and case.array(linear).shape[0] != sum(tokens.values()):
         raise NotUnderstoodError(
-            f"option contextual={told!r} does not say how many tokens each has: "
-            f"{case.array(linear).shape[0]} in all, the embeddings have {tokens}"
+            f"option contextual={told!r} does not give the number of tokens of each: "
+            f"{case.array(linear).shape[0]} in total, the embeddings have {tokens}"
         )
     return [_Context(name, tokens[name], rows[name]) for name in names]
 
 
 def _ranges(case: VectorCase, name: str, users: int) -> list[range]:
-    """Of each user, the rows of a feature's embeddings: by its lengths or offsets, else the same number for all."""
+    """The rows of a feature's embeddings for each user: by lengths or offsets, else the same number for all users."""
     count = case.floats(f"in/{name}").shape[0]
     lengths = next((found for found in case.names() if found.endswith(f"/{name}_lengths")), None)
     offsets = next((found for found in case.names() if found.endswith(f"/{name}_offsets")), None)

@@ -45,14 +45,14 @@ class MaskOptions:
     max_attn_len: int = 0
     min_full_attn_seq_len: int = 0
     causal: bool = True
-    """False: history rows see later ones too."""
+    """False: history rows see later rows, too."""
 
 
 def attention_mask(size: int, length: int, num_targets: int | None, options: MaskOptions) -> torch.Tensor:
-    """bool [size, size] of one sequence of `length` tokens; what is beyond them is masked like more targets.
+    """bool [size, size] for one sequence of `length` tokens; padding is masked like more targets.
 
-    num_targets: how many of its last tokens are targets, which all stand at the place after the history; None: the
-    model is not target-aware, and they are ordinary history.
+    num_targets: the number of its last tokens that are targets, which all have the place after the history; None: the
+    model is not target-aware, and all tokens are history.
     """
     places, end = _places(size, length, options.contextual_seq_len)
     if num_targets is not None:
@@ -64,9 +64,9 @@ def attention_mask(size: int, length: int, num_targets: int | None, options: Mas
 def grouped_mask(
     size: int, length: int, num_targets: int | None, group_size: int, options: MaskOptions
 ) -> torch.Tensor:
-    """bool [size, size] with targets in groups of `group_size`, each target at a place of its own.
+    """bool [size, size] with targets in groups of `group_size`. Each target has its own place.
 
-    A target sees all that is not a target, and of its own group what comes before it and itself.
+    A target sees all other tokens that are not targets, and the targets of its group up to itself.
     """
     places, end = _places(size, length, options.contextual_seq_len)
     if num_targets is None:
@@ -108,7 +108,7 @@ _TILE = 5
 
 
 def mask_options(case: VectorCase) -> MaskOptions:
-    """The options of a case's mask."""
+    """The mask options of a case."""
     return MaskOptions(
         contextual_seq_len=case.whole("contextual_seq_len", 0),
         max_attn_len=case.whole("max_attn_len", 0),
@@ -118,7 +118,7 @@ def mask_options(case: VectorCase) -> MaskOptions:
 
 
 def served_mask(size: int, history: int, total: int, options: MaskOptions, group_size: int = 1) -> torch.Tensor:
-    """bool [size, size] in tiles, as attention sees it: `history` rows, then candidates at place `total`."""
+    """bool [size, size], put together from the tiles of attention: `history` rows, then candidates at place `total`."""
     spec = AttentionSpec(
         num_heads=1,
         attention_dim=1,
@@ -144,9 +144,9 @@ def served_mask(size: int, history: int, total: int, options: MaskOptions, group
 def in_tiles(
     dense: torch.Tensor, history: int, num_targets: int | None, options: MaskOptions, group_size: int = 1
 ) -> torch.Tensor:
-    """The mask `dense` [size, size] again, as attention sees it.
+    """The mask `dense` [size, size] put together from the tiles of attention.
 
-    Without targets, padding is neither history nor a candidate: attention never has it, and it stays as it is.
+    Without targets, padding is neither history nor a candidate. Attention has no padding, so its part is copied.
     """
     size = dense.shape[0]
     if num_targets is not None:
@@ -157,7 +157,7 @@ def in_tiles(
 
 
 def compare_masks(name: str, masks: list[torch.Tensor], expected: torch.Tensor) -> Checked:
-    """Masks of all users; where all are the same, one may stand for them."""
+    """Compares the masks of all users. If all are the same, one expected mask is enough."""
     ours = torch.stack(masks)
     if expected.shape[0] == 1 and bool((ours == ours[:1]).all()):
         ours = ours[:1]
@@ -165,7 +165,7 @@ def compare_masks(name: str, masks: list[torch.Tensor], expected: torch.Tensor) 
 
 
 def run_mask(case: VectorCase) -> list[Checked]:
-    """The masks of all users. What lies beyond a sequence is masked like more targets."""
+    """Checks the masks of all users. Padding is masked like more targets."""
     case.require_known(MASK_OPTIONS | {"N", "target_aware"})
     lengths, expected = case.lengths(), case.integers("mask").bool()
     options, size = mask_options(case), case.whole("N")
@@ -185,7 +185,7 @@ def run_mask(case: VectorCase) -> list[Checked]:
 
 
 def _tiles(size: int, history: int) -> list[range]:
-    """Ranges that are all history or all candidates."""
+    """Ranges that hold only history or only candidates."""
     starts = [*range(0, history, _TILE), *range(history, size, _TILE)]
     return [range(start, min(start + _TILE, history if start < history else size)) for start in starts]
 
@@ -195,7 +195,7 @@ _FUNCTIONS = {"sqrt": TimeEncoding.SQRT, "log": TimeEncoding.LOG}
 
 
 def run_pos(case: VectorCase) -> list[Checked]:
-    """Rows of the position table, and embeddings with positions and times added."""
+    """Checks rows of the position table, and embeddings with positions and times added."""
     case.require_known(_KNOWN)
     lengths = case.lengths()
     targets = case.targets(len(lengths), lengths)
@@ -224,7 +224,7 @@ def run_pos(case: VectorCase) -> list[Checked]:
     if case.has("pos_index"):
         ours, expected = torch.from_numpy(np.stack(indices)), case.integers("pos_index")
         if targets is None and ours.shape == expected.shape:
-            # Without targets, padding stands behind the end and has no place.
+            # Without targets, padding comes after the end and has no place.
             padding = torch.arange(size)[None, :] >= torch.tensor(lengths)[:, None]
             ours, expected = ours.masked_fill(padding, 0), expected.masked_fill(padding, 0)
         checked.append(compare_exactly("pos_index", ours, expected))
@@ -232,8 +232,8 @@ def run_pos(case: VectorCase) -> list[Checked]:
 
 
 def _padded(places: FromEnd, history: int, size: int, contextual: int) -> NDArray[np.int64]:
-    """int64 [size]: a sequence's places; what lies behind its history stands where targets stand."""
+    """int64 [size]: the places of a sequence. All tokens after its history have the place of targets."""
     index = np.concatenate((places.of_prefix(history), places.of_scored(history, 0, size - history)))
-    # Contextual tokens count from the start even where a sequence is too short to have them all.
+    # Contextual tokens count from the start, even if a sequence is too short to have all of them.
     index[:contextual] = np.arange(min(contextual, size))
     return index

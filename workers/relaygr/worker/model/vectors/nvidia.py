@@ -1,4 +1,4 @@
-"""`nv_`: NVIDIA's attention, from the dense definition and by the back end that serves it, chunk by chunk."""
+"""`nv_`: NVIDIA's attention, by the dense definition and by the back end that serves it, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def run_nv(case: VectorCase) -> list[Checked]:
-    """Attention's result, and its mask."""
+    """Checks the result of attention, and its mask."""
     case.require_known(_KNOWN)
     lengths = case.lengths()
     targets = case.targets(len(lengths), lengths)
@@ -47,7 +47,7 @@ def run_nv(case: VectorCase) -> list[Checked]:
         own_q, own_k, own_v = (part[own].transpose(0, 1) for part in (q, k, v))
         out.append(dense_attention(own_q, own_k, own_v, mask[:length, :length], alpha, normalizer).transpose(0, 1))
         history = length - (count or 0)
-        # A window here counts from where each target stands, which the engine's groups do not have.
+        # NVIDIA's window counts from the place of each target; the engine's targets have no places of their own.
         if options.causal and not options.max_attn_len and history >= contextuals[user]:
             tiled.append(in_tiles(mask, history, count, options, group_size))
             spec = _spec(q, v, alpha, normalizer, contextuals[user], group_size)
@@ -70,7 +70,7 @@ def run_nv(case: VectorCase) -> list[Checked]:
 
 
 def _contextuals(case: VectorCase, users: int) -> list[int]:
-    """Contextual tokens of each user; one number stands for all, and none for no such token."""
+    """Contextual tokens of each user. One number applies to all users; an empty array means none."""
     counts = (case.lengths("num_contextuals") if case.has("num_contextuals") else []) or [0]
     if len(counts) == 1:
         counts *= users
@@ -94,7 +94,7 @@ def _spec(
 
 
 def _paged(spec: AttentionSpec, qkv: _Qkv, history: int, page_tokens: int, chunk_tokens: int) -> torch.Tensor:
-    """[tokens, heads, hidden_dim]: the history in chunks into pages, then the targets against them."""
+    """[tokens, heads, hidden_dim]: the history in chunks into pages, then the targets against the pages."""
     geometry = KvGeometry(1, spec.num_heads, spec.attention_dim, spec.hidden_dim, page_tokens, KvDtype.FLOAT32)
     count = geometry.pages_for(history)
     kv = PagedKv(torch.zeros((count + 1, geometry.page_bytes), dtype=torch.uint8), geometry)

@@ -16,11 +16,14 @@ _KNOWN = frozenset({"N", "heads", "dqk", "dv", "eps", "buckets", "log_base", "co
 
 
 _CONCATENATED = (OutputForm.U_NA_UNORM, OutputForm.U_A_UNORM)
-"""What `concat_ua` may mean: it does not say whether the middle block is A after its norm, or before."""
+"""The possible meanings of `concat_ua`: the middle block may be A after its norm, or before."""
 
 
 def run_research(case: VectorCase) -> list[Checked]:
-    """SiLU on all, norms without weights, relative bias of position and time. The reading that fits best counts."""
+    """Checks layers with SiLU on U, V, Q, K, norms without weights, and a relative bias by position and time.
+
+    If `concat_ua` is set, the output form with the smaller error counts.
+    """
     case.require_known(_KNOWN)
     forms = _CONCATENATED if case.flag("concat_ua", False) else (OutputForm.UNORM,)
     return min((_checked(case, form) for form in forms), key=lambda checked: max(one.error for one in checked))
@@ -56,10 +59,10 @@ def _checked(case: VectorCase, form: OutputForm) -> list[Checked]:
         out = []
         for user, own in enumerate(slices(lengths)):
             length = own.stop - own.start
-            # After the last row of the padded matrix comes that row itself.
+            # The last row of the padded matrix is its own following row.
             following = np.append(stamps[user, 1:], stamps[user, -1:])[:length]
             times = SequenceTimes(stamps[user, :length], following)
-            # The last third comes as a suffix against the pages.
+            # The last third is a suffix against the pages.
             out.append(paged.run(x[own], length - length // 3, 0, *paging, times).rows)
         checked.append(compare(f"y in pages of {paging[0]}", torch.cat(out), case.floats("y")))
     return checked
@@ -90,10 +93,10 @@ def _layers(case: VectorCase, options: LayerOptions) -> list[HstuLayer]:
 
 
 def _biases(case: VectorCase, layers: int, size: int) -> RelativeBiases:
-    """A table that a layer lacks is one of zeros."""
+    """The bias tables of all layers; a missing table is zeros."""
     buckets = case.whole("buckets", 1)
     names = [f"w/_attention_layers.{layer}._rel_attn_bias." for layer in range(layers)]
-    # A bias by position alone has its table under another name.
+    # The table of a bias by position only has another name.
     positions = [
         _table(case, f"{name}_pos_w" if case.has(f"{name}_pos_w") else f"{name}_w", 2 * size - 1) for name in names
     ]

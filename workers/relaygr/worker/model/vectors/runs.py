@@ -33,7 +33,7 @@ def dense_attention(
     alpha: float,
     normalizer: float,
 ) -> torch.Tensor:
-    """A = mask * SiLU(alpha * q k^T) / N * v, as it stands.
+    """A = mask * SiLU(alpha * q k^T) / N * v.
 
     q, k [heads, rows or keys, attention_dim]; v [heads, keys, hidden_dim]; mask bool [rows, keys].
     Returns [heads, rows, hidden_dim].
@@ -45,7 +45,7 @@ def dense_attention(
 
 @dataclass(frozen=True, slots=True)
 class DenseRun:
-    """What became of one sequence: rows after each layer, and K, V [heads, keys, dim] of each layer."""
+    """The result for one sequence: the rows after each layer, and K, V [heads, keys, dim] of each layer."""
 
     rows: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]
@@ -83,12 +83,12 @@ class DenseStack:
 
 
 PAGINGS = ((4, 3), (64, 512))
-"""(page_tokens, chunk tokens) that cases go through: one that cuts everything, one that cuts nothing small."""
+"""(page_tokens, chunk tokens) of the runs of each case: one with many small pieces, one with few large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """Whole seconds, int64 [tokens]: of each token, and of the one after it."""
+    """Times of each token, and of the token after it: whole seconds, int64 [tokens]."""
 
     own: NDArray[np.int64]
     following: NDArray[np.int64]
@@ -96,7 +96,7 @@ class SequenceTimes:
 
 @dataclass(frozen=True, slots=True)
 class PagedRun:
-    """rows [tokens, D] after the last layer; keys, values [layers, prefix tokens, H * dim] as the pages hold them."""
+    """rows [tokens, D] after the last layer; keys, values [layers, prefix tokens, H * dim] from the pages."""
 
     rows: torch.Tensor
     keys: torch.Tensor
@@ -104,7 +104,7 @@ class PagedRun:
 
 
 class PagedLayers:
-    """Layers with one attention, over an arena of its own for each sequence."""
+    """Layers with one attention. Each sequence gets its own arena."""
 
     def __init__(self, layers: Sequence[Layer], spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
         self._layers = layers
@@ -128,7 +128,7 @@ class PagedLayers:
         )
         count = geometry.pages_for(prefix)
         kv = PagedKv(torch.zeros((count + 1, geometry.page_bytes), dtype=torch.uint8), geometry)
-        # In descending order: the page table counts, not the neighbourhood.
+        # In descending order, so that a page table is really used.
         pages = np.arange(count, 0, -1, dtype=np.int32)
         attention = attention_for(s, self._biases).attention
         rows = [x[:0]]

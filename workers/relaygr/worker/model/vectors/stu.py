@@ -24,7 +24,7 @@ _KNOWN = _LAYER_OPTIONS | MASK_OPTIONS | {"alpha", "attn_alpha", "use_group_norm
 
 
 class _Stu:
-    """Meta's stack of one case."""
+    """The layers of one case."""
 
     def __init__(self, case: VectorCase) -> None:
         case.require_known(_KNOWN)
@@ -62,7 +62,7 @@ class _Stu:
 
     @property
     def grows(self) -> bool:
-        """Whether rows of the history may follow a prefix without changing its own."""
+        """Whether more history rows may follow a prefix without a change of its rows."""
         return not (self._mask_options.contextual_seq_len or self._mask_options.min_full_attn_seq_len)
 
     def full(self, x: torch.Tensor, targets: int) -> DenseRun:
@@ -71,19 +71,19 @@ class _Stu:
         return self._dense.run(x, mask)
 
     def rest(self, x: torch.Tensor, prefix: int, targets: int, before: DenseRun) -> torch.Tensor:
-        """The rows behind a prefix that is done, dense."""
+        """The rows after a computed prefix, dense."""
         mask = self._mask(x.shape[0], targets)[prefix:]
         return self._dense.run(x[prefix:], mask, before=before).rows[-1]
 
     def is_paged(self, length: int, targets: int) -> bool:
-        """Whether the engine computes such a sequence: its mask is causal, and its contextual tokens are all there."""
+        """Whether the engine serves such a sequence: its mask is causal, and it has all its contextual tokens."""
         history = length - targets if self.target_aware else length
         return self._mask_options.causal and history >= self._mask_options.contextual_seq_len
 
     def paged(self, x: torch.Tensor, prefix: int | None, targets: int, paging: tuple[int, int]) -> PagedRun:
-        """A sequence over pages, with so long a prefix; None: with all of its history."""
+        """A sequence over pages, with a prefix of this length; None: of its whole history."""
         free = targets if self.target_aware else 0
-        # A model that is not aware of targets takes them for history; here they come as a suffix where they may.
+        # A model that is not target-aware treats targets as history; here they are a suffix if the rules allow one.
         history = x.shape[0] - (targets if self.grows else free)
         return self._paged.run(x, history if prefix is None else prefix, free, *paging)
 
@@ -105,7 +105,7 @@ def _weights(case: VectorCase, prefix: str) -> LayerWeights:
 
 
 def run_stu(case: VectorCase) -> list[Checked]:
-    """x through all layers: y, and the rows after each layer."""
+    """Checks y of all layers, and the rows after each layer."""
     stu = _Stu(case)
     x, lengths = case.floats("x"), case.lengths()
     require_rows("x", x.shape[0], lengths)
@@ -124,7 +124,7 @@ def run_stu(case: VectorCase) -> list[Checked]:
 
 
 def run_cached(case: VectorCase) -> list[Checked]:
-    """The prefix alone, its K,V, and the rest against them; and everything in one piece."""
+    """Checks the prefix and its K,V, the other rows against them, and a full pass over all rows."""
     stu = _Stu(case)
     x, lengths, prefixes = case.floats("x"), case.lengths(), case.lengths("prefix_lengths")
     require_rows("x", x.shape[0], lengths)
@@ -146,7 +146,7 @@ def run_cached(case: VectorCase) -> list[Checked]:
     expected_full, expected = case.floats("y_targets_full"), case.floats("y_targets_cached")
 
     def wanted(parts: list[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
-        """Of the rows behind each prefix those that the file holds: all of them, or the targets only."""
+        """The rows after each prefix that the file contains: all of them, or only the targets."""
         if expected.shape[0] == sum(rows.shape[0] for rows in parts):
             return torch.cat(parts)
         return torch.cat([rows[rows.shape[0] - count :] for rows, count in zip(parts, targets, strict=True)])
