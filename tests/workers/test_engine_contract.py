@@ -489,7 +489,7 @@ def test_a_chunk_is_refused_where_rows_see_later_ones(kind: str) -> None:
     user = world.user(20)
     inputs = world.engine.prefix_inputs(user.features, user.history, user.query_time_ms)
     for start, end in ((0, 10), (10, inputs.tokens)):
-        with pytest.raises(RuleError, match="computed in one piece"):
+        with pytest.raises(RuleError, match="computed in one chunk"):
             world.engine.forward([PrefixChunk(inputs, start, end, user.pages)], [])
     assert bool((world.arena == UNWRITTEN).all())
 
