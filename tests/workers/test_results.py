@@ -57,6 +57,7 @@ class World:
             suffix=Behaviours.empty(),
             query_time_ms=0,
             tokens=tokens,
+            scored_tokens=4,
             version=None,
             stale=False,
             loading=True,

@@ -14,7 +14,7 @@ class WorkerMetrics:
     """One instance a process; tests give a registry of their own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._ranked = Counter(
+        ranked = Counter(
             "relaygr_worker_ranked_total", "Ranking requests answered with scores", ["path"], registry=registry
         )
         self._unranked = Counter(
@@ -23,14 +23,14 @@ class WorkerMetrics:
             ["outcome"],
             registry=registry,
         )
-        self._seconds = Histogram(
+        seconds = Histogram(
             "relaygr_worker_ranking_seconds",
             "Receipt of a ranking request to its answer",
             ["path"],
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self._queue_seconds = Histogram(
+        self.queue_seconds = Histogram(
             "relaygr_worker_ranking_queue_seconds",
             "Receipt of a ranking request to its first device work",
             buckets=LATENCY_BUCKETS_S,
@@ -51,7 +51,7 @@ class WorkerMetrics:
             ["kind"],
             registry=registry,
         )
-        self._device_seconds = Counter(
+        device_seconds = Counter(
             "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
         )
         self._approximate = Counter(
@@ -64,7 +64,7 @@ class WorkerMetrics:
             "Ranking passes with a piece of pre-infer beside them",
             registry=registry,
         )
-        self._unknown_items = Counter(
+        self.unknown_items = Counter(
             "relaygr_worker_unknown_items_total", "Item ids that the model's vocabulary lacks", registry=registry
         )
         self._undelivered = Counter(
@@ -84,16 +84,10 @@ class WorkerMetrics:
         )
 
         # A label's child is looked up once, not for each request.
-        self._by_path = {path: (self._ranked.labels(path.value), self._seconds.labels(path.value)) for path in Path}
+        self.ranked = {path: ranked.labels(path.value) for path in Path}
+        self.ranking_seconds = {path: seconds.labels(path.value) for path in Path}
+        self.device_seconds = {work_class: device_seconds.labels(work_class.value) for work_class in WorkClass}
         self._by_outcome = {outcome: self._jobs.labels(outcome.value) for outcome in JobOutcome}
-
-    def ranked(self, path: Path, total_us: int, queue_us: int, unknown_items: int) -> None:
-        ranked, seconds = self._by_path[path]
-        ranked.inc()
-        seconds.observe(total_us / 1e6)
-        self._queue_seconds.observe(queue_us / 1e6)
-        if unknown_items:
-            self._unknown_items.inc(unknown_items)
 
     def expired(self) -> None:
         self._unranked.labels("expired").inc()
@@ -113,9 +107,6 @@ class WorkerMetrics:
 
     def joined(self, overtaken: bool) -> None:
         self._joined.labels("overtaken" if overtaken else "pending").inc()
-
-    def device_time(self, work_class: WorkClass, duration_us: int) -> None:
-        self._device_seconds.labels(work_class.value).inc(duration_us / 1e6)
 
     def mixed_pass(self) -> None:
         self._mixed.inc()

@@ -103,7 +103,7 @@ class ResultWriter:
         """Writes a result with scores, path and timings."""
         prefix, scores = work.prefix, outputs.scores
         assert prefix is not None
-        now_us = self._clock.monotonic_us()
+        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         timings = _timings(work, now_us)
         result = RankingResult(
             request_id=work.request.request_id,
@@ -111,7 +111,7 @@ class ResultWriter:
             outcome=Outcome.RANKED,
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
-            sent_at_us=self._clock.wall_us(),
+            sent_at_us=now_wall_us,
             timings=timings,
             path=work.path,
             prefix_source=work.prefix_source if prefix.tokens > 0 else None,
@@ -130,7 +130,12 @@ class ResultWriter:
         except EncodeError as error:
             # The model, not the request, causes scores that are not finite.
             return self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
-        self._metrics.ranked(work.path, timings.total_us, timings.queue_us, work.unknown_items)
+        metrics = self._metrics
+        metrics.ranked[work.path].inc()
+        metrics.ranking_seconds[work.path].observe(timings.total_us / 1e6)
+        metrics.queue_seconds.observe(timings.queue_us / 1e6)
+        if work.unknown_items:
+            metrics.unknown_items.inc(work.unknown_items)
         self.waits.observe(timings.queue_us)
         self._send(work.reply, value, work.received.token, work.deadline_us, now_us)
 

@@ -19,14 +19,15 @@ _MODEL = "relaygr.worker.model."
 class Trace:
     """Calls of product code on the thread of `begin`: the namespace `relaygr` without benchmarks and without the model.
 
-    The model is left out because a null engine takes its place. Only the functions `within` are counted, and all that
-    they call. A *move* is a call into another file than
+    The model is left out, with all that it calls, because a null engine takes its place. Only the functions `within`
+    are counted, and all that they call. A *move* is a call into another file than
     that of the call before.
     """
 
     def __init__(self, within: Iterable[Callable[..., Any]]) -> None:
         self._within = {function.__code__ for function in within}
         self._inside: FrameType | None = None
+        self._in_model: FrameType | None = None
         self._file = ""
         self.by_function: Counter[tuple[str, str]] = Counter()
         """Calls by file and qualified name."""
@@ -62,8 +63,16 @@ class Trace:
         if event == "call":
             if self._inside is None and frame.f_code in self._within:
                 self._inside = frame
-            if self._inside is not None and _is_product(frame):
+            if self._inside is None or self._in_model is not None:
+                return
+            module = str(frame.f_globals.get("__name__", ""))
+            if module.startswith(_MODEL):
+                self._in_model = frame
+            elif module.startswith(_PRODUCT) and not frame.f_code.co_filename.startswith(("<", _BENCHMARKS)):
+                # What dataclasses generate has no file.
                 self._count(frame.f_code)
+        elif event == "return" and frame is self._in_model:
+            self._in_model = None
         elif event == "return" and frame is self._inside:
             self._inside = None
 
@@ -72,10 +81,3 @@ class Trace:
             self.by_move[self._file, code.co_filename] += 1
             self._file = code.co_filename
         self.by_function[code.co_filename, code.co_qualname] += 1
-
-
-def _is_product(frame: FrameType) -> bool:
-    """Written code of the product. What dataclasses and enums generate has no file."""
-    file = frame.f_code.co_filename
-    module = str(frame.f_globals.get("__name__", ""))
-    return module.startswith(_PRODUCT) and not module.startswith(_MODEL) and not file.startswith(("<", _BENCHMARKS))

@@ -72,6 +72,7 @@ class FakeMessage:
     in_topic: str
     offset_: int
     user_id: str
+    in_partition: int
     body: bytes
     raw_headers: Headers
 
@@ -82,7 +83,7 @@ class FakeMessage:
         return self.in_topic
 
     def partition(self) -> int:
-        return partition_for(self.user_id.encode(), PARTITIONS)
+        return self.in_partition
 
     def offset(self) -> int:
         return self.offset_
@@ -129,11 +130,20 @@ class FakeDeadLetters:
 
 
 class FakeMover:
-    """Copies nothing, at once."""
+    """Copies nothing. Its copies end when told to: in a worker another thread ends them."""
+
+    def __init__(self) -> None:
+        self.waiting: list[CopyRequest] = []
 
     def submit(self, request: CopyRequest) -> bool:
-        request.on_done(True)
+        self.waiting.append(request)
         return True
+
+    def finish(self) -> None:
+        """Ends the copies."""
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            request.on_done(True)
 
     def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:  # noqa: ARG002
         return CopyForecast(0.0, 0.0)
@@ -202,6 +212,7 @@ class World:
     def __init__(self) -> None:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.producer = FakeProducer()
+        self.mover = FakeMover()
         self.histories = FakeHistories()
         self.trace = Trace((ConsumerLoop._receive, Executor.step, FakeProducer.deliver, WatermarkTracker.finish))
         self._steps: deque[Step] = deque()
@@ -213,7 +224,7 @@ class World:
         engine = NullEngine(checkpoint, CpuDevice(), KvDtype.FLOAT32, settings.page_tokens)
         scratch = engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours))
         engine.bind(torch.zeros((PAGES + scratch, engine.geometry.page_bytes), dtype=torch.uint8))
-        cache = PrefixCache(CacheConfig(DramGeometry(engine.geometry), engine.layout, PAGES, PAGES), FakeMover())
+        cache = PrefixCache(CacheConfig(DramGeometry(engine.geometry), engine.layout, PAGES, PAGES), self.mover)
         results = ResultWriter(
             cast(Producer, self.producer),
             settings.worker_id,
@@ -286,6 +297,7 @@ class World:
         self._steps.append(self.producer.deliver)
         if traced:
             self._steps.append(self.trace.end)
+        self._steps.append(self.mover.finish)
 
     def run(self) -> list[RankingResult]:
         """Plays the script, and returns the results in the order of the requests."""
@@ -298,7 +310,7 @@ class World:
 
     def _message(self, topic: str, user_id: str, value: bytes, headers: Headers) -> FakeMessage:
         self._offsets += 1
-        return FakeMessage(topic, self._offsets, user_id, value, headers)
+        return FakeMessage(topic, self._offsets, user_id, partition_for(user_id.encode(), PARTITIONS), value, headers)
 
     def _stop(self) -> None:
         self.loop.stop(0)

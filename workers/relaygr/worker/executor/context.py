@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -79,15 +80,19 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
+        self.next_at_us: float = math.inf
+        """When the next call is due."""
 
     def at(self, when_us: int, call: Callable[[], None]) -> None:
         """Calls `call` at the first `run_due` from `when_us` on."""
         heapq.heappush(self._heap, (when_us, next(self._sequence), call))
+        self.next_at_us = self._heap[0][0]
 
     def run_due(self, now_us: int) -> None:
         """Makes all calls that are due."""
         while self._heap and self._heap[0][0] <= now_us:
             heapq.heappop(self._heap)[2]()
+        self.next_at_us = self._heap[0][0] if self._heap else math.inf
 
     def next_in_us(self, now_us: int) -> int | None:
         """How long until the next call, 0 if it is due; None if there is none."""
@@ -188,12 +193,13 @@ class ExecutorParts:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """One executor's parts. `engine`, `resolver` and `chunking` belong together and change with the model."""
+    """One executor's parts. `engine`, `is_cpu` (its device), `resolver` and `chunking` change with the model."""
 
     engine: Engine
     parts: ExecutorParts
     post: Callable[[Callable[[], None]], None]
     """Runs a call on the device thread, before its next piece of work. From any thread."""
+    is_cpu: bool = field(init=False)
     resolver: PrefixResolver = field(init=False)
     chunking: Chunking = field(init=False)
     scheduler: Scheduler[PrefixWork | RankingWork] = field(init=False)
@@ -215,7 +221,7 @@ class Context:
     def use(self, engine: Engine) -> None:
         """This model answers from now on."""
         settings = self.parts.settings
-        self.engine = engine
+        self.engine, self.is_cpu = engine, engine.device.is_cpu
         self.resolver = PrefixResolver(self.parts.histories, engine, settings.anchor_behaviours)
         self.chunking = Chunking(
             settings.chunk_ms * 1000,
@@ -227,7 +233,7 @@ class Context:
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
         """Counts device time that was just used for work of this class."""
         self.scheduler.charge(work_class, duration_us, now_us)
-        self.parts.metrics.device_time(work_class, duration_us)
+        self.parts.metrics.device_seconds[work_class].inc(duration_us / 1e6)
         self.last_progress_us = now_us
         if work_class is WorkClass.RANKING:
             self._ranking_passes.append((duration_us, now_us))

@@ -98,7 +98,8 @@ class Executor:
         self.take_mail()
         context, prefixes = self._context, self._prefixes
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
-        context.timers.run_due(now_us)
+        if now_us >= context.timers.next_at_us:
+            context.timers.run_due(now_us)
         if prefixes.running is not None:
             # Mail and timers ran beside the chunk that the device was given last.
             prefixes.settle()

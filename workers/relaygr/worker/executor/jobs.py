@@ -108,7 +108,7 @@ class Jobs:
             cache.release(handle)
             return self._end(work, JobOutcome.ALREADY_CACHED)
         # A job for a prefix in DRAM is the signal to reload it.
-        pending = self._prefixes.reload(prefix, handle, work.expected_ranking_us)
+        pending = self._prefixes.reload(prefix, found, work.expected_ranking_us)
         if pending is None:
             return self._queue(work, prefix, now_us, handle)
         in_hbm = handle.tokens if handle is not None else 0
@@ -153,22 +153,26 @@ class Jobs:
                 self._parts.cache.release(base)
             coming.then.append(partial(self.pre_infer, work, prefix))
             return None
-        refusal = self._refusal(work, prefix, now_us, base.tokens if base is not None else 0)
+        done_tokens = base.tokens if base is not None else 0
+        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, self._parts.corrector.model)
+        refusal = self._refusal(work, prefix, now_us, done_tokens, prepare_us)
         if refusal is not None:
             if base is not None:
                 self._parts.cache.release(base)
             return self._end(work, refusal)
-        self._prefixes.compute(prefix, base, job=work)
+        self._prefixes.compute(prefix, base, prepare_us, job=work)
         return self._shed()
 
-    def _refusal(self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int) -> JobOutcome | None:
+    def _refusal(
+        self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int, prepare_us: float
+    ) -> JobOutcome | None:
+        """Why the job is not admitted. `prepare_us`: device time of the tokens after `done_tokens`."""
         if work.job.request_id in self._context.answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
         job, latency = work.job, self._parts.corrector.model
         scored_tokens = self._context.engine.layout.tokens_per_behaviour * job.expected_suffix + job.expected_candidates
-        prepare_us = self._context.chunking.duration_us(done_tokens, prefix.tokens, latency)
         self._context.count_ranking_passes()
         return self._parts.admission.refuse(work, prefix, done_tokens, scored_tokens, prepare_us, latency)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
@@ -78,6 +78,8 @@ class RoutePlan:
     route: Route
     predicted_us: int
     prefix_tokens: int
+    compute_us: float = field(default=0.0, compare=False)
+    """WHOLE: the part of the predicted time that computes the tokens that are not cached."""
 
 
 def plan_ranking(
@@ -94,10 +96,10 @@ def plan_ranking(
     `scored_tokens`: suffix tokens + candidates. `tail_may_be_suffix`: the model allows the tokens that are not
     cached to be ranked as a part of the suffix, and there are not too many of them.
     """
-    predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
-    predicted_us += chunking.duration_us(cached_tokens, prefix_tokens, latency)
+    compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
+    predicted_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
     if predicted_us <= remaining_us:
-        return RoutePlan(Route.WHOLE, int(predicted_us), prefix_tokens)
+        return RoutePlan(Route.WHOLE, int(predicted_us), prefix_tokens, compute_us)
     tail_tokens = prefix_tokens - cached_tokens
     if tail_may_be_suffix and 0 < tail_tokens < prefix_tokens:
         predicted_us = latency.hit_us(cached_tokens, scored_tokens + tail_tokens)

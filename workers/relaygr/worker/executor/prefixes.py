@@ -24,7 +24,7 @@ import structlog
 
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import Path, PrefixSource
-from relaygr.worker.cache import Fill, Handle, Hit, PendingPrefix, PrefixKey, Purpose
+from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Purpose
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.device import Event
 from relaygr.worker.executor.context import Context
@@ -146,14 +146,16 @@ class Prefixes:
         return work if 0 < common in (work.prefix.key.length, key.length) else None
 
     def reload(
-        self, prefix: ResolvedPrefix, handle: Handle | None, deadline_us: int, rank_us: float = 0.0
+        self, prefix: ResolvedPrefix, found: Hit | Miss, deadline_us: int, rank_us: float = 0.0
     ) -> PendingPrefix | None:
         """Starts a reload if DRAM holds more of the prefix than HBM does, and copying is faster than computing.
 
         A ranking pass of `rank_us` may run beside the copy.
         """
-        in_hbm = handle.behaviours if handle is not None else 0
-        in_dram = self._parts.cache.peek(prefix.key).dram_behaviours
+        if isinstance(found, Hit):
+            in_hbm, in_dram = found.handle.behaviours, self._parts.cache.peek(prefix.key).dram_behaviours
+        else:
+            in_hbm, in_dram = 0, found.dram_behaviours
         if in_dram <= in_hbm:
             return None
         layout = self._context.engine.layout
@@ -167,13 +169,14 @@ class Prefixes:
         self,
         prefix: ResolvedPrefix,
         base: Handle | None,
+        predicted_us: float,
         *,
         request: RankingWork | None = None,
         job: JobWork | None = None,
         on_scratch: bool = False,
     ) -> None:
         """Queues the computation of the tokens that `base` lacks, for a request or a job. The computation releases
-        `base`.
+        `base`. `predicted_us`: its device time.
 
         Raises what the engine raises when it looks the prefix up; `base` is released then.
         """
@@ -185,7 +188,7 @@ class Prefixes:
             self._release(base)
             raise
         work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
-        work.on_scratch = on_scratch
+        work.on_scratch, work.remaining_us = on_scratch, predicted_us
         if request is not None:
             work.waiters.append(request)
         if job is not None:
@@ -194,10 +197,8 @@ class Prefixes:
         if not on_scratch and user_id in self.by_user:
             # Another version of this user's prefix is being computed. This one is not shared.
             self._begin_anew_on_scratch(work)
-        else:
-            self._predict(work)
-            if not on_scratch:
-                self.by_user[user_id] = work
+        elif not on_scratch:
+            self.by_user[user_id] = work
         self._context.scheduler.push(work)
 
     # -- chunks ------------------------------------------------------------------------------------
@@ -218,12 +219,13 @@ class Prefixes:
         try:
             chunk = self._next_chunk(work, self._context.chunking)
             engine.pre_infer(chunk.inputs)
-            self.running = _Running(chunk, now_us, engine.device.current_stream().record())
+            if not self._context.is_cpu:
+                self.running = _Running(chunk, now_us, engine.device.current_stream().record())
+                return None
         except Exception as error:
             engine.device.settle()
             return self._fail(work, error)
-        if engine.device.is_cpu:
-            self.settle()
+        return self._observe(chunk, now_us)
 
     def settle(self) -> None:
         """Waits for the chunk that the device has, and counts it."""
@@ -232,17 +234,22 @@ class Prefixes:
             return
         chunk = running.chunk
         # An event that is complete already does not tell when it completed.
-        is_timed = self._context.engine.device.is_cpu or not running.event.done()
+        is_timed = not running.event.done()
         try:
             running.event.wait()
         except Exception as error:
             return self._fail(chunk.work, error)
-        ended_us = self._parts.clock.monotonic_us()
-        duration_us = ended_us - running.started_us
         if is_timed:
-            corrector = self._parts.corrector
-            corrector.observe(Stage.PRE, chunk.predicted_us(corrector.calibrated), duration_us)
-        self.count(chunk, duration_us, ended_us)
+            return self._observe(chunk, running.started_us)
+        ended_us = self._parts.clock.monotonic_us()
+        return self.count(chunk, ended_us - running.started_us, ended_us)
+
+    def _observe(self, chunk: Chunk, started_us: int) -> None:
+        """The chunk ended now: corrects the predictions, and counts it."""
+        ended_us = self._parts.clock.monotonic_us()
+        corrector = self._parts.corrector
+        corrector.observe(Stage.PRE, chunk.predicted_us(corrector.calibrated), ended_us - started_us)
+        self.count(chunk, ended_us - started_us, ended_us)
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
@@ -399,8 +406,9 @@ class Prefixes:
         handle = work.fill.publish(now_us)
         if handle is None:
             return self._lose(work)
-        self._release(work.base)
-        work.base = None
+        if work.base is not None:
+            self._release(work.base)
+            work.base = None
         self.events.append(Computed(work, handle, now_us))
 
     def _lose(self, work: PrefixWork) -> None:

@@ -139,7 +139,7 @@ class Requests:
                 return None
         work.lookups += 1
         work.looked_up_us = now_us
-        self._rank_on(work, prefix.tokens, prefix.suffix)
+        self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
         if not self._uses_cache(work):
@@ -157,7 +157,7 @@ class Requests:
             if handle.complete:
                 return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
-        pending = self._prefixes.reload(prefix, handle, work.deadline_us, work.predicted_us)
+        pending = self._prefixes.reload(prefix, found, work.deadline_us, work.predicted_us)
         if pending is not None:
             if handle is not None:
                 cache.release(handle)
@@ -167,7 +167,7 @@ class Requests:
     def _resolve(self, work: RankingWork) -> ResolvedPrefix | None:
         """The request's prefix; None if the request waits for its history, or was answered."""
         request, resolver = work.request, self._context.resolver
-        scored = Scored(len(request.suffix), request.candidates.size)
+        scored = Scored(int(request.suffix.items.size), int(request.candidates.size))
         try:
             history = resolver.history(
                 request.user_id, request.history_version, request.history, work.received.partition
@@ -180,11 +180,10 @@ class Requests:
         work.prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
         return work.prefix
 
-    def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours) -> None:
+    def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
-        work.ranked_prefix_tokens, work.suffix = prefix_tokens, suffix
-        work.scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
-        work.predicted_us = self._parts.corrector.model.hit_us(prefix_tokens, work.scored_tokens)
+        work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
+        work.predicted_us = self._parts.corrector.model.hit_us(prefix_tokens, scored_tokens)
         work.latest_start_us = work.answer_by_us - int(work.predicted_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
@@ -213,7 +212,7 @@ class Requests:
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             return self._rank_with_tail(work, handle, suffix, now_us)
         if handle is not None and plan.route is Route.WHOLE:
-            return self._prefixes.compute(prefix, handle, request=work)
+            return self._prefixes.compute(prefix, handle, plan.compute_us, request=work)
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
@@ -226,7 +225,8 @@ class Requests:
 
     def _rank_with_tail(self, work: RankingWork, handle: Handle, suffix: Behaviours, now_us: int) -> None:
         """Ranks on the cached part, with the tail of the prefix in `suffix`. Exact, but keeps no K,V of the tail."""
-        self._rank_on(work, handle.tokens, suffix)
+        scored_tokens = self._context.resolver.scored_tokens(len(suffix), work.request.candidates.size)
+        self._rank_on(work, handle.tokens, suffix, scored_tokens)
         self._rank_on_handle(work, handle, Path.HBM, now_us)
 
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
@@ -234,19 +234,20 @@ class Requests:
         if plan.route is Route.REJECT:
             return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
-        work.path, on_scratch = Path.FULL, not self._uses_cache(work)
+        work.path, on_scratch, compute_us = Path.FULL, not self._uses_cache(work), plan.compute_us
         if plan.route is Route.TRUNCATE:
             shorter = self._context.resolver.shortened(prefix, plan.prefix_tokens)
             if shorter.tokens >= prefix.tokens:
                 return self.reject(work)
             prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
+            compute_us = self._context.chunking.duration_us(0, prefix.tokens, self._parts.corrector.model)
         if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
             # The prediction of the look-up is of another prefix, or old.
-            self._rank_on(work, prefix.tokens, prefix.suffix)
+            self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
         work.prefix = prefix
         if prefix.tokens == 0:
             return self._ready(work, now_us)
-        return self._prefixes.compute(prefix, None, request=work, on_scratch=on_scratch)
+        return self._prefixes.compute(prefix, None, compute_us, request=work, on_scratch=on_scratch)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
         """Waits for the prefix under computation, or takes the computation over if it has not begun.

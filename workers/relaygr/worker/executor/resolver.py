@@ -18,7 +18,7 @@ from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, exte
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import ResolvedPrefix
-from relaygr.worker.history.resolve import ResolvedHistory, StoredHistory, resolve, window
+from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, resolve, window
 from relaygr.worker.model.interface import Engine
 
 _NO_SUFFIX = Behaviours.empty()
@@ -82,6 +82,7 @@ class PrefixResolver:
             history = replace(history, features=shown)
             chain = history.chain()
         folded = not rules.grows and len(suffix) > 0
+        followed_by = scored.suffix_behaviours if rules.grows else 0
         if folded:
             behaviours = history.behaviours + suffix
             history = History(user_id, history.number, history.features, behaviours)
@@ -97,8 +98,9 @@ class PrefixResolver:
             suffix=_NO_SUFFIX if folded else suffix,
             query_time_ms=query_time_ms,
             tokens=engine.layout.tokens(chain.length),
+            scored_tokens=followed_by * engine.layout.tokens_per_behaviour + scored.candidates,
             version=resolved.version,
-            stale=resolved.is_stale,
+            stale=resolved.status is HistoryStatus.STALE,
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,

@@ -64,6 +64,8 @@ class ResolvedPrefix:
     """The request's short-term behaviours, ranked after the prefix; empty where they are a part of the prefix."""
     query_time_ms: int
     tokens: int
+    scored_tokens: int
+    """Tokens of suffix and candidates, as the latency model counts them."""
     version: HistoryVersion | None
     stale: bool
     loading: bool
