@@ -296,6 +296,7 @@ class LateDevice(CpuDevice):
 def world_on_a_late_device() -> tuple[World, LateDevice]:
     world = World(mix_chunks=False)
     world.engine.device = device = LateDevice()
+    world.executor.serve_with(world.engine)
     return world, device
 
 

@@ -111,10 +111,11 @@ def _text(values: dict[str, bytes], name: str, kind: Text = _HEADER_TEXT) -> str
 
 
 def _whole(values: dict[str, bytes], name: str, maximum: int) -> int:
-    text = _text(values, name)
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= maximum):
-        raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is not a whole number up to {maximum}")
-    return int(text)
+    data = values.get(name, b"")
+    if data.isdigit() and len(data) <= 19 and int(data) <= maximum:
+        return int(data)
+    _text(values, name)  # Raises if the header is not even text.
+    raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name} is not a whole number up to {maximum}")
 
 
 _OURS = frozenset((REQUEST_ID, GATEWAY_ID, REPLY_TOPIC, REPLY_PARTITION, DEADLINE_US))

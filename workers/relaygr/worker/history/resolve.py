@@ -89,14 +89,14 @@ def resolve(
         return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, wanted is not None, loading)
     if wanted is None:
         return _whole(HistoryStatus.NEWEST, stored, loading)
-    if not _begins_with(stored, wanted):
-        behind = stored.history.number < wanted.number
-        return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
-    history = History(
-        stored.history.user_id, wanted.number, stored.history.features, stored.history.behaviours[: wanted.length]
-    )
-    if wanted.length == stored.chain.length:
+    known = stored.history
+    if wanted.length == stored.chain.length and wanted.digest == stored.chain.digest:
+        history = History(known.user_id, wanted.number, known.features, known.behaviours)
         return ResolvedHistory(HistoryStatus.EXACT, history, stored.chain, wanted, False, loading)
+    if not _begins_with(stored, wanted):
+        behind = known.number < wanted.number
+        return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
+    history = History(known.user_id, wanted.number, known.features, known.behaviours[: wanted.length])
     chain = _cut(stored.chain, wanted)
     return ResolvedHistory(HistoryStatus.PREFIX_OF_NEWER, history, chain, wanted, False, loading)
 
@@ -113,7 +113,7 @@ def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anc
             f"a window of {max_prefix_behaviours} behaviours, anchor {anchor_behaviours}: both must be at least 1"
         )
     anchor = min(anchor_behaviours, max_prefix_behaviours)
-    excess = len(history.behaviours) - max_prefix_behaviours
+    excess = chain.length - max_prefix_behaviours
     if excess <= 0:
         return HistoryWindow(history, chain, 0)
     start = -(-excess // anchor) * anchor
