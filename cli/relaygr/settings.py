@@ -39,6 +39,8 @@ from relaygr.trigger.settings import TriggerSettings
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.supervisor.policy import SupervisorSettings
 
+__all__ = ["Settings", "load_settings"]
+
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"
 DEFAULT_ORIGIN = "default"

@@ -24,8 +24,6 @@ FORBIDDEN = ("torch", "matplotlib", "faust", "scipy", "lmdb")
 """What `--help` of every command does without."""
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BENCHMARKS: dict[str, str] = PROJECT["entry-points"]["relaygr.benchmarks"]
-HEAVY_TODAY = ("calibrate",)
-NOT_YET = pytest.mark.xfail(reason="imports torch", strict=False)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -108,9 +106,7 @@ for path in paths(load_command(name), [name]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NOT_YET) if name in HEAVY_TODAY else name for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_and_its_subcommands_imports_nothing_heavy(name: str) -> None:
     command = [sys.executable, "-c", EVERY_HELP, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

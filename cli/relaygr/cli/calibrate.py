@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, save_calibration
-from relaygr.worker.calibration import calibrate as measure
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+
+if TYPE_CHECKING:
+    from relaygr.worker.calibration import Calibration
 
 
 def calibrate(
@@ -39,6 +38,12 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure a device and fit its latency model."""
+    # Imported here, so that --help answers without torch.
+    from relaygr.worker.calibration import QUICK_BUDGET_S, save_calibration
+    from relaygr.worker.calibration import calibrate as measure
+    from relaygr.worker.measuring import bind_own_arena
+    from relaygr.worker.model.engine import load_engine
+
     console = Console(highlight=False)
     engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype, cuda_graphs)
     bind_own_arena(engine)
