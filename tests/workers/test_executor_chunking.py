@@ -40,8 +40,8 @@ def test_the_pieces_together_take_the_time_of_one_and_the_fixed_part_of_the_othe
     assert chunking.duration_us(done, total, LATENCY) == pytest.approx(expected)
 
 
-def test_a_model_that_allows_no_cut_gets_its_prefix_in_one_piece() -> None:
-    chunking = Chunking(1.0, 16, 16, in_one_piece=True)
+def test_a_model_that_allows_no_cut_gets_its_prefix_in_one_chunk() -> None:
+    chunking = Chunking(1.0, 16, 16, in_one_chunk=True)
     assert chunking.end(0, 4_000, LATENCY) == 4_000
     assert chunking.duration_us(0, 4_000, LATENCY) == LATENCY.pre_us(4_000)
 
@@ -57,8 +57,8 @@ def test_who_sees_prefixes_only_whole_predicts_what_their_pieces_take(
     assert whole.coefficients.c0 == LATENCY.coefficients.c0
 
 
-def test_prefixes_in_one_piece_are_predicted_as_they_are() -> None:
-    whole = Chunking(1.0, 16, 16, in_one_piece=True)
+def test_prefixes_in_one_chunk_are_predicted_as_they_are() -> None:
+    whole = Chunking(1.0, 16, 16, in_one_chunk=True)
     assert whole.for_whole_prefixes(LATENCY, 4_000).pre_us(1_000) == pytest.approx(LATENCY.pre_us(1_000))
     nothing = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=0, b2=0, c0=0, c1=0, c2=0, d0=0, d1=0))
     assert whole.for_whole_prefixes(nothing, 4_000) == nothing

@@ -307,7 +307,7 @@ def test_a_job_whose_request_will_bring_a_suffix_is_not_computed_where_that_make
     assert world.outbox.jobs == [JobOutcome.NOT_USABLE]
 
 
-def test_a_model_that_allows_no_cut_is_computed_in_one_piece_and_its_memory_is_planned_so() -> None:
+def test_a_model_that_allows_no_cut_is_computed_in_one_chunk_and_its_memory_is_planned_so() -> None:
     world = World("contextual mask", max_chunk_tokens=16)
     calls: list[tuple[int, int]] = []
     whole = world.engine.forward

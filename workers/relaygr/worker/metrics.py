@@ -1,4 +1,4 @@
-"""The worker's metrics: what it answered, by which path, and what its device did."""
+"""The worker's metrics: the results that it wrote, by path, and the time of its device."""
 
 from __future__ import annotations
 
@@ -19,59 +19,68 @@ class WorkerMetrics:
         )
         self._unranked = Counter(
             "relaygr_worker_unranked_total",
-            "Ranking requests answered without scores: expired, or failed with a reason",
+            "Ranking requests answered without scores, by outcome: expired, or the reason of the failure",
             ["outcome"],
             registry=registry,
         )
         seconds = Histogram(
             "relaygr_worker_ranking_seconds",
-            "Receipt of a ranking request to its answer",
+            "Time from the receipt of a ranking request to its result",
             ["path"],
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self.queue_seconds = Histogram(
             "relaygr_worker_ranking_queue_seconds",
-            "Receipt of a ranking request to its first device work",
+            "Time from the receipt of a ranking request to its first device work",
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self._jobs = Counter(
-            "relaygr_worker_preinfer_jobs_total", "Pre-infer jobs by how they ended", ["outcome"], registry=registry
+            "relaygr_worker_preinfer_jobs_total", "Pre-infer jobs by outcome", ["outcome"], registry=registry
         )
         self._job_start_seconds = Histogram(
             "relaygr_worker_preinfer_start_seconds",
-            "Retrieval event to the start of its pre-infer job, over wall clocks of two machines",
+            "Time from a retrieval event to the start of its pre-infer job, by the wall clocks of two machines",
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
         self._joined = Counter(
             "relaygr_worker_prefix_joined_total",
-            "Ranking requests that waited for a prefix computation, or overtook one before it began",
+            "Ranking requests that joined the computation of their prefix, begun (pending) or queued (overtaken)",
             ["kind"],
             registry=registry,
         )
         device_seconds = Counter(
-            "relaygr_worker_device_seconds_total", "Device time by whom it served", ["work_class"], registry=registry
+            "relaygr_worker_device_seconds_total",
+            "Device time by the class of work: ranking or preinfer",
+            ["work_class"],
+            registry=registry,
         )
         self._approximate = Counter(
             "relaygr_worker_approximate_total",
-            "Requests ranked on K,V that the DRAM tier had kept in fewer bits",
+            "Requests ranked on K,V that the DRAM tier stored in fewer bits",
             registry=registry,
         )
         self._mixed = Counter(
             "relaygr_worker_mixed_passes_total",
-            "Ranking passes with a piece of pre-infer beside them",
+            "Ranking passes with a chunk of pre-infer in the same forward",
             registry=registry,
         )
         self.unknown_items = Counter(
-            "relaygr_worker_unknown_items_total", "Item ids that the model's vocabulary lacks", registry=registry
+            "relaygr_worker_unknown_items_total",
+            "Item ids of ranked requests that are not in the model's vocabulary",
+            registry=registry,
         )
         self._undelivered = Counter(
-            "relaygr_worker_results_undelivered_total", "Results given up on at their deadline", registry=registry
+            "relaygr_worker_results_undelivered_total",
+            "Results that were not delivered before their deadline",
+            registry=registry,
         )
         self._resent = Counter(
-            "relaygr_worker_results_resent_total", "Results produced again after a failed report", registry=registry
+            "relaygr_worker_results_resent_total",
+            "Results produced again after a failed delivery report",
+            registry=registry,
         )
         self.outstanding = Gauge(
             "relaygr_worker_ranking_outstanding", "Ranking requests received and not yet answered", registry=registry
@@ -80,10 +89,10 @@ class WorkerMetrics:
             "relaygr_worker_preinfer_queue_seconds", "Predicted device time of queued pre-infer work", registry=registry
         )
         self.bytes_at_most = Gauge(
-            "relaygr_worker_bytes_at_most", "What the worker holds at most, by kind", ["kind"], registry=registry
+            "relaygr_worker_bytes_at_most", "Most bytes that the worker takes, by kind", ["kind"], registry=registry
         )
 
-        # A label's child is looked up once, not for each request.
+        # Children of labels are looked up once, not for each request. Callers on the path of a request use them.
         self.ranked = {path: ranked.labels(path.value) for path in Path}
         self.ranking_seconds = {path: seconds.labels(path.value) for path in Path}
         self.device_seconds = {work_class: device_seconds.labels(work_class.value) for work_class in WorkClass}

@@ -21,103 +21,132 @@ _MIB = 1024 * 1024
 
 
 class StandbyMemory(enum.StrEnum):
-    """When a standby takes its device memory."""
+    """When a standby allocates its HBM tier."""
 
     RESERVED = "reserved"
     AT_TAKEOVER = "at_takeover"
 
 
 class WorkerSettings(Section):
-    """One worker: its identity, device, memory and the order of its work."""
+    """One worker: identity, device, memory and the order of its work."""
 
     worker_id: str = Field(
         "worker-00",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         description="group.instance.id: unique, static, zero-padded",
     )
-    model: Path = Field(Path("model"), description="checkpoint folder: config.json and model.safetensors")
+    model: Path = Field(Path("model"), description="checkpoint folder with config.json and model.safetensors")
     device: str | None = Field(
-        None, description="cpu, cuda, cuda:1, npu; none: the accelerator that is there, else cpu"
+        None, description="cpu, cuda, cuda:1 or npu; none: the machine's accelerator, or cpu without one"
     )
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the device")] = 1
-    calibration: Path | None = Field(None, description="file of `relaygr calibrate`; none: calibrate at start")
+    calibration: Path | None = Field(None, description="file written by `relaygr calibrate`; none: calibrate at start")
 
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens of one K,V page")] = 64
     kv_dtype: KvDtype = Field(KvDtype.FLOAT32, description="element type of stored K,V")
     compute_dtype: ComputeDtype = Field(ComputeDtype.FLOAT32, description="element type of the model's products")
     cuda_graphs: bool = Field(
-        False, description="forwards of sizes seen before run from captured graphs; not measured on hardware yet"
+        False, description="run forwards of sizes seen before from captured CUDA graphs; not measured on hardware yet"
     )
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
     dram_kv_dtype: DramKvDtype = Field(
         DramKvDtype.SAME,
-        description="element type of K,V in the DRAM tier: in fewer bits it holds 2 to 4 times as many prefixes, and "
-        "scores on reloaded ones are approximate; checked at start",
+        description="element type of K,V in the DRAM tier; with fewer bits it holds 2 to 4 times as many prefixes, "
+        "and scores on reloaded prefixes are approximate; the error is checked at start",
     )
     dram_max_score_error: Annotated[
-        float, Field(gt=0, description="most that this may change a score by, as a part of the largest")
+        float, Field(gt=0, description="largest change of a score by dram_kv_dtype, relative to the largest score")
     ] = 0.01
     dram_min_topk_overlap: Annotated[
-        float, Field(gt=0, le=1, description="least part of the 10 best candidates that must stay among them")
+        float, Field(gt=0, le=1, description="smallest part of the 10 best candidates that must stay among the 10 best")
     ] = 0.95
-    hbm_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the HBM tier first")
-    dram_policy: PolicyName = Field(PolicyName.LRU, description="which prefixes leave the DRAM tier first")
-    prefix_ttl_s: Annotated[
-        float, Field(gt=0, description="policy ttl: how long a prefix stays that nobody uses, seconds")
-    ] = 600.0
+    hbm_policy: PolicyName = Field(PolicyName.LRU, description="eviction policy of the HBM tier")
+    dram_policy: PolicyName = Field(PolicyName.LRU, description="eviction policy of the DRAM tier")
+    prefix_ttl_s: Annotated[float, Field(gt=0, description="policy ttl: how long an unused prefix stays, seconds")] = (
+        600.0
+    )
     shared_path: Path | None = Field(
         None,
-        description="folder, on tmpfs, of what outlives a worker: lock, finished offsets and the DRAM tier; "
-        "none: /dev/shm/relaygr-USER where there is one, and without a standby the DRAM tier ends with the process",
+        description="folder on tmpfs that outlives the worker, with its lock, its finished offsets and the DRAM tier; "
+        "none: /dev/shm/relaygr-USER if it exists, and without a standby the DRAM tier ends with the process",
     )
     standby_memory: StandbyMemory = Field(
-        StandbyMemory.RESERVED, description="the HBM tier of a standby: taken ahead, or at_takeover"
+        StandbyMemory.RESERVED,
+        description="when a standby allocates its HBM tier: reserved (before the takeover) or at_takeover",
     )
     cache_trace: Path | None = Field(
-        None, description="file to record cache operations in, for `relaygr cache replay`; none: do not record"
+        None, description="file that cache operations are recorded in, for `relaygr cache replay`; none: no recording"
     )
     cache_trace_bytes: ByteSize = Field(
-        ByteSize(256 * _MIB), ge=_MIB, description="size limit of that file; recording then ends"
+        ByteSize(256 * _MIB), ge=_MIB, description="size of the cache_trace file at which the recording ends"
     )
-    reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference (the baseline)")
+    reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference, as a baseline")
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
-    history_max_bytes: ByteSize = Field(ByteSize(4096 * _MIB), ge=_MIB, description="size limit of that store")
+    history_max_bytes: ByteSize = Field(
+        ByteSize(4096 * _MIB), ge=_MIB, description="size limit of the user-history store"
+    )
     anchor_behaviours: Annotated[
         int,
         Field(
             ge=1,
-            description="longer histories lose their oldest in such steps, a quarter of the model's limit at most",
+            description="histories above the model's limit lose their oldest behaviours in steps of this many, "
+            "at most a quarter of the limit",
         ),
     ] = 512
-    parked_jobs_max: Annotated[int, Field(ge=0, description="work that waits for its history version")] = 256
+    parked_jobs_max: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="most requests and jobs that wait for a version of their history; beyond it, they do not wait",
+        ),
+    ] = 256
 
-    chunk_ms: Annotated[float, Field(gt=0, description="longest uninterrupted piece of pre-infer")] = 5.0
-    max_chunk_tokens: Annotated[int, Field(ge=1, description="most tokens of such a piece: bounds its memory")] = 2048
-    max_batch_requests: Annotated[int, Field(ge=1, le=1024, description="ranking requests in one forward")] = 32
+    chunk_ms: Annotated[float, Field(gt=0, description="longest predicted device time of one chunk of a prefix")] = 5.0
+    max_chunk_tokens: Annotated[int, Field(ge=1, description="most tokens of one chunk, which bounds its memory")] = (
+        2048
+    )
+    max_batch_requests: Annotated[int, Field(ge=1, le=1024, description="most ranking requests in one forward")] = 32
     max_batch_rows: Annotated[
-        int, Field(ge=1, description="their suffixes and candidates together, beyond one request: bounds its memory")
+        int,
+        Field(
+            ge=1,
+            description="most suffix tokens and candidates in one forward, which bounds its memory; "
+            "a request alone may have more",
+        ),
     ] = 4096
     mix_chunks: bool | None = Field(
-        None, description="pre-infer chunks beside ranking requests in one forward; none: on accelerators only"
+        None, description="run a pre-infer chunk and ranking requests in one forward; none: on accelerators only"
     )
-    ranking_queue_max: Annotated[int, Field(ge=1, description="beyond it, partitions pause")] = 2048
+    ranking_queue_max: Annotated[
+        int, Field(ge=1, description="ranking requests in work at which the ranking partitions pause")
+    ] = 2048
     ranking_queue_bytes: ByteSize = Field(
-        ByteSize(64 * _MIB), ge=_MIB, description="likewise, by what the requests and their histories take"
+        ByteSize(64 * _MIB),
+        ge=_MIB,
+        description="memory of these requests and their histories at which the ranking partitions pause",
     )
-    preinfer_queue_max: Annotated[int, Field(ge=1, description="beyond it, jobs are shed")] = 1024
-    reply_margin_ms: Annotated[float, Field(ge=0, description="time left for the answer's way back")] = 2.0
-    max_clock_skew_ms: Annotated[int, Field(ge=0, description="grace before a request counts as expired")] = 5
+    preinfer_queue_max: Annotated[
+        int, Field(ge=1, description="most prefixes that wait for pre-infer; beyond it, jobs are shed")
+    ] = 1024
+    reply_margin_ms: Annotated[float, Field(ge=0, description="time that a result needs to reach the gateway")] = 2.0
+    max_clock_skew_ms: Annotated[
+        int, Field(ge=0, description="time past its deadline after which a request counts as expired")
+    ] = 5
 
-    status_interval_ms: Annotated[int, Field(ge=50)] = 500
-    watchdog_s: Annotated[float, Field(ge=1, description="exit when the device does not move for so long")] = 10.0
-    drain_s: Annotated[float, Field(ge=0, description="on SIGTERM, time to finish what was received")] = 5.0
-    http_host: str = "127.0.0.1"
-    http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
+    status_interval_ms: Annotated[int, Field(ge=50, description="time between two status messages")] = 500
+    watchdog_s: Annotated[
+        float, Field(ge=1, description="time without progress of the device after which the worker exits")
+    ] = 10.0
+    drain_s: Annotated[float, Field(ge=0, description="time to finish received messages after SIGTERM")] = 5.0
+    http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
+    http_port: Annotated[
+        int, Field(ge=0, le=65535, description="port of /metrics, /healthz and /readyz; 0: any free port")
+    ] = 0
 
     def mixes_chunks(self, on_cpu: bool) -> bool:
-        """Whether pre-infer chunks run beside ranking requests on such a device."""
+        """Whether pre-infer chunks and ranking requests share forwards on this kind of device."""
         return not on_cpu if self.mix_chunks is None else self.mix_chunks
 
 

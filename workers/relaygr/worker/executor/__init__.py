@@ -1,18 +1,25 @@
-"""The executor: carries pre-infer jobs and ranking requests through history, cache and device.
+"""The executor: serves pre-infer jobs and ranking requests with history, cache and device.
 
-It belongs to one thread, the device thread, which calls `step`; everything else reaches it through
-`post`. A step takes what was posted, fires what is due, and runs one piece of device work: a chunk of
-one prefix, or a batch of ranking requests. So no request waits behind more than one piece.
+It belongs to one thread, the device thread, which calls `Executor.step` in a loop. Other threads post to its mailbox.
+A step runs the mailbox, then the timers that are due, then one piece of device work: one chunk of one prefix, or one
+batch of ranking requests. So no request waits behind more than one piece of work.
 
-Full inference is not a second code path: it is the chunks of a prefix followed by a ranking pass, and
-its K,V is published if there is room.
+Full inference has no code path of its own: it is the chunks of a prefix, followed by a ranking pass. Its K,V are
+published if the cache has room.
 
-    executor   the loop
-    ranking    requests: look up, choose a way, answer
-    waiting    what a request waits for, and until when
-    batches    the ranking pass: which requests go together, and what runs beside them
-    jobs       pre-infer jobs: what is there already, what is to be computed or reloaded
-    prefixes   prefixes under computation, shared by both
-    pieces     pieces of prefixes on the device
-    shared     the device's parts, and the accounts of its time
+    thread      the device thread, and the watch over it
+    executor    the loop, and what happens after each change of a prefix
+    requests    ranking requests: look up, plan, wait, answer
+    jobs        pre-infer jobs: look up, reload or compute, lease
+    prefixes    prefixes under computation, and their chunks on the device
+    batches     ranking passes
+    context     the parts that these share; timers and wait queues
+    work        the data of jobs, requests and prefixes
+    resolver    from a message to its history, prefix and cache key
+    admission   which jobs are admitted
+    order       which work is next (pure)
+    plan        how a request is served in its time, and how prefixes are cut into chunks (pure)
+
+Imports go one way: `executor` imports `batches`, `batches` imports `requests`, `requests` and `jobs` import `prefixes`.
+Prefixes call none of them. They append events, which the executor handles after each call.
 """

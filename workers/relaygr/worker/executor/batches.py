@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 from relaygr.admission.latency import Stage
-from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
@@ -35,7 +35,7 @@ class _Batch:
 class Batches:
     """Belongs to the device thread."""
 
-    def __init__(self, context: Context, prefixes: Prefixes, requests: Requests) -> None:
+    def __init__(self, context: ExecutorContext, prefixes: Prefixes, requests: Requests) -> None:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes

@@ -192,7 +192,7 @@ class ExecutorParts:
 
 
 @dataclass(slots=True, eq=False)
-class Context:
+class ExecutorContext:
     """One executor's parts. `engine`, `is_cpu` (its device), `resolver` and `chunking` change with the model."""
 
     engine: Engine
@@ -227,7 +227,7 @@ class Context:
             settings.chunk_ms * 1000,
             settings.max_chunk_tokens,
             engine.geometry.page_tokens,
-            in_one_piece=not engine.rules.chunks,
+            in_one_chunk=not engine.rules.chunks,
         )
 
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:

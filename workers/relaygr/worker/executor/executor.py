@@ -9,10 +9,10 @@ from functools import partial
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.worker.executor.batches import Batches
-from relaygr.worker.executor.context import Context, DeviceCompletions, ExecutorParts
+from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.jobs import Jobs
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.prefixes import Computed, Failed, Prefixes, Prepared, TailIsSuffix, TooLate, Undone
+from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TailIsSuffix, TooLate, Undone
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
@@ -29,7 +29,7 @@ class Executor:
         self._mailbox: deque[Callable[[], None]] = deque()
         self.mail_arrived = threading.Event()
         self._parts = parts
-        self._context = Context(engine, parts, self.post)
+        self._context = ExecutorContext(engine, parts, self.post)
         self._prefixes = Prefixes(self._context)
         self._requests = Requests(self._context, self._prefixes)
         self._batches = Batches(self._context, self._prefixes, self._requests)
@@ -175,10 +175,10 @@ class Executor:
         """Gives the device the next chunk of the prefix, if the prefix is still needed and has its pages."""
         prepared = self._prefixes.prepare(work, now_us)
         self._handle_events()
-        if prepared is Prepared.READY:
+        if prepared is ChunkReadiness.READY:
             self._prefixes.run(work, now_us)
             self._handle_events()
-        elif prepared is Prepared.SCRATCH_BUSY:
+        elif prepared is ChunkReadiness.SCRATCH_BUSY:
             self._free_scratch(now_us)
 
     def _free_scratch(self, now_us: int) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
-from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
@@ -29,7 +29,7 @@ LONGEST_LIFE_US = 60_000_000
 class Jobs:
     """Belongs to the device thread."""
 
-    def __init__(self, context: Context, prefixes: Prefixes) -> None:
+    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes

@@ -1,12 +1,11 @@
-"""The order of work on the device: least laxity first, with a guaranteed share for pre-infer.
+"""The order of work on the device: least laxity first, with a guaranteed share for pre-infer. Pure decisions.
 
-Laxity is deadline - now - predicted time. Since `now` is the same for all, the order is that of the
-*latest start* (deadline - predicted time), which changes only when a prediction does.
+Laxity is deadline - now - predicted time. `now` is the same for all work, so the order is that of the *latest start*
+(deadline - predicted time), which changes only when a prediction changes.
 
-Why a share: with strict ranking-first, a burst of ranking requests whose prefixes are missing starves
-pre-infer, which makes the next ranking requests full inference too, for good. The share breaks that
-loop. It is counted only while pre-infer work waits, and forgotten with a half-life, so that idle time
-earns no credit.
+The share is needed because a burst of ranking requests without prefixes would starve pre-infer if ranking always went
+first. The next ranking requests would then be full inference, too, and this state would never end. Time is counted only
+while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Generic, Protocol, TypeVar
 
 
 class WorkClass(enum.StrEnum):
-    """Whose deadline a piece of work serves."""
+    """Which deadline the work serves: that of a ranking request, or of a pre-infer job."""
 
     RANKING = "ranking"
     PREINFER = "preinfer"
 
 
 class SchedulableWork(Protocol):
-    """Something the device can run, whole or a piece of it."""
+    """Work that the device can run, whole or in chunks."""
 
     @property
     def work_class(self) -> WorkClass: ...
@@ -42,13 +41,15 @@ W = TypeVar("W", bound=SchedulableWork)
 
 @dataclass(order=True, slots=True)
 class QueueEntry(Generic[W]):
+    """One push of the work. A later push of the same work makes it void."""
+
     latest_start_us: int
     sequence: int
     work: W = field(compare=False)
 
 
 class LaxityQueue(Generic[W]):
-    """Work of one class in order of latest start. Push again when a prediction changed; remove is O(1)."""
+    """Work of one class in the order of its latest start. Push work again when its prediction changed."""
 
     def __init__(self) -> None:
         self._heap: list[QueueEntry[W]] = []
@@ -65,7 +66,7 @@ class LaxityQueue(Generic[W]):
         return (entry.work for entry in self._current.values())
 
     def push(self, work: W) -> None:
-        """Adds the work, or moves it to the place of its present latest start."""
+        """Adds the work, or moves it to where its latest start belongs now."""
         entry = QueueEntry(work.latest_start_us, next(self._sequence), work)
         self._current[id(work)] = entry
         heapq.heappush(self._heap, entry)
@@ -74,11 +75,11 @@ class LaxityQueue(Generic[W]):
             heapq.heapify(self._heap)
 
     def remove(self, work: W) -> None:
-        """Takes the work out, wherever it stands; nothing happens if it is not there."""
+        """Takes the work out, if it is there."""
         self._current.pop(id(work), None)
 
     def peek(self) -> W | None:
-        """The work with the least latest start."""
+        """The work with the earliest latest start."""
         while self._heap:
             entry = self._heap[0]
             if self._current.get(id(entry.work)) is entry:
@@ -87,7 +88,7 @@ class LaxityQueue(Generic[W]):
         return None
 
     def pop(self) -> W | None:
-        """The work with the least latest start, taken out."""
+        """Takes out the work with the earliest latest start."""
         work = self.peek()
         if work is not None:
             self.remove(work)
@@ -95,7 +96,7 @@ class LaxityQueue(Generic[W]):
 
 
 class ShareAccount:
-    """Device time of pre-infer against all, while pre-infer work waits."""
+    """The part of the device time that pre-infer gets while pre-infer work waits."""
 
     def __init__(self, share: float, tolerance_us: int, half_life_us: int = 1_000_000) -> None:
         self._share = share
@@ -106,7 +107,7 @@ class ShareAccount:
         self._updated_us: int | None = None
 
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int, preinfer_waits: bool) -> None:
-        """Counts device time just used. Ranking's time counts only if pre-infer work had to wait for it."""
+        """Counts device time that was just used. Ranking's time counts only if pre-infer work waited meanwhile."""
         self._decay(now_us)
         if work_class is WorkClass.PREINFER:
             self._preinfer_us += duration_us
@@ -114,7 +115,7 @@ class ShareAccount:
             self._ranking_us += duration_us
 
     def preinfer_is_owed(self) -> bool:
-        """Whether pre-infer has had less than its share, by more than the tolerance."""
+        """Whether pre-infer got less than its share, by more than the tolerance."""
         owed_us = self._share * (self._preinfer_us + self._ranking_us) - self._preinfer_us
         return owed_us > self._tolerance_us
 
@@ -127,7 +128,7 @@ class ShareAccount:
 
 
 class Scheduler(Generic[W]):
-    """Picks what runs next. Not thread-safe: it belongs to the device thread."""
+    """Picks the work that runs next. Not thread-safe: it belongs to the device thread."""
 
     def __init__(self, preinfer_share: float, chunk_us: int) -> None:
         self.ranking: LaxityQueue[W] = LaxityQueue()
@@ -139,20 +140,20 @@ class Scheduler(Generic[W]):
         return len(self.ranking) + len(self.preinfer)
 
     def push(self, work: W) -> None:
-        """Queues the work under its class; work that changed class leaves the other queue."""
+        """Queues the work under its class. Work whose class changed leaves the other queue."""
         mine, other = self._queues(work.work_class)
         other.remove(work)
         mine.push(work)
 
     def remove(self, work: W) -> None:
-        """Takes the work out of whichever queue holds it."""
+        """Takes the work out of its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
 
     def pick(self, now_us: int) -> W | None:
-        """The work to run next, left in its queue; None if there is none.
+        """The work to run next, which stays in its queue; None if there is none.
 
-        Pre-infer goes first if it is owed device time, or if it is the more urgent and the most urgent
+        Pre-infer goes first if it is owed device time. It also goes first if it is more urgent, and the most urgent
         ranking request can wait for one chunk. On ties ranking goes first.
         """
         ranking, preinfer = self.ranking.peek(), self.preinfer.peek()
@@ -166,7 +167,7 @@ class Scheduler(Generic[W]):
         return ranking
 
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
-        """Counts device time that work of a class just used."""
+        """Counts device time that work of this class just used."""
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 
     def _queues(self, work_class: WorkClass) -> tuple[LaxityQueue[W], LaxityQueue[W]]:

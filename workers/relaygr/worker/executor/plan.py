@@ -1,9 +1,17 @@
-"""How a ranking request is to be served in the time that it has: pure decisions over predictions.
+"""How a ranking request is served in its time, and how a prefix is cut into chunks. Pure decisions over predictions.
 
-In order of preference: on its whole prefix, what is not cached of it computed first and kept; on the part that is
-cached, with the rest as part of the suffix (exact too, but nothing is kept for the next request); on the newest
-part of the history that fits; not at all. Never a silent late answer. (Whether a reload from DRAM pays is the
-cache's question: `relaygr.worker.cache.copies`.)
+The routes, in order of preference:
+
+1. rank on the whole prefix, after computing the tokens that are not cached; the cache keeps them;
+2. rank on the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new;
+3. rank on the newest part of the history that fits into the time;
+4. reject. A request is never answered late without saying so.
+
+The cache decides whether a reload from DRAM is worth its time (`relaygr.worker.cache.transfers`).
+
+A chunk is uninterrupted: between two chunks any more urgent work may run. It ends at a page boundary, or with the
+prefix. Each further chunk costs the fixed part b0 of `relaygr.admission.latency` again, so a prediction for a prefix
+counts its chunks.
 """
 
 from __future__ import annotations
@@ -18,19 +26,19 @@ from relaygr.admission.latency import LatencyModel
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """The bounds of one piece: predicted time, tokens, whole pages. `in_one_piece`: the model allows no cut."""
+    """The bounds of one chunk: predicted time, tokens, whole pages. `in_one_chunk`: the model allows no cut."""
 
     chunk_us: float
     max_tokens: int
     page_tokens: int
-    in_one_piece: bool = False
+    in_one_chunk: bool = False
 
     def end(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> int:
-        """Where the next piece ends: the last page boundary predicted to be reached within its bounds.
+        """Where the next chunk ends: the last page boundary that is predicted to be reached within the bounds.
 
-        At least one page is taken, so that there is progress whatever the prediction.
+        A chunk has at least one page, so that there is progress whatever the prediction.
         """
-        if self.in_one_piece:
+        if self.in_one_chunk:
             return total_tokens
         most = min(self.max_tokens, total_tokens - done_tokens)
         fitting = latency.longest_append(done_tokens, self.chunk_us, most) or 0
@@ -41,7 +49,7 @@ class Chunking:
         return min(max(next_boundary, last_boundary), total_tokens)
 
     def duration_us(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> float:
-        """Predicted time of all pieces that are left of a prefix; 0 if none is."""
+        """Predicted time of all chunks that are left of a prefix; 0 if none is left."""
         spent_us = 0.0
         while done_tokens < total_tokens:
             end = self.end(done_tokens, total_tokens, latency)
@@ -50,9 +58,9 @@ class Chunking:
         return spent_us
 
     def for_whole_prefixes(self, latency: LatencyModel, longest_tokens: int) -> LatencyModel:
-        """The model for who knows nothing of pieces: its T_pre is what they take together.
+        """The model for a reader that knows nothing of chunks: its T_pre is the time of all chunks of a prefix.
 
-        Exactly so for a prefix of `longest_tokens`, and about so for shorter ones.
+        It is exact for a prefix of `longest_tokens`, and about right for shorter ones.
         """
         c = latency.coefficients
         in_one_us = latency.pre_us(longest_tokens) - c.b0
@@ -63,7 +71,7 @@ class Chunking:
 
 
 class Route(enum.StrEnum):
-    """What to do with a ranking request."""
+    """How a ranking request is served."""
 
     WHOLE = "whole"
     TAIL_AS_SUFFIX = "tail_as_suffix"
@@ -94,7 +102,7 @@ def plan_ranking(
     """The best route that ends within `remaining_us`, with the first `cached_tokens` of the prefix in HBM.
 
     `scored_tokens`: suffix tokens + candidates. `tail_may_be_suffix`: the model allows the tokens that are not
-    cached to be ranked as a part of the suffix, and there are not too many of them.
+    cached to be ranked in the suffix, and there are not too many of them.
     """
     compute_us = chunking.duration_us(cached_tokens, prefix_tokens, latency)
     predicted_us = latency.hit_us(prefix_tokens, scored_tokens) + compute_us
@@ -119,7 +127,7 @@ def plan_truncation(
         return RoutePlan(Route.REJECT, int(predicted_us), 0)
     kept, spent_us = 0, 0.0
     while kept < total:
-        # What was spent so far is the same for every prefix that ends within this piece, or later.
+        # `spent_us` is the same for every prefix that ends within this chunk, or later.
         end = chunking.end(kept, total, latency)
         ends = range(kept + page_tokens, end + 1, page_tokens)
         ends_us = partial(_ends_us, kept, spent_us, scored_tokens, latency)
@@ -135,6 +143,6 @@ def plan_truncation(
 
 
 def _ends_us(done_tokens: int, spent_us: float, scored_tokens: int, latency: LatencyModel, end_tokens: int) -> float:
-    """When a prefix of `end_tokens` is ranked, with its first `done_tokens` computed after `spent_us`."""
+    """When a request is ranked on a prefix of `end_tokens` whose first `done_tokens` are computed after `spent_us`."""
     computed_us = spent_us + latency.append_us(done_tokens, end_tokens - done_tokens)
     return computed_us + latency.hit_us(end_tokens, scored_tokens)

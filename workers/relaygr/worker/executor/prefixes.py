@@ -27,7 +27,7 @@ from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Purpose
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.device import Event
-from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.model.interface import PrefixChunk
@@ -82,7 +82,7 @@ class TailIsSuffix:
 PrefixEvent = Computed | Undone | Failed | TooLate | TailIsSuffix
 
 
-class Prepared(enum.Enum):
+class ChunkReadiness(enum.Enum):
     """Whether the next chunk of a prefix can run."""
 
     READY = enum.auto()
@@ -121,7 +121,7 @@ class _Running:
 class Prefixes:
     """The prefixes under computation, at most one of each user in the cache. Belongs to the device thread."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ExecutorContext) -> None:
         self._context = context
         self._parts = context.parts
         self.events: deque[PrefixEvent] = deque()
@@ -203,7 +203,7 @@ class Prefixes:
 
     # -- chunks ------------------------------------------------------------------------------------
 
-    def prepare(self, work: PrefixWork, now_us: int) -> Prepared:
+    def prepare(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
         """Before each chunk: checks that the prefix is still needed, and takes its pages before the first."""
         try:
             return self._prepare(work, now_us)
@@ -211,7 +211,7 @@ class Prefixes:
             # One prefix must not end the process, and with it the requests of all others.
             self._context.engine.device.settle()
             self._fail(work, error)
-            return Prepared.DROPPED
+            return ChunkReadiness.DROPPED
 
     def run(self, work: PrefixWork, now_us: int) -> None:
         """Gives the device the next chunk of a prefix that is READY."""
@@ -260,7 +260,7 @@ class Prefixes:
         chunking = replace(chunking, chunk_us=min(chunking.chunk_us, slack_us))
         if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
             return None
-        if self.prepare(work, now_us) is not Prepared.READY:
+        if self.prepare(work, now_us) is not ChunkReadiness.READY:
             return None
         chunk = self._next_chunk(work, chunking)
         return chunk if chunk.predicted_us(latency) <= slack_us else None
@@ -285,23 +285,23 @@ class Prefixes:
 
     # -- before a chunk ----------------------------------------------------------------------------
 
-    def _prepare(self, work: PrefixWork, now_us: int) -> Prepared:
+    def _prepare(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
         if work.fill is not None and not work.fill.is_current:
             self._lose(work)
-            return Prepared.DROPPED
+            return ChunkReadiness.DROPPED
         self._drop_late(work, now_us)
         if not work.waiters and all(job.expires_us < now_us for job in work.jobs):
             self.abandon(work, JobOutcome.EXPIRED)
-            return Prepared.DROPPED
+            return ChunkReadiness.DROPPED
         if not work.started:
             prepared = self._take_pages(work, now_us)
-            if prepared is not Prepared.READY:
+            if prepared is not ChunkReadiness.READY:
                 return prepared
         for job in work.jobs:
             self.begin_job(job)
         for waiter in work.waiters:
             waiter.started_us = waiter.started_us or now_us
-        return Prepared.READY
+        return ChunkReadiness.READY
 
     def begin_job(self, job: JobWork) -> None:
         """Counts, once, that the job's prefix is computed, reloaded, or was found ready."""
@@ -320,7 +320,7 @@ class Prefixes:
                 self.events.append(TooLate(waiter, now_us))
         work.waiters[:] = kept
 
-    def _take_pages(self, work: PrefixWork, now_us: int) -> Prepared:
+    def _take_pages(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
         """Reserves cache pages, or the scratch pages if the cache has no room."""
         if not work.on_scratch:
             reserved = self._reserve(work, now_us)
@@ -328,26 +328,26 @@ class Prefixes:
                 work.fill, work.pages, work.done_tokens = reserved, reserved.pages, reserved.start_tokens
                 if reserved.copy_page is not None:
                     self._parts.copy_page(reserved.copy_page)
-                return Prepared.READY
+                return ChunkReadiness.READY
             if isinstance(reserved, PendingPrefix):
                 # The prefix has come, or is coming, by another way.
                 self.discard(work)
                 self.events.append(Undone(work.waiters, work.jobs, work.prefix))
-                return Prepared.DROPPED
+                return ChunkReadiness.DROPPED
             self._rank_on_cached_part(work, now_us)
             if not work.waiters:
                 self.abandon(work, JobOutcome.NO_ROOM)
-                return Prepared.DROPPED
+                return ChunkReadiness.DROPPED
             self._leave_cache(work)
         if self.scratch_user is not None:
             self._context.scheduler.push(work)
-            return Prepared.SCRATCH_BUSY
+            return ChunkReadiness.SCRATCH_BUSY
         if len(work.waiters) > 1:
             self.events.append(Undone(work.waiters[1:], [], work.prefix))
             del work.waiters[1:]
         self.scratch_user = work
         work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
-        return Prepared.READY
+        return ChunkReadiness.READY
 
     def _reserve(self, work: PrefixWork, now_us: int) -> object:
         purpose = Purpose.RANKING if work.waiters else Purpose.PRE_INFER

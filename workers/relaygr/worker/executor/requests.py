@@ -22,7 +22,7 @@ import structlog
 from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource, RankingRequest
 from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose, WasteReason
-from relaygr.worker.executor.context import Context
+from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.prefixes import Computed, Prefixes
 from relaygr.worker.executor.resolver import Scored
@@ -54,7 +54,7 @@ class _PrefixWait:
 class Requests:
     """Belongs to the device thread. `outstanding` and `outstanding_bytes` may be read from other threads."""
 
-    def __init__(self, context: Context, prefixes: Prefixes) -> None:
+    def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes
