@@ -1,4 +1,4 @@
-"""Another checkpoint under traffic, on both brokers: no request is lost, and no answer is a mix of two models."""
+"""Model reload under traffic, on both brokers: no request is lost, and no result mixes two models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOLERANCE = 2e-5
 
 @dataclass
 class Traffic:
-    """Pre-infer jobs and ranking requests of a few users, from a thread of its own, until it is closed."""
+    """A thread that sends pre-infer jobs and ranking requests of a few users until it is closed."""
 
     client: RelayClient
     raw: RawGateway
@@ -93,7 +93,7 @@ class Traffic:
         self.raw.send(Topic.PREINFER, codec.encode(job), user.encode(), partition=where)
 
     def revisions(self) -> set[str]:
-        """Those that have answered so far."""
+        """The results so far."""
         done = [future.result() for _, future in list(self.sent) if future.done()]
         return {outcome.result.model_revision for outcome in done if outcome.result is not None}
 
@@ -108,7 +108,7 @@ class World:
     checkpoints: dict[str, Checkpoint]
 
     def swap_files(self, seed: int) -> str:
-        """Another checkpoint in the worker's folder; its revision."""
+        """Puts another checkpoint into the worker's folder. Returns its revision."""
         make_model(self.model, seed)
         checkpoint = load_checkpoint(self.model)
         self.checkpoints[checkpoint.revision] = checkpoint
@@ -225,7 +225,7 @@ def children(supervisor: CommandProcess) -> dict[str, dict[str, Any]]:
 def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in_dram(
     embedded_broker: LocalBroker, tmp_path: FilePath
 ):
-    """What it had loaded at its own start is not what served when the active worker was killed, on any broker."""
+    """The standby loaded another model at its start than the one that served when the active worker was killed."""
     model = make_model(tmp_path / "model", seed=7)
     first = load_checkpoint(model)
     with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path / "relay", model) as relay:
@@ -244,7 +244,7 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
             spilled = partial(Reading.total, name="relaygr_cache_spills_ended_total", outcome="published")
 
             def all_spilled() -> bool:
-                # Each ranking wishes for a spill; a busy machine may let one go.
+                # Each ranking requests a spill, which a busy machine may drop.
                 assert {world.rank(history).model_revision for history in histories} == {after}
                 return spilled(reading(supervisor)) >= len(histories)
 

@@ -1,4 +1,4 @@
-"""A worker with a hot standby on a real Kafka: killed, stopped, hung, and doubled, under traffic."""
+"""A worker with a hot standby on a real Kafka, under traffic: killed, stopped, hung, and started twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, wish: Path) -> Iter
 
 @pytest.fixture
 def wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The worker whose process id is written there hangs."""
+    """The file for a process id; the worker with that id hangs."""
     wish = tmp_path / "hang"
     monkeypatch.setenv("RELAYGR_TEST_HANG", str(wish))
     monkeypatch.setenv("PYTHONPATH", f"{HERE / 'hang'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -102,14 +102,14 @@ def nothing_is_being_spilled(worker: CommandProcess) -> bool:
 
 @dataclass(frozen=True)
 class LookUps:
-    """Of prefixes, in either tier. Whether a reload was worth its time then is another matter."""
+    """Look-ups of prefixes in both tiers. A hit counts even if the request then did not reload the prefix."""
 
     found: float
     absent: float
 
     @classmethod
     def of(cls, supervisor: CommandProcess) -> LookUps:
-        """Those of the active process so far, as soon as it tells them."""
+        """The look-ups of the active process so far, as soon as it serves metrics."""
         told: list[Reading] = []
 
         def has_told() -> bool:
@@ -126,8 +126,8 @@ class LookUps:
         return found / (found + self.absent - earlier.absent)
 
 
-def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, worker: CommandProcess):
-    """Nothing is lost, nothing answered twice, every prefix in DRAM is found again, and a new standby comes up."""
+def test_the_standby_of_a_worker_killed_under_traffic_takes_over(relay: Relay, worker: CommandProcess):
+    """No request is lost or answered twice, every prefix in DRAM is found again, and a new standby starts."""
     pair = pair_of(worker)
     with begun(relay) as traffic:
         wait_until("all prefixes are in DRAM", lambda: all_prefixes_are_in_dram(worker), 60)
@@ -151,7 +151,7 @@ def test_a_worker_killed_under_traffic_is_followed_by_its_standby(relay: Relay, 
     assert relay.stop(worker) == 0
 
 
-def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: CommandProcess):
+def test_a_stopped_worker_is_killed_and_its_standby_takes_over(relay: Relay, worker: CommandProcess):
     pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
@@ -163,7 +163,7 @@ def test_a_stopped_worker_is_killed_for_good_and_followed(relay: Relay, worker: 
         os.kill(pair.active, signal.SIGCONT)
 
 
-def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, worker: CommandProcess, wish: Path):
+def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(relay: Relay, worker: CommandProcess, wish: Path):
     pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
@@ -176,7 +176,7 @@ def test_a_worker_whose_device_hangs_gives_up_and_is_followed(relay: Relay, work
 
 @pytest.mark.parametrize("stopped_s", [1.0, 8.0], ids=["within the session", "longer than the session"])
 def test_a_stopped_worker_that_wakes_up_after_a_take_over_is_fenced_and_writes_nothing(relay: Relay, stopped_s: float):
-    """Two machines with one id, nobody who supervises both. A woken process once took the id back."""
+    """Two machines with one id and no common supervisor. A process that woke up once took the id back."""
     first = relay.start_worker("worker-00")
     relay.await_ready(first)
     ask(relay, 10)
@@ -212,7 +212,7 @@ def test_a_second_process_with_the_same_id_on_one_machine_is_refused(relay: Rela
 
 
 def test_a_standby_takes_over_nothing_from_a_worker_that_was_fenced(relay: Relay, worker: CommandProcess):
-    """The id is another machine's then: a standby that joined would fence that one in turn."""
+    """Another machine has the id: a standby that joined would fence that machine's worker."""
     pair_of(worker)
     elsewhere = f"worker.shared_path={relay.folder / 'elsewhere'}"
     other = relay.start_worker("worker-00-elsewhere", elsewhere, "worker.worker_id=worker-00")
@@ -233,5 +233,5 @@ def ask(relay: Relay, count: int) -> None:
 
 
 def dram_of(relay: Relay) -> list[bytes]:
-    """What the first worker's arena holds, pages and index."""
+    """The bytes of the first worker's arena, pages and index."""
     return [path.read_bytes() for path in sorted((relay.folder / "shared").rglob("*-*")) if path.is_file()]

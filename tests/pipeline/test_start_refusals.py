@@ -1,4 +1,4 @@
-"""What stops a worker at its start: each is a sentence that says what to do, and exit code 1, without a traceback."""
+"""Refused starts of a worker: a message with a remedy and exit code 1, without a traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_worker(
 
 
 def refusal(run: subprocess.CompletedProcess[str]) -> str:
-    """What it said; fails if it did not refuse in a sentence."""
+    """The error message of the worker. Fails if the worker started or printed a traceback."""
     said = run.stderr + run.stdout
     assert run.returncode == 1, said
     assert "Traceback" not in said, said
@@ -60,7 +60,7 @@ def kafka_with_topics(embedded_broker, kafka) -> KafkaSettings:
     return kafka
 
 
-def test_a_broker_that_is_not_there_is_said_within_five_seconds_with_its_address(model, tmp_path):
+def test_a_missing_broker_is_reported_within_five_seconds_with_its_address(model, tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -71,7 +71,7 @@ def test_a_broker_that_is_not_there_is_said_within_five_seconds_with_its_address
     assert time.monotonic() - started_s < 5 + 20
 
 
-def test_missing_topics_name_the_command_that_makes_them(embedded_broker, model, tmp_path):
+def test_missing_topics_are_reported_with_the_command_that_creates_them(embedded_broker, model, tmp_path):
     kafka = embedded_broker.settings(KafkaSettings(topic_prefix="nowhere", group_prefix="nowhere", partitions=12))
     said = refusal(run_worker(kafka, model, tmp_path))
     assert "relaygr topics create" in said
@@ -102,7 +102,7 @@ def test_a_checkpoint_whose_sizes_disagree_is_refused(kafka_with_topics, model, 
     assert "48" in said and "32" in said
 
 
-def test_a_taken_port_is_said(kafka_with_topics, model, tmp_path):
+def test_a_port_in_use_is_reported(kafka_with_topics, model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -111,12 +111,12 @@ def test_a_taken_port_is_said(kafka_with_topics, model, tmp_path):
     assert str(port) in said
 
 
-def test_a_device_that_is_not_there_is_said(kafka_with_topics, model, tmp_path):
+def test_a_missing_device_is_reported(kafka_with_topics, model, tmp_path):
     said = refusal(run_worker(kafka_with_topics, model, tmp_path, "worker.device=cuda:63"))
     assert "cuda" in said
 
 
-def test_an_hbm_tier_too_small_for_one_prefix_says_how_much_it_takes(kafka_with_topics, model, tmp_path):
+def test_an_hbm_tier_too_small_for_one_prefix_is_reported_with_the_needed_size(kafka_with_topics, model, tmp_path):
     said = refusal(
         run_worker(
             kafka_with_topics, model, tmp_path, "worker.hbm_bytes=1MiB", "worker.page_tokens=4096",
@@ -126,6 +126,6 @@ def test_an_hbm_tier_too_small_for_one_prefix_says_how_much_it_takes(kafka_with_
     assert "worker.hbm_bytes" in said or "page_tokens" in said
 
 
-def test_memory_that_the_machine_has_not_got_is_refused_before_it_is_taken(kafka_with_topics, model, tmp_path):
+def test_a_plan_larger_than_the_machines_memory_is_refused_before_allocation(kafka_with_topics, model, tmp_path):
     said = refusal(run_worker(kafka_with_topics, model, tmp_path, "worker.dram_bytes=900TiB"))
     assert "worker.dram_bytes" in said

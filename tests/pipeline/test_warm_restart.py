@@ -1,4 +1,4 @@
-"""A worker that was killed and started again: its prefixes are in DRAM, and torn ones are never served."""
+"""A killed and restarted worker: its prefixes are in DRAM, and torn prefixes are never served."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class NextHolder:
-    """Reads what the worker's successor would read."""
+    """Holds the place of the worker's successor, to read the finished offsets."""
 
     arena_epoch: int
 
@@ -46,7 +46,7 @@ class NextHolder:
 
 
 class Life:
-    """A worker that dies and comes back, and a gateway that stays."""
+    """A worker that is killed and restarted, and a gateway that stays."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -60,7 +60,7 @@ class Life:
         return worker
 
     def restart(self, *settings: str, after_death: Callable[[], None] = lambda: None) -> None:
-        """kill -9, and whatever happens to its files before it is started again."""
+        """Sends kill -9, damages files if asked to, and starts the worker again."""
         self.relay.kill(self.worker)
         after_death()
         self.worker = self.start(*settings)
@@ -73,7 +73,7 @@ class Life:
         return outcome.result
 
     def spilled(self, *users: str) -> dict[str, RankingResult]:
-        """Ranks each of them for the first time; once their prefixes are in DRAM too, and nothing is left to do."""
+        """Ranks each user for the first time. Waits until the prefixes are in DRAM too and all work is done."""
         before = self.spills()
         results = {}
         for seed, user in enumerate(users):
@@ -85,7 +85,7 @@ class Life:
         return results
 
     def await_noted(self) -> None:
-        """Until every request is finished, delivery report included, and the worker has noted that."""
+        """Waits until every request is finished, with its delivery report, and recorded as finished."""
         ends = self.relay.ends(Topic.RANKING)
         kafka, epoch = self.relay.kafka, int((self.folder / "epoch").read_text())
         topics = [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)]
@@ -133,7 +133,7 @@ def life(relay: Relay) -> Iterator[Life]:
 def embedded_life(
     embedded_broker: LocalBroker, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Life]:
-    """What is done to files does not depend on the broker."""
+    """Damage of files does not depend on the broker, so the embedded one is enough."""
     with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
         life = Life(relay)
         yield life
@@ -145,7 +145,7 @@ def test_the_first_request_after_a_kill_is_served_from_dram_with_the_same_scores
     before = life.spilled(*users)
     life.restart()
     assert life.counted("relaygr_arena_prefixes_total", "outcome")["restored"] >= 3
-    assert life.counted("relaygr_worker_ranked_total", "path") == {}, "a finished request is done again"
+    assert life.counted("relaygr_worker_ranked_total", "path") == {}, "a finished request was done again"
     for seed, user in enumerate(users):
         after = life.rank(user, seed)
         assert (after.path, after.prefix_source) == (ServedBy.DRAM, PrefixSource.DRAM)
@@ -168,7 +168,7 @@ def test_a_planned_restart_keeps_the_prefixes_too(life: Life) -> None:
     assert_same_scores(after, before[user])
 
 
-def test_flipped_bytes_are_found_at_the_first_reload_and_never_served(embedded_life: Life) -> None:
+def test_flipped_bytes_are_detected_at_the_first_reload_and_never_served(embedded_life: Life) -> None:
     user, other = new_user(), new_user()
     before = embedded_life.spilled(user, other)
 
@@ -185,7 +185,7 @@ def test_flipped_bytes_are_found_at_the_first_reload_and_never_served(embedded_l
     assert embedded_life.counted("relaygr_arena_pages_verified_total", "outcome")["torn"] == 2
 
 
-def test_a_file_that_was_cut_is_never_served(embedded_life: Life) -> None:
+def test_a_truncated_file_is_never_served(embedded_life: Life) -> None:
     user = new_user()
     before = embedded_life.spilled(user)
 

@@ -1,4 +1,4 @@
-"""Calibration: a device of known speed is measured as it is, and a file of another machine is refused."""
+"""Calibration: the known speed of a device is measured, and the file of another machine is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 
 
 
 class TimedEngine(NullEngine):
-    """Takes exactly as long as a latency model says, on a clock of its own."""
+    """Each call takes the time that a latency model predicts, on a clock of its own."""
 
     def __init__(self, max_prefix: int = 4096) -> None:
         config = small_config(family=Family.NULL, max_prefix_behaviours=max_prefix, max_candidates=512)
@@ -74,7 +74,7 @@ def test_a_device_of_known_speed_is_measured_as_it_is(timed: Calibration) -> Non
 
 
 class Stalling(TimedEngine):
-    """Its very first pass takes long, and so does every seventh."""
+    """The first pass and every seventh pass take long."""
 
     def __init__(self) -> None:
         super().__init__(max_prefix=1024)
@@ -86,7 +86,7 @@ class Stalling(TimedEngine):
         self._passes += 1
 
 
-def test_a_first_pass_and_a_stall_now_and_then_say_nothing_of_the_device() -> None:
+def test_a_slow_first_pass_and_stalls_do_not_change_the_result() -> None:
     engine = Stalling()
     measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock)
     for name in ("b0", "b1"):
@@ -107,7 +107,7 @@ def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> Non
 
 
 class SlowAtFirst(TimedEngine):
-    """As with captured graphs: the first pass of a size runs as it is, the second is captured, others are replayed."""
+    """As with captured graphs: of each size the first pass runs directly, the second is captured, later ones replay."""
 
     passes_to_warm = 2
 
@@ -128,7 +128,7 @@ class SlowAtFirst(TimedEngine):
         return super().rank(batch)
 
 
-def test_a_device_is_measured_as_it_will_run_not_as_it_captures() -> None:
+def test_passes_that_capture_a_graph_are_not_measured() -> None:
     engine = SlowAtFirst()
     measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock).coefficients
     for name in ("b0", "b1", "c0", "c1"):
@@ -136,7 +136,7 @@ def test_a_device_is_measured_as_it_will_run_not_as_it_captures() -> None:
 
 
 def test_a_page_larger_than_the_largest_copy_is_measured_in_enough_sizes() -> None:
-    """Two sizes say nothing of a line: the worker ended at its start."""
+    """Two sizes are too few for the fit: the worker failed at its start."""
     engine = TimedEngine(max_prefix=256)
     below_a_page = (engine.geometry.page_bytes // 4, engine.geometry.page_bytes // 2)
     assert len({point.size_bytes for point in EngineMeter(engine).reloads(below_a_page)}) == 3
@@ -199,7 +199,7 @@ def test_a_calibration_of_something_else_is_refused(
     "text",
     ["", "[]", "{}", '{"format": 1, "calibration": {}}', '{"format": 1, "calibration": {"coefficients": {"a0": -1}}}'],
 )
-def test_a_file_that_is_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_calibration_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(RelayError, match="is not a calibration"):
@@ -234,7 +234,7 @@ def test_the_command_measures_and_writes_the_file(tmp_path: Path) -> None:
     assert (machine.device, machine.threads, machine.torch_version) == ("cpu", 1, torch.__version__)
 
 
-def test_what_is_described_is_the_engine_as_it_is() -> None:
+def test_the_description_is_that_of_the_present_engine() -> None:
     engine = TimedEngine()
     machine = describe(engine)
     assert machine.model_revision == engine.revision

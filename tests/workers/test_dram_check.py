@@ -1,4 +1,4 @@
-"""The gate before a DRAM tier in fewer bits: what it measures, whom it lets start, and what the memory plan says."""
+"""The check of an inexact DRAM tier: the measured error, the limits at the start, and the memory plan."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def engine_of(model: Path, dtype: KvDtype = KvDtype.FLOAT32) -> Engine:
     return load_engine(model, "cpu", dtype, PAGE_TOKENS)
 
 
-class TestWhatItMeasures:
-    def test_fewer_bits_cost_more(self, model: Path) -> None:
+class TestMeasurement:
+    def test_fewer_bits_cause_a_larger_error(self, model: Path) -> None:
         users, candidates = made_sample(model)
         bfloat16, int8 = (
             measure_dram_error(engine_of(model), dtype, users, candidates)
@@ -61,7 +61,7 @@ class TestWhatItMeasures:
         assert int8.topk_overlap > 0.8
         assert (int8.users, int8.candidates) == (4, 32)
 
-    def test_a_tier_that_keeps_every_bit_costs_nothing(self, model: Path) -> None:
+    def test_an_exact_tier_causes_no_error(self, model: Path) -> None:
         users, candidates = made_sample(model)
         error = measure_dram_error(engine_of(model), DramKvDtype.SAME, users, candidates)
         assert (error.max_score_error, error.mean_score_error, error.topk_overlap) == (0, 0, 1)
@@ -75,7 +75,7 @@ class TestWhatItMeasures:
         error = measure_dram_error(engine_of(tmp_path), DramKvDtype.INT8, users, candidates)
         assert (error.max_score_error, error.topk_overlap) == (0, 1)
 
-    def test_made_users_know_the_models_items_features_and_limits(self, tmp_path: Path) -> None:
+    def test_generated_users_have_the_models_items_features_and_limits(self, tmp_path: Path) -> None:
         features = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="age", cardinality=9))
         config = small_config(contextual_features=features)
         items = np.arange(0, 400, 10)
@@ -86,29 +86,31 @@ class TestWhatItMeasures:
         assert all(user.features.shape == (2,) and (user.features < [3, 9]).all() for user in users)
         assert np.unique(candidates).size == candidates.size == 32
 
-    def test_nothing_to_measure_is_said(self, model: Path) -> None:
+    def test_a_measurement_without_users_is_refused(self, model: Path) -> None:
         with pytest.raises(ValueError, match="no users"):
             measure_dram_error(engine_of(model), DramKvDtype.INT8, [], np.arange(3))
 
-    def test_a_user_without_behaviours_costs_nothing(self, model: Path) -> None:
+    def test_a_user_without_behaviours_causes_no_error(self, model: Path) -> None:
         nobody = SampleUser(np.empty(0, np.int64), Behaviours.empty())
         error = measure_dram_error(engine_of(model), DramKvDtype.INT8, [nobody], np.arange(3))
         assert error.max_score_error == 0
 
 
-class TestTheGate:
+class TestLimits:
     def test_a_model_within_the_limits_starts(self, model: Path) -> None:
         error = require_precision(engine_of(model), model, DramKvDtype.INT8, 0.02, 0.8)
         assert error is not None and error.max_score_error <= 0.02
 
     @pytest.mark.parametrize(("max_error", "min_overlap"), [(1e-6, 0.5), (0.02, 1.1)])
-    def test_a_model_beyond_them_does_not_and_learns_what_to_do(
+    def test_a_model_beyond_the_limits_is_refused_with_a_remedy(
         self, model: Path, max_error: float, min_overlap: float
     ) -> None:
         with pytest.raises(RelayError, match=r"int8 is too inexact for this model.*bfloat16 or same.*check-dram"):
             require_precision(engine_of(model), model, DramKvDtype.INT8, max_error, min_overlap)
 
-    def test_scores_that_are_no_numbers_pass_no_limit(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_scores_that_are_not_numbers_are_beyond_the_limits(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         rank, calls = relaygr.worker.dram_check._rank, []
 
         def once_not_a_number(*arguments: Any) -> Any:
@@ -124,7 +126,7 @@ class TestTheGate:
         engine = engine_of(model, KvDtype.BFLOAT16)
         assert require_precision(engine, model, DramKvDtype.BFLOAT16, 1e-9, 1.0) is None
 
-    def test_another_model_for_a_running_worker_goes_through_it_too(self, tmp_path: Path) -> None:
+    def test_a_reloaded_model_is_checked_too(self, tmp_path: Path) -> None:
         present = engine_of(save(tmp_path, small_config(), seed=0))
         save(tmp_path, small_config(), seed=1)
         settings = WorkerSettings(
@@ -152,7 +154,7 @@ class TestCapacity:
         # Heads of 8 and 6: 56 bytes a token and head become 14, and two scales of 4.
         assert capacities[DramKvDtype.INT8] == pytest.approx(56 / 22 * capacities[DramKvDtype.SAME], rel=0.01)
 
-    def test_the_plan_counts_what_the_tier_takes_and_what_coding_needs(self, model: Path) -> None:
+    def test_the_plan_counts_the_tier_and_the_buffers_for_coding(self, model: Path) -> None:
         engine = engine_of(model)
         same, int8 = (plan_memory(engine, self.settings(dtype), keeps_prefixes=False) for dtype in ("same", "int8"))
         geometry = DramGeometry(engine.geometry, DramKvDtype.INT8)
@@ -174,8 +176,8 @@ class TestCapacity:
         assert coding_bytes(geometry) <= 32 << 20
 
 
-class TestTheCommand:
-    def test_it_prints_the_figures_and_ends_well_within_the_limits(self, model: Path) -> None:
+class TestCommand:
+    def test_within_the_limits_it_prints_the_figures(self, model: Path) -> None:
         ended = CliRunner().invoke(
             app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0.05", "--min-topk-overlap", "0.5"]
         )
@@ -183,7 +185,7 @@ class TestTheCommand:
         assert "2.55 times as many prefixes" in ended.output
         assert "5.0000% at most" in ended.output
 
-    def test_beyond_them_it_ends_with_1(self, model: Path) -> None:
+    def test_beyond_the_limits_the_exit_code_is_1(self, model: Path) -> None:
         ended = CliRunner().invoke(app, ["check-dram", str(model), "--device", "cpu", "--max-score-error", "0"])
         assert ended.exit_code == 1
 

@@ -1,4 +1,4 @@
-"""The history follower on a broker: the store becomes equal to the topic, and stays so."""
+"""The history follower on a broker: the store becomes a copy of the topic and stays one."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_restart_reads_on_from_the_stored_offset(kafka_settings: KafkaSettings
     assert store.user_count == 31
 
 
-def test_following_changes_without_a_break(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+def test_a_partition_that_stays_is_read_without_a_break(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
     publisher = Publisher(kafka_settings)
     users = [f"user-{i}" for i in range(40)]
     publisher.send(*map(history, users))
@@ -199,7 +199,7 @@ def test_following_changes_without_a_break(kafka_settings: KafkaSettings, store:
         assert {stored.version.number for user in left if (stored := store.get(user)) is not None} == {1}
 
 
-def test_what_is_no_history_goes_to_dead_letters_and_the_rest_is_stored(
+def test_records_that_are_not_histories_go_to_dead_letters_and_the_others_are_stored(
     kafka_settings: KafkaSettings, store: HistoryStore
 ) -> None:
     publisher = Publisher(kafka_settings)
@@ -220,7 +220,7 @@ def test_what_is_no_history_goes_to_dead_letters_and_the_rest_is_stored(
 
 
 class SlowLetters:
-    """Dead letters whose reports the test gives."""
+    """Dead letters whose delivery reports the test sends."""
 
     def __init__(self) -> None:
         self.reports: list[Callable[[bool], None]] = []
@@ -272,7 +272,7 @@ def test_a_stored_offset_out_of_range_means_reading_from_the_beginning(
 def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(
     kafka_settings: KafkaSettings, store: HistoryStore
 ) -> None:
-    """A user deleted meanwhile, whose tombstone was compacted away, must not stay."""
+    """A user must not stay whose tombstone was written and compacted away meanwhile."""
     publisher, clock = Publisher(kafka_settings), ManualClock()
     publisher.send(history("user"))
     with following(kafka_settings, store, clock=clock):
@@ -323,7 +323,7 @@ def test_after_a_failed_transaction_everything_is_read_again(
     assert store.user_count == 30
 
 
-def test_what_had_no_room_is_read_again_once_there_is(kafka_settings: KafkaSettings, tmp_path: Path) -> None:
+def test_refused_records_are_read_again_once_there_is_space(kafka_settings: KafkaSettings, tmp_path: Path) -> None:
     publisher = Publisher(kafka_settings)
     publisher.send(*(history(f"user-{i}", length=2000) for i in range(60)))
     small = HistoryStore.open(tmp_path / "small", MIB)

@@ -1,4 +1,4 @@
-"""What a record of the history topic says."""
+"""Reading a record of the history topic."""
 
 from __future__ import annotations
 

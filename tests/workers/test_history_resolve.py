@@ -1,4 +1,4 @@
-"""Which history a request is ranked with."""
+"""The history that a request is ranked with."""
 
 from __future__ import annotations
 

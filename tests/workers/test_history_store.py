@@ -1,4 +1,4 @@
-"""The user-history store: one transaction for records and offset, bounded, never trusted blindly."""
+"""The history store: one transaction for records and offset, a bounded file, a known origin."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_stored_history_comes_back_with_its_digest_chain(store: HistoryStore, 
     assert stored.version == given_history.version()
 
 
-def test_what_was_read_stays_as_it_was_when_the_store_goes_on(store: HistoryStore) -> None:
+def test_a_history_that_was_read_does_not_change_when_the_store_does(store: HistoryStore) -> None:
     apply(store, 0, [entry(0, "u", 1)], 1)
     before = store.get("u")
     assert before is not None
@@ -119,7 +119,7 @@ def test_of_equal_numbers_the_later_record_stays(store: HistoryStore) -> None:
 
 
 def test_a_record_below_the_stored_offset_is_not_applied_twice(store: HistoryStore) -> None:
-    """A predecessor that is not quite dead must not bring a deleted user back."""
+    """A predecessor that is still alive must not restore a deleted user."""
     records = [entry(0, "u"), HistoryRecord("u", 1, None), entry(2, "v")]
     apply(store, 0, records, 3)
     again = apply(store, 0, records[:1], 1)
@@ -220,7 +220,7 @@ def test_a_second_opening_in_one_process_is_refused(store: HistoryStore) -> None
         HistoryStore.open(store.path, store.max_bytes)
 
 
-def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"not a store" * 1000)
     with pytest.raises(RelayError, match="delete the folder"):
         HistoryStore.open(tmp_path, MIB)
@@ -281,7 +281,7 @@ def test_a_refused_update_leaves_no_outdated_history_behind(tmp_path: Path) -> N
 
 
 def test_while_a_reader_holds_old_pages_nothing_is_lost_silently(tmp_path: Path) -> None:
-    """No page is reused as long as a read transaction is open, so the map itself runs full."""
+    """LMDB reuses no page while a read transaction is open, so the file itself becomes full."""
     opened = HistoryStore.open(tmp_path, MIB)
     opened.trust(ORIGIN)
     records = [entry(offset, "u", 1 + offset, length=10_000) for offset in range(40)]
@@ -314,7 +314,7 @@ def test_rewinding_keeps_the_users_and_forgetting_deletes_those_of_the_partition
     assert (store.state(0), store.state(1)) == (None, PartitionState(7, 0, 0))
 
 
-def test_when_a_partition_was_current_is_kept(store: HistoryStore) -> None:
+def test_the_time_when_a_partition_was_current_is_stored(store: HistoryStore) -> None:
     store.mark_current([0, 1], 1234)
     apply(store, 0, [entry(0, "u")], 1)
     assert store.state(0) == PartitionState(1, 1234, 0)

@@ -1,4 +1,4 @@
-"""What a worker holds at most, said before it is taken."""
+"""The memory plan and its comparison with the host's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_total_is_the_sum_of_the_kinds() -> None:
     assert memory.by_kind() == {kind: (place + 1) * GIB for place, kind in enumerate(KINDS)}
 
 
-def test_a_tenth_of_what_is_free_is_left_alone() -> None:
+def test_a_tenth_of_the_free_memory_is_not_planned() -> None:
     require_host_memory(plan(dram=9), device_is_host=True)
     with pytest.raises(RelayError, match=r"9\.10 GiB .* 9\.00 GiB"):
         require_host_memory(plan(dram=9.1), device_is_host=True)
@@ -42,12 +42,12 @@ def test_on_the_cpu_hbm_is_host_memory_too() -> None:
     require_host_memory(plan(hbm=80, dram=2), device_is_host=False)
 
 
-def test_the_history_file_is_the_page_caches_and_the_process_is_there_already() -> None:
+def test_the_history_file_and_the_process_are_not_required_again() -> None:
     require_host_memory(plan(history=1000, process=1000), device_is_host=True)
 
 
 def test_an_arena_that_an_earlier_process_made_is_not_counted_twice() -> None:
-    """What lies on tmpfs is no longer among what is free, and is not taken again."""
+    """Memory on tmpfs is no longer free, and is not allocated again."""
     require_host_memory(plan(dram=20, queues=1), device_is_host=True, taken_bytes=20 * GIB)
     with pytest.raises(RelayError, match=r"16\.00 GiB .* 9\.00 GiB"):
         require_host_memory(plan(dram=20), device_is_host=True, taken_bytes=4 * GIB)

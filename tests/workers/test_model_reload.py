@@ -1,4 +1,4 @@
-"""Another model in a running worker: what is refused and why, and that no answer is a mix of two models."""
+"""Model reload: refused checkpoints with their reasons, and that no result mixes two models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def serving(folder: FilePath):
     return load_engine(folder, "cpu", KvDtype.FLOAT32, PAGE_TOKENS)
 
 
-# -- what may take over ---------------------------------------------------------------------------
+# -- accepted and refused checkpoints ---------------------------------------------------------------------------
 
 
 def test_another_checkpoint_in_the_folder_may_take_over(tmp_path):
@@ -65,7 +65,7 @@ def test_another_checkpoint_in_the_folder_may_take_over(tmp_path):
     assert (model.engine.revision != present.revision, model.latency) == (True, None)
 
 
-def test_the_same_checkpoint_is_no_other_model(tmp_path):
+def test_the_same_checkpoint_is_unchanged(tmp_path):
     assert load_beside(serving(save(tmp_path)), settings_of(tmp_path)) is None
 
 
@@ -104,8 +104,8 @@ def test_a_checkpoint_whose_prefixes_do_not_fit_the_pages_is_refused(tmp_path, c
     assert "restart the worker to use it" in str(refused)
 
 
-def test_a_checkpoint_that_does_not_compute_is_refused(tmp_path):
-    """Finite weights may still give scores that are no numbers."""
+def test_a_checkpoint_whose_scores_are_not_finite_is_refused(tmp_path):
+    """Finite weights may still give scores that are not finite."""
     present = serving(save(tmp_path / "old"))
     config = small_config()
     tensors = {name: tensor * 1e30 for name, tensor in random_checkpoint(config, 1).tensors.items()}
@@ -121,7 +121,7 @@ def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
-def test_weights_that_are_stored_in_fewer_bits_are_taken_for_as_large_as_the_present_ones(tmp_path, monkeypatch):
+def test_weights_that_are_stored_in_fewer_bits_count_as_large_as_the_present_ones(tmp_path, monkeypatch):
     present = serving(save(tmp_path / "old"))
     present.weights_bytes = 10**9
     some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10**9))
@@ -141,8 +141,8 @@ def test_both_models_must_fit_into_the_device(tmp_path):
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
-def test_without_memory_for_what_its_forwards_take_more_the_old_one_stays(tmp_path, monkeypatch):
-    """Weights alone were asked for: a wider MLP of the same K,V then ran out of memory under traffic."""
+def test_without_memory_for_the_forwards_of_the_new_model_the_old_one_stays(tmp_path, monkeypatch):
+    """Only the weights were checked once: a wider MLP with the same K,V ran out of memory under traffic."""
     present = serving(save(tmp_path / "old"))
     settings = settings_of(save(tmp_path / "new", seed=1))
     takes = {present.revision: 10_000, load_checkpoint(tmp_path / "new").revision: 14_000}
@@ -153,7 +153,7 @@ def test_without_memory_for_what_its_forwards_take_more_the_old_one_stays(tmp_pa
     assert load_beside(present, settings) is not None
 
 
-def test_a_device_that_has_no_memory_for_the_new_model_is_no_broken_checkpoint(tmp_path, monkeypatch):
+def test_a_device_without_memory_for_the_new_model_is_reported_as_no_memory(tmp_path, monkeypatch):
     present = serving(save(tmp_path / "old"))
 
     def full(*_):
@@ -164,7 +164,7 @@ def test_a_device_that_has_no_memory_for_the_new_model_is_no_broken_checkpoint(t
 
 
 def test_a_calibration_file_must_be_of_the_new_model_and_is_then_used(tmp_path):
-    """A restart would refuse it else, on the day of an accident."""
+    """Otherwise the next restart would refuse the file."""
     present = serving(save(tmp_path, seed=0))
     file = tmp_path / "calibration.json"
     settings = settings_of(tmp_path, calibration=file)
@@ -188,7 +188,7 @@ def test_a_new_calibration_begins_without_the_corrections_of_the_old_one():
 
 
 def second_model(world: World, kind: str = "plain"):
-    """Another checkpoint of the same form, and an engine of it on the world's arena."""
+    """Another checkpoint of the same shape, and its engine on the world's arena."""
     checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=4)
     engine = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
     engine.bind(world.arena)
@@ -202,7 +202,7 @@ def assert_of(world: World, request_id: str, checkpoint, behaviours) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "contextual mask", "positions from the end and times"])
-def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_the_new_models(kind):
+def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_of_the_new_model(kind):
     world = World(kind)
     version = world.put("u", 100)
     world.rank("u", version, "r1")
@@ -213,13 +213,13 @@ def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_the_new_models(k
     assert_of(world, "r1", world.checkpoint, behaviours_of(100))
     assert_of(world, "r2", successor, behaviours_of(100))
     assert world.rank("u", version, "r3").path is Path.HBM
-    assert world.cache.keep_only(engine.namespace) == 1, "what was left of the old model"
+    assert world.cache.keep_only(engine.namespace) == 1, "a prefix of the old model"
     assert world.rank("u", version, "r4").path is Path.HBM
 
 
 @pytest.mark.parametrize("steps", range(9))
-def test_work_in_flight_begins_again_with_the_new_model_at_whatever_point_it_was(steps):
-    """Jobs, a prefix half computed, requests that wait for it, that are ready, and one on the scratch pages."""
+def test_work_in_flight_begins_again_with_the_new_model(steps):
+    """Jobs, a half-computed prefix, requests that wait for it, ready requests, and one on the scratch pages."""
     world = World("plain", hbm_pages=16)
     versions = {user: world.put(user, 150, seed) for seed, user in enumerate("abc")}
     world.rank("a", versions["a"], "r0")
@@ -260,7 +260,7 @@ def test_a_job_in_flight_is_computed_for_the_new_model():
     assert world.rank("u", version, "r").path is Path.HBM
 
 
-def test_a_model_of_another_form_is_no_successor():
+def test_a_model_of_another_shape_can_not_take_over():
     world = World("plain")
     other = build_engine(random_checkpoint(small_config(num_layers=3), 0), CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
     with pytest.raises(ValueError, match="another form"):
@@ -268,8 +268,8 @@ def test_a_model_of_another_form_is_no_successor():
     assert world.executor.engine is world.engine
 
 
-def test_the_old_models_memory_is_free_once_it_was_replaced():
-    """Not when the garbage collector comes: after start it no longer looks at what is old."""
+def test_the_old_models_memory_is_freed_at_the_swap():
+    """The garbage collector would not free it: after the start it no longer visits old objects."""
     world = World("plain")
     world.rank("u", world.put("u", 50), "r1")
     gc.disable()
@@ -283,11 +283,11 @@ def test_the_old_models_memory_is_free_once_it_was_replaced():
         gc.enable()
 
 
-# -- the process's part ---------------------------------------------------------------------------
+# -- ModelReloading ---------------------------------------------------------------------------
 
 
 class Reloading:
-    """`ModelReloading` of a process whose executor is a world's."""
+    """`ModelReloading` with small fakes of the worker's parts."""
 
     def __init__(self, folder: FilePath, **settings: object) -> None:
         self.registry = CollectorRegistry()
@@ -336,7 +336,7 @@ def test_a_standby_swaps_at_once(tmp_path):
     assert world.outcomes() == {"swapped": 1}
 
 
-def test_whatever_is_wrong_the_worker_keeps_its_model_and_counts_why(tmp_path):
+def test_after_any_failed_reload_the_worker_keeps_its_model_and_counts_the_outcome(tmp_path):
     world = Reloading(save(tmp_path, seed=0))
     engine = world.prepared.engine
     world.reload()
@@ -380,7 +380,7 @@ def test_a_reload_of_the_old_model_that_is_requested_before_the_swap_waits_for_i
     assert world.outcomes() == {"swapped": 2}
 
 
-def test_with_the_new_model_its_calibration_and_its_size_are_taken_over(tmp_path):
+def test_a_swap_replaces_the_latency_model_and_the_size_of_the_weights(tmp_path):
     save(tmp_path / "model", seed=0)
     file = tmp_path / "calibration.json"
     world = Reloading(tmp_path / "model", calibration=file)

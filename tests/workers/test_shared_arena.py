@@ -37,7 +37,7 @@ ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 
 
 def reload(world: World, key: PrefixKey) -> None:
-    """Brings the prefix back from DRAM, and reads every row of it."""
+    """Reloads the prefix from DRAM and reads every row."""
     pending = world.cache.transfers.start_reload(key, deadline_us=10**9, now_us=0)
     assert isinstance(pending, PendingPrefix), pending
     world.mover.run()
@@ -66,7 +66,7 @@ def users(stored: tuple[StoredEntry, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def counted(name: str, **labels: str) -> Iterator[list[float]]:
-    """How much a counter grew."""
+    """The increase of a counter."""
 
     def read() -> float:
         return REGISTRY.get_sample_value(name, labels) or 0.0
@@ -102,7 +102,7 @@ class UsedArena:
 
     @contextlib.contextmanager
     def successor(self, index: bytes) -> Iterator[SharedWorld]:
-        """The second holder, as often as it is asked for."""
+        """Starts another second holder."""
         (self._folder / "epoch").write_text("1\n")
         with path_of(self._folder, "index").open("r+b") as file:
             file.write(index)
@@ -118,7 +118,7 @@ def much_used(tmp_path_factory: pytest.TempPathFactory) -> UsedArena:
     return UsedArena(tmp_path_factory.mktemp("used"))
 
 
-# What comes back.
+# Restored prefixes.
 
 
 def test_a_killed_worker_comes_back_with_its_prefixes_in_dram(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_killed_worker_comes_back_with_its_prefixes_in_dram(tmp_path: Path) ->
         reload(world, key)
 
 
-def test_a_planned_stop_keeps_them_too(tmp_path: Path) -> None:
+def test_a_planned_stop_keeps_the_prefixes_too(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     world.spilled(ANN)
     world.cache.close()
@@ -141,7 +141,7 @@ def test_a_planned_stop_keeps_them_too(tmp_path: Path) -> None:
     assert users(SharedWorld(tmp_path).restored) == ["ann"]
 
 
-def test_the_second_death_is_like_the_first(tmp_path: Path) -> None:
+def test_a_second_kill_is_like_the_first(tmp_path: Path) -> None:
     left_by(tmp_path, ANN)
     left_by(tmp_path, BOB)
     world = SharedWorld(tmp_path)
@@ -150,7 +150,7 @@ def test_the_second_death_is_like_the_first(tmp_path: Path) -> None:
 
 
 def test_a_restored_prefix_grows_as_any_other(tmp_path: Path) -> None:
-    """Only the tail is computed and copied: the kept pages are the dead worker's."""
+    """Only the tail is computed and copied; the other pages are those of the killed worker."""
     left_by(tmp_path, ANN)
     world = SharedWorld(tmp_path)
     grown = make_key("ann", 150)
@@ -165,7 +165,7 @@ def test_a_restored_prefix_grows_as_any_other(tmp_path: Path) -> None:
     reload(successor, grown)
 
 
-def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
+def test_the_order_of_use_survives_a_kill(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     for key in (ANN, BOB):
         world.spilled(key)
@@ -186,7 +186,7 @@ def test_a_full_tier_is_restored_and_then_evicts(tmp_path: Path) -> None:
     assert len(SharedWorld(tmp_path).restored) == 4
 
 
-def test_what_was_read_ahead_and_changed_since_is_read_again(tmp_path: Path) -> None:
+def test_a_record_that_was_read_ahead_and_has_changed_is_read_again(tmp_path: Path) -> None:
     """A standby decodes the index while the active worker still writes it."""
     active = SharedWorld(tmp_path)
     active.spilled(ANN)
@@ -201,8 +201,8 @@ def test_what_was_read_ahead_and_changed_since_is_read_again(tmp_path: Path) -> 
     assert sorted(users(standby.adopt(MODEL))) == ["ann", "cas"]
 
 
-def test_until_it_is_restored_the_tier_gives_no_pages_away(tmp_path: Path) -> None:
-    """A worker may join its group while it restores: what it spills meanwhile could lie where a prefix lies."""
+def test_before_it_is_restored_the_tier_allocates_no_pages(tmp_path: Path) -> None:
+    """A worker may join its group while it restores: a spill at that time could overwrite a stored prefix."""
     left_by(tmp_path, ANN)
     world = SharedWorld(tmp_path, restores=False)
     world.store(BOB)
@@ -213,11 +213,11 @@ def test_until_it_is_restored_the_tier_gives_no_pages_away(tmp_path: Path) -> No
     reload(world, ANN)
 
 
-# What does not.
+# Dropped prefixes.
 
 
 @pytest.mark.parametrize("forget", ["invalidate", "drop_model"])
-def test_what_was_taken_away_does_not_come_back(tmp_path: Path, forget: str) -> None:
+def test_a_removed_prefix_is_not_restored(tmp_path: Path, forget: str) -> None:
     world = SharedWorld(tmp_path)
     world.spilled(ANN)
     if forget == "invalidate":
@@ -228,7 +228,7 @@ def test_what_was_taken_away_does_not_come_back(tmp_path: Path, forget: str) -> 
     assert SharedWorld(tmp_path).restored == ()
 
 
-def test_a_copy_that_had_not_ended_is_not_there(tmp_path: Path) -> None:
+def test_an_unfinished_copy_is_not_restored(tmp_path: Path) -> None:
     world = SharedWorld(tmp_path)
     world.store(ANN)
     world.cache.transfers.spill(ANN)
@@ -247,7 +247,7 @@ def test_another_models_prefixes_are_freed(tmp_path: Path) -> None:
     assert SharedWorld(tmp_path).restored == (), "and are gone for their own model too: their pages were given away"
 
 
-def test_a_torn_page_fails_its_reload_and_takes_its_prefix_along(tmp_path: Path) -> None:
+def test_a_torn_page_fails_its_reload_and_drops_its_prefix(tmp_path: Path) -> None:
     left_by(tmp_path, ANN, BOB)
     world = SharedWorld(tmp_path)
     [ann] = [entry for entry in world.restored if entry.key.user_id == "ann"]
@@ -274,7 +274,7 @@ def test_pages_are_verified_once(tmp_path: Path) -> None:
     assert grown == [float(GEOMETRY.pages_for(102))]
 
 
-def test_a_dram_file_that_was_cut_serves_nothing(tmp_path: Path) -> None:
+def test_a_truncated_dram_file_serves_nothing(tmp_path: Path) -> None:
     left_by(tmp_path, ANN)
     with path_of(tmp_path, "dram").open("r+b") as file:
         file.truncate(GEOMETRY.page_bytes)
@@ -294,7 +294,7 @@ def test_a_dram_file_that_was_replaced_drops_the_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["header", "format", "emptied"])
-def test_an_index_that_is_not_ours_is_dropped_as_a_whole(tmp_path: Path, damage: str) -> None:
+def test_an_index_of_another_arena_is_dropped_as_a_whole(tmp_path: Path, damage: str) -> None:
     left_by(tmp_path, ANN, BOB)
     with path_of(tmp_path, "index").open("r+b") as file:
         if damage == "header":
@@ -308,7 +308,7 @@ def test_an_index_that_is_not_ours_is_dropped_as_a_whole(tmp_path: Path, damage:
     assert world.restored == ()
     world.spilled(ANN)
     world.die()
-    assert users(SharedWorld(tmp_path).restored) == ["ann"], "and is a good one from then on"
+    assert users(SharedWorld(tmp_path).restored) == ["ann"], "the index is valid from then on"
 
 
 def test_a_torn_record_is_dropped_alone(tmp_path: Path) -> None:
@@ -324,8 +324,8 @@ def test_a_torn_record_is_dropped_alone(tmp_path: Path) -> None:
     assert grown == [1]
 
 
-def test_two_prefixes_that_claim_one_page_are_both_forgotten(tmp_path: Path) -> None:
-    """No holder writes that, so none of it can be believed."""
+def test_two_prefixes_with_one_page_are_both_dropped(tmp_path: Path) -> None:
+    """No holder writes such an index, so none of its records can be trusted."""
     left_by(tmp_path, ANN, BOB)
     found = SharedWorld(tmp_path)
     ann, bob = sorted(found.restored, key=lambda entry: entry.key.user_id)
@@ -354,7 +354,7 @@ misplaced = st.tuples(st.integers(0, DRAM_PAGES - 1), st.integers(0, DRAM_PAGES 
 
 
 def damaged(index: bytes, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]) -> bytes:
-    """The index's bytes, with these over them, and slots copied over others."""
+    """The index's bytes after these writes and copies of slots."""
     found = bytearray(index)
     body = memoryview(found)[HEADER_BYTES:]
     for source, target in slots:
@@ -367,7 +367,7 @@ def damaged(index: bytes, over: list[tuple[int, bytes]], slots: list[tuple[int, 
 
 @pytest.mark.slow
 @given(over=st.lists(written_over, max_size=6), slots=st.lists(misplaced, max_size=4))
-def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
+def test_no_damage_of_the_index_makes_a_reload_return_other_rows(
     much_used: UsedArena, over: list[tuple[int, bytes]], slots: list[tuple[int, int]]
 ) -> None:
     with much_used.successor(damaged(much_used.index, over, slots)) as world:
@@ -383,7 +383,9 @@ def test_whatever_is_written_over_the_index_no_reload_shows_other_rows(
 
 @pytest.mark.slow
 @given(st.lists(records(), max_size=4))
-def test_foreign_records_with_right_checksums_are_not_shown(much_used: UsedArena, foreign: list[IndexRecord]) -> None:
+def test_foreign_records_with_valid_checksums_are_not_restored(
+    much_used: UsedArena, foreign: list[IndexRecord]
+) -> None:
     file = np.frombuffer(bytearray(much_used.index), np.uint8)
     index = ArenaIndex(file, DRAM_PAGES, SHAPE.slot_bytes)
     for number, record in enumerate(foreign):
@@ -408,12 +410,12 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("entry", [POSSIBLE, *IMPOSSIBLE.values()], ids=["a possible one", *IMPOSSIBLE])
-def test_a_prefix_that_can_not_be_is_torn(tmp_path: Path, entry: StoredEntry) -> None:
+def test_a_record_of_an_impossible_prefix_is_torn(tmp_path: Path, entry: StoredEntry) -> None:
     assert adopted_after(tmp_path, SHAPE, entry) == (["ann"] if entry is POSSIBLE else [])
 
 
-def test_a_prefix_of_nothing_is_torn(tmp_path: Path) -> None:
-    """It has no page, not even a first one."""
+def test_a_record_of_an_empty_prefix_is_torn(tmp_path: Path) -> None:
+    """An empty prefix has no page, so it has no head."""
     shape = replace(SHAPE, layout=PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1))
     nothing = StoredEntry(make_key(length=0).held(), np.empty(0, np.int32), 0, PrefixSource.COMPUTED)
     assert adopted_after(tmp_path, shape, nothing) == []
@@ -432,7 +434,7 @@ def adopted_after(folder: Path, shape: ArenaShape, entry: StoredEntry) -> list[s
 
 
 def test_records_of_a_later_holder_are_foreign(tmp_path: Path) -> None:
-    """Somebody put the epoch back: who wrote these is not known."""
+    """The epoch was reset, so the writer of these records is not known."""
     left_by(tmp_path, ANN)
     (tmp_path / "epoch").write_text("0\n")
     assert SharedWorld(tmp_path).restored == ()
@@ -447,17 +449,17 @@ def test_records_of_a_later_holder_are_foreign(tmp_path: Path) -> None:
         replace(SHAPE, geometry=DramGeometry(GEOMETRY, DramKvDtype.INT8)),
     ],
 )
-def test_another_shape_never_sees_it_and_frees_its_memory(tmp_path: Path, shape: ArenaShape) -> None:
+def test_an_arena_of_another_shape_is_not_read_and_its_memory_is_freed(tmp_path: Path, shape: ArenaShape) -> None:
     left_by(tmp_path, ANN)
     world = SharedWorld(tmp_path)
     assert make_room(tmp_path, shape, ArenaLock(tmp_path)) == 0
-    assert path_of(tmp_path, "dram").exists(), "not while somebody uses it"
+    assert path_of(tmp_path, "dram").exists(), "not while a process uses it"
     world.die()
     make_room(tmp_path, shape, world.lock)
     assert not list(tmp_path.glob("dram-*"))
 
 
-# Who may write.
+# The right to write.
 
 
 def test_a_worker_whose_folder_was_replaced_writes_nothing_more(tmp_path: Path) -> None:

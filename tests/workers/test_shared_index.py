@@ -1,4 +1,4 @@
-"""The arena's index: records in the slots of their own pages, and what is not one."""
+"""The arena's index: records in the slots of their own pages, and damaged records."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_record_comes_back_as_it_was(record: IndexRecord) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_bytes_that_are_no_record_are_said_to_be_torn(garbage: bytes) -> None:
+def test_bytes_that_are_not_a_record_are_torn(garbage: bytes) -> None:
     with pytest.raises(TornRecordError):
         unpack(garbage)
 
@@ -86,7 +86,7 @@ def test_bytes_that_are_no_record_are_said_to_be_torn(garbage: bytes) -> None:
 @pytest.mark.parametrize("page_tokens", [1, 16, 64, 100, 4096])
 @pytest.mark.parametrize("page_count", [1, 2, 7])
 def test_the_largest_record_of_a_prefix_fits_its_pages(page_tokens: int, page_count: int) -> None:
-    """One behaviour a token, the longest ids, as many marks as there may be."""
+    """One behaviour for each token, the longest ids, and the largest number of marks."""
     length = page_tokens * page_count
     key = PrefixKey(
         user_id="u" * 256,
@@ -103,7 +103,7 @@ def test_the_largest_record_of_a_prefix_fits_its_pages(page_tokens: int, page_co
     stored=st.dictionaries(st.integers(0, 3), st.binary(min_size=1, max_size=300), min_size=1),
     dropped=st.sets(st.integers(0, 3)),
 )
-def test_what_was_put_and_not_dropped_is_there(stored: dict[int, bytes], dropped: set[int]) -> None:
+def test_a_record_is_in_the_index_until_it_is_dropped(stored: dict[int, bytes], dropped: set[int]) -> None:
     index, _ = make_index()
     for number, record in stored.items():
         # Four prefixes of three pages each; the head is not the lowest.
@@ -111,7 +111,7 @@ def test_what_was_put_and_not_dropped_is_there(stored: dict[int, bytes], dropped
     for number in dropped:
         index.drop(number + 8)
     left = [number for number in stored if number not in dropped]
-    assert [head - 8 for head in index.heads()] == sorted(left, reverse=True), "used longest ago first"
+    assert [head - 8 for head in index.heads()] == sorted(left, reverse=True), "least recently used first"
     assert all(index.get(number + 8) == stored[number] for number in left)
 
 
@@ -124,7 +124,7 @@ def test_a_use_changes_the_order_and_not_the_record() -> None:
     assert index.get(0) == b"ann"
 
 
-def test_a_record_that_does_not_fit_its_slots_is_not_there_at_all() -> None:
+def test_a_record_that_does_not_fit_its_slots_is_not_stored() -> None:
     index, _ = make_index()
     index.put(b"before", pages(3), 1, 1)
     assert not index.put(bytes(1000), pages(3), 2, 2)
@@ -148,12 +148,12 @@ def test_a_flipped_bit_never_gives_another_record(at: int, bit: int) -> None:
         ({**IDENTITY, "layout": "x"}, IndexMismatch(IndexFault.OTHER_ARENA, ("layout",))),
     ],
 )
-def test_an_index_is_its_own_identitys_alone(identity: dict[str, str | int], mismatch: IndexMismatch | None) -> None:
+def test_an_index_matches_only_its_own_identity(identity: dict[str, str | int], mismatch: IndexMismatch | None) -> None:
     index, _ = make_index()
     assert index.mismatch(identity) == mismatch
 
 
-def test_a_header_that_is_torn_or_of_another_format_is_not_trusted() -> None:
+def test_a_torn_header_or_one_of_another_format_is_a_fault() -> None:
     index, file = make_index()
     file[30] ^= 1
     assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.TORN_HEADER)
@@ -164,14 +164,14 @@ def test_a_header_that_is_torn_or_of_another_format_is_not_trusted() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"7", b"{", b"\xff\xfe", b"[" * 4000])
-def test_a_header_whose_checksum_is_right_and_whose_text_is_no_identity_is_torn(text: bytes) -> None:
+def test_a_header_with_a_valid_checksum_whose_text_is_no_identity_is_torn(text: bytes) -> None:
     index, file = make_index()
     written = struct.pack("<II", len(text), zlib.crc32(text)) + text
     file[16 : 16 + len(written)] = np.frombuffer(written, np.uint8)
     assert index.mismatch(IDENTITY) == IndexMismatch(IndexFault.TORN_HEADER)
 
 
-def test_formatting_empties_it() -> None:
+def test_formatting_clears_the_index() -> None:
     index, _ = make_index()
     index.put(b"ann", pages(0), 1, 1)
     index.format(IDENTITY)
@@ -187,8 +187,8 @@ def test_a_mapped_file_keeps_its_bytes_and_its_whole_size(tmp_path: Path) -> Non
     assert allocated_bytes(tmp_path / "dram") >= 10_000
 
 
-def test_a_file_that_was_cut_is_whole_again_before_it_is_mapped(tmp_path: Path) -> None:
-    """Touching what is missing would end the process by SIGBUS."""
+def test_a_truncated_file_gets_its_full_size_before_it_is_mapped(tmp_path: Path) -> None:
+    """An access to a missing page would end the process by SIGBUS."""
     map_file(tmp_path / "dram", 10_000).bytes[:] = 7
     with (tmp_path / "dram").open("r+b") as file:
         file.truncate(100)
@@ -197,7 +197,7 @@ def test_a_file_that_was_cut_is_whole_again_before_it_is_mapped(tmp_path: Path) 
     assert again.bytes[100:].max() == 0
 
 
-def test_too_little_room_is_a_sentence_and_takes_nothing(tmp_path: Path) -> None:
+def test_too_little_memory_is_reported_and_nothing_is_allocated(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match=r"lower `worker\.dram_bytes`|can not be mapped"):
         map_file(tmp_path / "dram", 2**60)
     assert allocated_bytes(tmp_path / "dram") == 0

@@ -1,4 +1,4 @@
-"""A kill at any step of any sequence of operations leaves an arena whose every prefix is whole.
+"""After a kill at any step of any sequence of operations, every prefix in the arena is complete.
 
 While hypothesis's operations run on a real cache, a trace function copies both files of the arena after every line
 of the cache, of the arena and of the copy loop: each copy is what a successor would find if the process had been
@@ -41,7 +41,7 @@ SMALL = replace(SHAPE, num_pages=12)
 
 @dataclass(frozen=True)
 class Killed:
-    """Both files as they were, and after which line."""
+    """The content of both files, and the line after which the kill came."""
 
     dram: bytes
     index: bytes
@@ -49,7 +49,7 @@ class Killed:
 
 
 class Killer:
-    """Keeps each distinct state that the files pass through."""
+    """Records each distinct state of the files."""
 
     def __init__(self, folder: Path) -> None:
         self._files = {path.name.partition("-")[0]: path for path in folder.iterdir() if "-" in path.name}
@@ -79,7 +79,7 @@ class Killer:
 
 
 class Keys:
-    """Every key that was ever used, to know what a restored one must hold."""
+    """Every key that was used, from which the rows of a restored prefix are known."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], PrefixKey] = {}
@@ -108,7 +108,7 @@ operations = st.lists(
 
 
 def perform(world: SharedWorld, kind: str, key: PrefixKey) -> None:
-    """One operation, with the copies that it asks for."""
+    """One operation and its copies."""
     if kind in ("spill", "fail"):
         if world.cache.peek(key).hbm_behaviours < key.length:
             world.store(key)
@@ -123,8 +123,8 @@ def perform(world: SharedWorld, kind: str, key: PrefixKey) -> None:
         world.cache.drop_namespace(MODEL)
 
 
-class Coroner:
-    """Adopts what a killed process left."""
+class Successor:
+    """Adopts the arena of a killed process."""
 
     def __init__(self, folder: Path, inode: int) -> None:
         folder.mkdir()
@@ -134,7 +134,7 @@ class Coroner:
         self._inode = inode
 
     def check(self, state: Killed, keys: Keys) -> int:
-        """Raises AssertionError unless every prefix shown is whole; how many are."""
+        """Raises AssertionError unless every restored prefix is complete. Returns the number of prefixes."""
         dram, index = (np.frombuffer(bytearray(each), np.uint8) for each in (state.dram, state.index))
         path = Path("as it was")
         arena = SharedArena(SMALL, self._lock, MappedFile(path, dram, self._inode), MappedFile(path, index, 0))
@@ -147,7 +147,7 @@ class Coroner:
 
 
 def live_through(folder: Path, steps: list[Step]) -> tuple[list[Killed], Keys, int]:
-    """Every state that a life passes through, the keys that it used, and the DRAM file's inode."""
+    """Every state of the files during the steps, the keys used, and the DRAM file's inode."""
     keys = Keys()
     world = SharedWorld(folder, shape=SMALL)
     killer = Killer(folder)
@@ -167,28 +167,28 @@ def live_through(folder: Path, steps: list[Step]) -> tuple[list[Killed], Keys, i
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(operations)
-def test_whenever_it_is_killed_every_prefix_shown_is_whole(steps: list[Step]) -> None:
+def test_after_a_kill_at_any_step_every_restored_prefix_is_complete(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as name:
         states, keys, inode = live_through(Path(name) / "life", steps)
-        coroner = Coroner(Path(name) / "after", inode)
+        coroner = Successor(Path(name) / "after", inode)
         for state in states:
             coroner.check(state, keys)
 
 
-def test_the_kills_fall_into_copies_and_into_records(tmp_path: Path) -> None:
-    """The property above is worth something only if its deaths come in the middle of things."""
+def test_kills_happen_during_copies_and_during_records(tmp_path: Path) -> None:
+    """The property above has a value only if kills happen in the middle of an operation."""
     steps: list[Step] = [("spill", user, 4 * PAGE_TOKENS, None) for user in ("ann", "bob", "cas")]
     states, keys, inode = live_through(tmp_path / "life", steps)
     places = {state.where.partition(":")[0] for state in states}
     assert places >= {"index.py", "shared_world.py"}
-    coroner = Coroner(tmp_path / "after", inode)
+    coroner = Successor(tmp_path / "after", inode)
     assert {coroner.check(state, keys) for state in states} == {0, 1, 2}
 
 
-def test_a_kill_while_an_index_is_made_anew_shows_nothing_of_the_old_one(tmp_path: Path) -> None:
+def test_a_kill_while_an_index_is_formatted_restores_nothing_of_the_old_one(tmp_path: Path) -> None:
     steps: list[Step] = [("spill", user, 3 * PAGE_TOKENS, None) for user in ("ann", "bob")]
     states, keys, inode = live_through(tmp_path / "life", steps)
-    assert Coroner(tmp_path / "before", inode).check(states[-1], keys) == 2
+    assert Successor(tmp_path / "before", inode).check(states[-1], keys) == 2
     [index] = (tmp_path / "life").glob("index-*")
     with index.open("r+b") as file:
         file.write(b"relaygr.arena.0\0")
@@ -197,13 +197,13 @@ def test_a_kill_while_an_index_is_made_anew_shows_nothing_of_the_old_one(tmp_pat
         ArenaIndex(map_file(index, SMALL.index_bytes).bytes, SMALL.num_pages, SMALL.slot_bytes).format(
             SMALL.identity(inode)
         )
-    coroner = Coroner(tmp_path / "after", inode)
+    coroner = Successor(tmp_path / "after", inode)
     assert len(killer.states) > 3
     assert {coroner.check(state, keys) for state in killer.states} == {0}
 
 
 @pytest.mark.parametrize("broken", ["removed", "published too early"])
-def test_it_would_notice_a_journal_that_breaks_the_rule(
+def test_the_property_fails_for_a_journal_that_breaks_the_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     if broken == "removed":
@@ -212,7 +212,7 @@ def test_it_would_notice_a_journal_that_breaks_the_rule(
         monkeypatch.setattr(GuardedMover, "_copy", sealed_before_it_is_copied)
     steps: list[Step] = [("spill", user, 4 * PAGE_TOKENS, None) for user in ("ann", "bob", "cas", "ann")]
     states, keys, inode = live_through(tmp_path / "life", steps)
-    coroner = Coroner(tmp_path / "after", inode)
+    coroner = Successor(tmp_path / "after", inode)
     with pytest.raises((AssertionError, TornPageError)):
         for state in states:
             coroner.check(state, keys)

@@ -1,4 +1,4 @@
-"""A process that is really killed, at no particular moment, while it fills and evicts its arena without a pause."""
+"""A process that is killed at a random moment while it fills and evicts its arena."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for round in range(10**9):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_a_real_kill_every_prefix_shown_is_whole(tmp_path: Path, seed: int) -> None:
+def test_after_a_real_kill_every_restored_prefix_is_complete(tmp_path: Path, seed: int) -> None:
     shown = 0
     moments = random.Random(seed)
     for life in range(2):

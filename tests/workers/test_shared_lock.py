@@ -1,4 +1,4 @@
-"""The lock of a worker's shared folder: one holder, freed by death alone, and counted."""
+"""The lock of a worker's shared folder: one holder, freed by release or death, and counted."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_each_holder_has_the_next_epoch(tmp_path: Path) -> None:
         assert not lock.is_held()
 
 
-def test_the_folder_is_the_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_folder(tmp_path: Path) -> None:
     ArenaLock(tmp_path / "worker-00")
     assert (tmp_path / "worker-00").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_process_does_not_get_it_and_is_told_who_has(tmp_path: Path) -> None:
+def test_a_second_process_does_not_get_the_lock_and_learns_the_holder(tmp_path: Path) -> None:
     holder = another_process(tmp_path)
     try:
         lock = ArenaLock(tmp_path)
@@ -62,8 +62,8 @@ def test_a_second_process_does_not_get_it_and_is_told_who_has(tmp_path: Path) ->
         holder.wait()
 
 
-def test_a_process_that_is_only_stopped_keeps_it_and_a_killed_one_does_not(tmp_path: Path) -> None:
-    """A stopped process may wake up and write: nobody may be in its place before the kernel says it is dead."""
+def test_a_stopped_process_keeps_the_lock_and_a_killed_one_does_not(tmp_path: Path) -> None:
+    """A stopped process may wake up and write, so no other process may hold the lock before it is dead."""
     holder = another_process(tmp_path)
     lock = ArenaLock(tmp_path)
     try:
@@ -89,8 +89,8 @@ def test_a_wait_can_be_cancelled(tmp_path: Path) -> None:
     assert second.arena_epoch == 0
 
 
-def test_whoever_finds_other_files_in_the_place_of_its_own_may_not_write(tmp_path: Path) -> None:
-    """Somebody cleaned the folder up under a running worker; the next one holds another lock."""
+def test_a_holder_whose_lock_file_was_replaced_may_not_write(tmp_path: Path) -> None:
+    """The folder of a running worker was deleted; the next process locks another file."""
     first = ArenaLock(tmp_path / "a")
     first.acquire()
     shutil.rmtree(tmp_path / "a")
@@ -119,13 +119,13 @@ def test_a_file_that_is_replaced_while_it_is_being_locked_is_not_the_lock(
 
 
 @pytest.mark.parametrize("torn", [b"", b"\xff\xfe", b"seven"])
-def test_an_epoch_that_can_not_be_read_begins_anew(tmp_path: Path, torn: bytes) -> None:
+def test_after_an_unreadable_epoch_counting_begins_at_1(tmp_path: Path, torn: bytes) -> None:
     lock = ArenaLock(tmp_path)
     (tmp_path / "epoch").write_bytes(torn)
     assert lock.acquire() == 1
 
 
-def test_nobody_is_counted_who_only_looks_whether_it_is_free(tmp_path: Path) -> None:
+def test_a_check_whether_the_lock_is_free_does_not_count_as_a_holder(tmp_path: Path) -> None:
     first, second = ArenaLock(tmp_path), ArenaLock(tmp_path)
     with second.unclaimed() as free:
         assert free
@@ -150,14 +150,14 @@ def test_a_full_file_system_does_not_prevent_a_take_over(tmp_path: Path, monkeyp
     assert first.holder() == str(os.getpid())
 
 
-def test_one_object_takes_it_once(tmp_path: Path) -> None:
+def test_one_object_acquires_the_lock_once(tmp_path: Path) -> None:
     lock = ArenaLock(tmp_path)
     lock.acquire()
     with pytest.raises(ValueError, match="already holds the lock"):
         lock.acquire()
 
 
-def test_a_folder_that_can_not_be_made_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RelayError, match=r"worker\.shared_path"):
         ArenaLock(tmp_path / "file" / "worker-00")

@@ -18,8 +18,8 @@ def test_on_the_cpu_there_is_nothing_to_pin(tmp_path: Path) -> None:
     assert CpuDevice().pin_host(torch.from_numpy(map_file(tmp_path / "dram", SIZE).bytes))
 
 
-def test_a_refusal_to_pin_is_not_blamed_on_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps the error of a call, and who launches a kernel next is told of it."""
+def test_a_refusal_to_pin_does_not_fail_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the error of a call and reports it at the next kernel launch."""
     kept: list[str] = []
     zeros = torch.zeros
 

@@ -1,4 +1,4 @@
-"""The weights of an active worker and of its standby are in memory once."""
+"""The weights of an active worker and of its standby share one copy in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.workers.model_world import small_config
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 def test_weights_on_the_cpu_are_the_pages_of_the_checkpoint_file(tmp_path: Path) -> None:
-    """Processes that map one file share its pages, as long as they do not write to them: serving must not."""
+    """Processes that map one file share its pages unless they write to them, so serving must not write."""
     config = small_config(vocabulary_size=50_000)
     save_checkpoint(tmp_path, config, random_checkpoint(config, seed=0).tensors)
     engine = load_engine(tmp_path, "cpu")
@@ -37,7 +37,7 @@ def test_weights_on_the_cpu_are_the_pages_of_the_checkpoint_file(tmp_path: Path)
 
 
 def mapping_kib(path: Path) -> dict[str, int]:
-    """The totals of this process's mappings of a file, by smaps' names."""
+    """Totals over this process's mappings of a file, by the names of smaps."""
     totals: dict[str, int] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

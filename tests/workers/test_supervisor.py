@@ -1,4 +1,4 @@
-"""A supervisor over real processes: what it does when its children die, stop, or are told to."""
+"""A supervisor with real child processes that die, stop or get signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class World:
     """A supervisor in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        """Children load as long as there is a file `loading` in `folder`."""
+        """Children load while the file `loading` exists in `folder`."""
         self.folder = folder
         (self.port,) = free_ports(1)
         self.process = subprocess.Popen(
@@ -43,14 +43,14 @@ class World:
             return answer.read()
 
     def children(self) -> dict[str, int]:
-        """ChildPhase -> pid; empty while it serves nothing."""
+        """Phase -> pid; empty while the supervisor does not serve yet."""
         try:
             return {child["phase"]: child["pid"] for child in json.loads(self.get("/children"))["children"]}
         except OSError:
             return {}
 
     def both(self) -> tuple[int, int]:
-        """The pids of the active one and the standby, once there are two."""
+        """Waits for both children. The pids of the active one and the standby."""
         self.wait(lambda: self.children().keys() >= {"active", "standby"})
         found = self.children()
         return found["active"], found["standby"]
@@ -66,7 +66,7 @@ class World:
         return path.read_text().splitlines() if path.exists() else []
 
     def said(self, text: str) -> list[int]:
-        """The pids that said it."""
+        """The pids of the processes that wrote this text into the log."""
         return [int(line.split(" ", 1)[0]) for line in self.log() if line.split(" ", 1)[1] == text]
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def state_of(pid: int) -> str:
-    """As the kernel names it, such as R, S, or T for stopped; Z of one that is gone."""
+    """The kernel's state letter, such as R, S, or T for stopped; Z if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -113,7 +113,7 @@ def test_a_stopped_active_child_is_killed_before_the_standby_takes_over(world: W
 
 
 def test_a_first_child_that_was_killed_while_it_loaded_is_followed_by_another_first_one(tmp_path: Path) -> None:
-    """It takes the lock before it loads, and may calibrate: a standby leaves that to one that never was."""
+    """A first child acquires the lock before it loads, and calibrates. A standby would do neither."""
     loading = tmp_path / "loading"
     loading.touch()
     with closing(World(tmp_path)) as world:
@@ -156,7 +156,7 @@ def test_a_hangup_reaches_both(world: World) -> None:
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World, stopped: int) -> None:
-    """Also those that were stopped: they would keep the lock for ever, and wake up when nobody expects it."""
+    """Stopped children too: they would keep the lock for ever, or wake up later and write."""
     pids = world.both()
     for pid in pids[:stopped]:
         os.kill(pid, signal.SIGSTOP)

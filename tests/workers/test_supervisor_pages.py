@@ -1,4 +1,4 @@
-"""What a supervisor serves of its children, when they answer and when they die in the middle of it."""
+"""The supervisor's metrics page, with children that answer and children that die while they answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def child_that_answers(body: bytes, promised_bytes: int) -> Iterator[int]:
 
 
 def names(port: int) -> list[str]:
-    """The metrics that a scrape gets, with an active child on `port`."""
+    """The names of the metrics in a scrape, with an active child on `port`."""
     view = View("worker-00", (ChildPage(1, 1, ChildPhase.ACTIVE, port, True, ""),))
     return [family.name for family in Pages("127.0.0.1", 0, lambda: view).collect()]
 
@@ -47,13 +47,13 @@ OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
 
 
 @pytest.mark.slow
-def test_metrics_are_the_supervisors_and_the_active_childs() -> None:
+def test_metrics_are_those_of_the_supervisor_and_the_active_child() -> None:
     with child_that_answers(METRICS, len(METRICS)) as port:
         assert names(port) == [*OWN, "relaygr_worker_things"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [METRICS, b"relaygr_worker_things_total {"], ids=["cut", "torn"])
-def test_a_child_that_dies_while_it_answers_costs_its_own_metrics_alone(body: bytes) -> None:
+def test_a_child_that_dies_while_it_answers_removes_only_its_own_metrics(body: bytes) -> None:
     with child_that_answers(body, len(METRICS) if body != METRICS else len(METRICS) + 1) as port:
         assert names(port) == OWN
