@@ -32,7 +32,7 @@ from typing import Protocol
 import structlog
 
 from relaygr.schemas.messages import PrefixSource
-from relaygr.worker.cache.copies import LayerArrival, Mover, NoMover
+from relaygr.worker.cache.copies import Mover, NoMover
 from relaygr.worker.cache.entries import CacheEntry, Handle, Hit, Pin, Presence, WorkInFlight
 from relaygr.worker.cache.events import CacheListener, EventKind, StoredEntry, TierJournal
 from relaygr.worker.cache.identity import PrefixKey
@@ -198,6 +198,7 @@ class PrefixCache:
         """Spills and reloads."""
         self._hbm, self._dram = hbm, dram
         self._layout = config.layout
+        self._is_exact = geometry.is_exact
         self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
@@ -211,8 +212,8 @@ class PrefixCache:
     def peek(self, key: PrefixKey) -> Presence:
         """Says what the tiers have of `key`. Changes and counts nothing."""
         with self.ledger.lock:
-            hbm_behaviours, hbm_state = self._hbm.presence(key)
-            dram_behaviours, dram_state = self._dram.presence(key)
+            hbm_behaviours, hbm_state = self._hbm.index.presence(key)
+            dram_behaviours, dram_state = self._dram.index.presence(key)
         return Presence(hbm_behaviours, dram_behaviours, hbm_state, dram_state)
 
     def acquire(
@@ -232,7 +233,13 @@ class PrefixCache:
         """
         ledger = self.ledger
         with ledger.section(now_us) as after:
-            answer, outcome = self._look_up(key, now_us, join, purpose, arriving)
+            answer: Hit | PendingPrefix | Miss
+            refusal = ledger.refusal(key)
+            if refusal is not None:
+                ledger.counters.misses[refusal] += purpose is Purpose.RANKING
+                answer, outcome = Miss(refusal), refusal.value
+            else:
+                answer, outcome = self._look_up(key, now_us, join, purpose, arriving)
             if purpose is not Purpose.AGAIN:
                 ledger.tell(after, _LOOK_UPS[purpose], key, outcome)
             return answer
@@ -240,13 +247,9 @@ class PrefixCache:
     def _look_up(
         self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: bool
     ) -> tuple[Hit | PendingPrefix | Miss, str]:
-        """The answer of `acquire`, counted, and the outcome for the listener."""
+        """The answer of `acquire` for a key that may match, and the outcome for the listener. Counts the look-up."""
         ledger, hbm, counters = self.ledger, self._hbm, self.ledger.counters
         counted = purpose is Purpose.RANKING
-        refusal = ledger.refusal(key)
-        if refusal is not None:
-            counters.misses[refusal] += counted
-            return Miss(refusal), refusal
         found = hbm.index.find(key)
         covered = found.behaviours if found else 0
         coming = hbm.index.find_work(key) if join and covered < key.length else None
@@ -256,8 +259,11 @@ class PrefixCache:
             if arrival is not None and arrival.begun:
                 counters.hits += counted
                 tokens = self._layout.tokens(key.length)
-                pin = hbm.pin_work(work, tokens)
-                return Hit(self._handle(pin, tokens, key.length, key, PrefixSource.DRAM, arrival)), "hit"
+                pin = hbm.pin(work.entry, work.table, tokens, ledger.latest_us + self._longest_hold_us)
+                handle = Handle(
+                    key.length, tokens, pin.pages, True, PrefixSource.DRAM, pin, not self._is_exact, arrival
+                )
+                return Hit(handle), "hit"
             counters.joins[work.kind] += counted
             return ledger.pending[work], work.kind
         if found is not None:
@@ -348,7 +354,7 @@ class PrefixCache:
             ledger.counters.appends += work.base is not None
             ledger.pending[work] = PendingPrefix(PendingKind.FILL, key.length)
             ledger.tell(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
-            hbm.hold(work, ledger.latest_us + self._longest_hold_us)
+            hbm.held_until_us[work] = ledger.latest_us + self._longest_hold_us
             return Fill(ledger, work, self._handle_of)
 
     # Leases.
@@ -488,20 +494,9 @@ class PrefixCache:
     def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
         """Pins the first `behaviours` of a ready entry, for a caller that asked for `key`."""
         tokens = entry.tokens if behaviours == entry.key.length else self._layout.tokens(behaviours)
-        return self._handle(self._hbm.pin(entry, tokens), tokens, behaviours, key, entry.source, None)
-
-    def _handle(
-        self,
-        pin: Pin,
-        tokens: int,
-        behaviours: int,
-        key: PrefixKey,
-        source: PrefixSource,
-        arrival: LayerArrival | None,
-    ) -> Handle:
-        self._hbm.hold(pin, self.ledger.latest_us + self._longest_hold_us)
-        approximate = source is PrefixSource.DRAM and not self.geometry.is_exact
-        return Handle(behaviours, tokens, pin.pages, behaviours == key.length, source, pin, approximate, arrival)
+        pin = self._hbm.pin(entry, entry.pages, tokens, self.ledger.latest_us + self._longest_hold_us)
+        approximate = entry.source is PrefixSource.DRAM and not self._is_exact
+        return Handle(behaviours, tokens, pin.pages, behaviours == key.length, entry.source, pin, approximate)
 
     def _no_room(self, after: AfterLock, key: PrefixKey, reason: NoRoomReason) -> NoRoom:
         self.ledger.counters.no_room[reason] += 1

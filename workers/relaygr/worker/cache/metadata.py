@@ -170,7 +170,7 @@ class TierMetadata:
         self.works: set[WorkInFlight] = set()
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
-        """Pins of handles and work of fills, with the time at which each is overdue, the earliest first."""
+        """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
         self.saved_us: Callable[[int], float] = float
         """Predicted device time that a hit on so many tokens saves. Without a prediction, 1 µs a token."""
         self._layout = shape.layout
@@ -180,14 +180,6 @@ class TierMetadata:
         self._numbers = itertools.count(1)
 
     # Reading.
-
-    def presence(self, key: PrefixKey) -> tuple[int, EntryState]:
-        """Ready behaviours of `key`, and the state of the entry that serves or will serve it; EMPTY without one."""
-        match = self.index.find(key)
-        if match is not None:
-            return match.behaviours, match.entry.state
-        coming = self.index.find_work(key)
-        return 0, coming.work.entry.state if coming is not None else EntryState.EMPTY
 
     def stats(self) -> TierStats:
         account = self.account
@@ -259,13 +251,20 @@ class TierMetadata:
 
     # Pins. A pin keeps its pages whatever happens to their entry, and to the work that fills them.
 
-    def pin(self, entry: CacheEntry, tokens: int) -> Pin:
-        """Pins the pages of the entry's first `tokens` tokens."""
-        return self._pin(entry, entry.pages, tokens)
+    def pin(self, entry: CacheEntry, table: PageArray, tokens: int, until_us: int | None = None) -> Pin:
+        """Pins the pages of the first `tokens` tokens in `table`: the entry's own, or that of its work in flight.
 
-    def pin_work(self, work: WorkInFlight, tokens: int) -> Pin:
-        """Pins the pages of the first `tokens` tokens of a prefix that is still being copied."""
-        return self._pin(work.entry, work.table, tokens)
+        The pin of a handle is overdue at `until_us`. Those times may not decrease from call to call.
+        """
+        pages = table[: self.shape.pages_for(tokens)]
+        self.pool.share(pages)
+        pin = Pin(entry, pages)
+        self.pins.add(pin)
+        if until_us is not None:
+            self.held_until_us[pin] = until_us
+        entry.pins += 1
+        self.account.reclassify(entry)
+        return pin
 
     def unpin(self, pin: Pin) -> None:
         """Ends a pin. Raises ValueError if it has ended."""
@@ -284,7 +283,7 @@ class TierMetadata:
         if entry.state is EntryState.READY:
             entry.step(EntryState.SPILLING)
         entry.spills += 1
-        return self.pin(entry, entry.tokens)
+        return self.pin(entry, entry.pages, entry.tokens)
 
     def end_spill(self, pin: Pin) -> None:
         """The copy ended, with or without success."""
@@ -293,10 +292,6 @@ class TierMetadata:
         if entry.spills == 0 and entry.state is EntryState.SPILLING:
             entry.step(EntryState.READY)
         self.unpin(pin)
-
-    def hold(self, held: Pin | WorkInFlight, until_us: int) -> None:
-        """A handle holds the pin, or a fill the work, until then at most. Times may not decrease from call to call."""
-        self.held_until_us[held] = until_us
 
     def revoke_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
         """Revokes pins and work that are overdue. They keep their pages, since the device may still use them."""
@@ -338,9 +333,9 @@ class TierMetadata:
             return self._begin_new(key, kind, purpose, tokens, needed, now_us)
         return self._begin_growth(key, kind, purpose, tokens, now_us, base, own_pins)
 
-    def pages_needed(self, key: PrefixKey, base: PrefixMatch | None) -> int:
-        """Number of new pages that a load of `key` onto `base` takes."""
-        needed = self.shape.pages_for(self._layout.tokens(key.length))
+    def pages_needed(self, tokens: int, base: PrefixMatch | None) -> int:
+        """Number of new pages that a load of `tokens` tokens onto `base` takes."""
+        needed = self.shape.pages_for(tokens)
         if base is None or not self._may_grow(base, 0):
             return needed
         return needed - self._layout.tokens(base.behaviours) // self.shape.page_tokens
@@ -351,9 +346,10 @@ class TierMetadata:
             self.abort(work)
             return None
         entry = work.entry
-        self._close(work)
         if work.base is None:
             entry.step(EntryState.READY)
+        self._close(work)
+        if work.base is None:
             entry.pages = work.new_pages
             entry.source = source
             self._demote_others(entry)
@@ -436,15 +432,6 @@ class TierMetadata:
 
     # Helpers.
 
-    def _pin(self, entry: CacheEntry, table: PageArray, tokens: int) -> Pin:
-        pages = table[: -(-tokens // self.shape.page_tokens)]
-        self.pool.share(pages)
-        pin = Pin(entry, pages)
-        self.pins.add(pin)
-        entry.pins += 1
-        self.account.reclassify(entry)
-        return pin
-
     def _may_grow(self, base: PrefixMatch, own_pins: int) -> bool:
         entry = base.entry
         if entry.work is not None or not entry.attached:
@@ -489,7 +476,7 @@ class TierMetadata:
         # visible rows. A load copies the whole page, so it never needs the old one.
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole
-        pin = self.pin(entry, start_tokens)
+        pin = self.pin(entry, entry.pages, start_tokens)
         pages = self._take(self.shape.pages_for(tokens) - kept, now_us)
         if pages is None:
             self.unpin(pin)
@@ -553,10 +540,6 @@ class TierMetadata:
         self.policy.evict(entry.number)
         self.remove(entry, WasteReason.EVICTED)
 
-    def _weight(self, entry: CacheEntry) -> EntryWeight:
-        identity = hash((entry.key.user_id, entry.key.namespace))
-        return EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
-
     def _demote_others(self, entry: CacheEntry) -> None:
         """Puts the user's older prefixes first in the order of eviction."""
         for other in self.index.by_user[entry.key.user_id]:
@@ -564,7 +547,9 @@ class TierMetadata:
                 self.policy.demote(other.number)
 
     def _show(self, entry: CacheEntry, now_us: int) -> None:
-        self.policy.add(entry.number, self._weight(entry), now_us)
+        identity = hash((entry.key.user_id, entry.key.namespace))
+        weight = EntryWeight(entry.pages.size, entry.tokens, self.saved_us(entry.tokens), identity)
+        self.policy.add(entry.number, weight, now_us)
         self.account.reclassify(entry)
 
     def _detach(self, entry: CacheEntry) -> None:

@@ -170,7 +170,7 @@ class TierTransfers:
         if stored is None or target is None:
             return Declined(DeclineReason.NOT_IN_DRAM)
         if saved_us is not None:
-            pages = hbm.pages_needed(target, found)
+            pages = hbm.pages_needed(hbm.shape.layout.tokens(target.length), found)
             forecast = self._mover.forecast(pages * self._page_bytes, CopyPriority.RELOAD)
             # A ranking can begin on the first layer only if the whole prefix is reloaded.
             overlaps = self._num_layers > 0 and target.length == key.length
@@ -181,7 +181,7 @@ class TierTransfers:
         if isinstance(work, NoRoomReason):
             return NoRoom(work)
         dram.touch(stored.entry, now_us)
-        pin = dram.pin(stored.entry, dram.shape.layout.tokens(stored.behaviours))
+        pin = dram.pin(stored.entry, stored.entry.pages, dram.shape.layout.tokens(stored.behaviours))
         work.arrival = LayerArrival(self._num_layers) if self._num_layers else None
         deadline = Deadline(deadline_us)
         self._ledger.pending[work] = PendingPrefix(
@@ -241,7 +241,7 @@ class TierTransfers:
             return SpillOutcome.ALREADY_THERE
         if dram.index.find_work(entry.key) is not None:
             return SpillOutcome.UNDER_WAY
-        size_bytes = dram.pages_needed(entry.key, stored) * self._page_bytes
+        size_bytes = dram.pages_needed(entry.tokens, stored) * self._page_bytes
         if not self._spill_gate.admits(self._mover.forecast(size_bytes, CopyPriority.SPILL).wait_us):
             return SpillOutcome.SLOW
         work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
