@@ -27,7 +27,7 @@ from relaygr.worker.cache.results import PageArray, PageCopy, PendingKind, Purpo
 
 
 class EntryState(enum.StrEnum):
-    """See the diagram of the module."""
+    """See the diagram of the module. Only `TierMetadata` changes the state of an entry."""
 
     EMPTY = "empty"
     FILLING = "filling"
@@ -35,17 +35,6 @@ class EntryState(enum.StrEnum):
     READY = "ready"
     SPILLING = "spilling"
     EVICTED = "evicted"
-
-
-_STEPS: dict[EntryState, frozenset[EntryState]] = {
-    EntryState.EMPTY: frozenset({EntryState.FILLING, EntryState.LOADING}),
-    EntryState.FILLING: frozenset({EntryState.READY, EntryState.EMPTY}),
-    EntryState.LOADING: frozenset({EntryState.READY, EntryState.EMPTY}),
-    EntryState.READY: frozenset({EntryState.SPILLING, EntryState.EVICTED}),
-    # An entry that is invalidated during its spill is evicted at once; the pin of the copy keeps the pages.
-    EntryState.SPILLING: frozenset({EntryState.READY, EntryState.EVICTED}),
-    EntryState.EVICTED: frozenset(),
-}
 
 
 class Holding(enum.StrEnum):
@@ -79,13 +68,6 @@ class CacheEntry:
     holding: Holding = Holding.EVICTABLE
     counted_pages: int = 0
     """Pages that the account of the tier counts under `holding`."""
-
-    def step(self, state: EntryState) -> None:
-        """Moves to `state`. Raises ValueError for a step that the diagram does not have."""
-        if state not in _STEPS[self.state]:
-            raise ValueError(f"an entry can not go from {self.state} to {state}")
-        self.state = state
-        self.is_visible = state is EntryState.READY or state is EntryState.SPILLING
 
 
 @dataclass(slots=True, eq=False)

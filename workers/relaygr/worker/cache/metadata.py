@@ -67,6 +67,17 @@ class TierShape:
         return -(-tokens // self.page_tokens)
 
 
+_STEPS: dict[EntryState, frozenset[EntryState]] = {
+    EntryState.EMPTY: frozenset({EntryState.FILLING, EntryState.LOADING}),
+    EntryState.FILLING: frozenset({EntryState.READY, EntryState.EMPTY}),
+    EntryState.LOADING: frozenset({EntryState.READY, EntryState.EMPTY}),
+    EntryState.READY: frozenset({EntryState.SPILLING, EntryState.EVICTED}),
+    # An entry that is invalidated during its spill is evicted at once; the pin of the copy keeps the pages.
+    EntryState.SPILLING: frozenset({EntryState.READY, EntryState.EVICTED}),
+    EntryState.EVICTED: frozenset(),
+}
+
+
 class PagePool:
     """Free list and reference counts of the pages of a tier. A page is a number below `capacity`.
 
@@ -281,7 +292,7 @@ class TierMetadata:
     def begin_spill(self, entry: CacheEntry) -> Pin:
         """Pins the whole entry for a copy to DRAM."""
         if entry.state is EntryState.READY:
-            entry.step(EntryState.SPILLING)
+            _step(entry, EntryState.SPILLING)
         entry.spills += 1
         return self.pin(entry, entry.pages, entry.tokens)
 
@@ -290,7 +301,7 @@ class TierMetadata:
         entry = pin.entry
         entry.spills -= 1
         if entry.spills == 0 and entry.state is EntryState.SPILLING:
-            entry.step(EntryState.READY)
+            _step(entry, EntryState.READY)
         self.unpin(pin)
 
     def revoke_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
@@ -342,14 +353,13 @@ class TierMetadata:
 
     def publish(self, work: WorkInFlight, now_us: int, source: PrefixSource) -> CacheEntry | None:
         """Makes the work's pages visible. None, with the pages freed, if the work is not current any more."""
-        if not work.is_current:
+        entry = work.entry
+        if work.generation != entry.generation:
             self.abort(work)
             return None
-        entry = work.entry
-        if work.base is None:
-            entry.step(EntryState.READY)
         self._close(work)
         if work.base is None:
+            _step(entry, EntryState.READY)
             entry.pages = work.new_pages
             entry.source = source
             self._demote_others(entry)
@@ -380,8 +390,8 @@ class TierMetadata:
             self.pool.claim(np.concatenate([each.pages for each in stored]))
         for each in stored:
             entry = CacheEntry(next(self._numbers), each.key, next(self._numbers), each.pages)
-            entry.step(EntryState.LOADING)
-            entry.step(EntryState.READY)
+            _step(entry, EntryState.LOADING)
+            _step(entry, EntryState.READY)
             entry.tokens, entry.source = each.tokens, each.source
             self.index.add(entry)
             self._show(entry, now_us)
@@ -416,10 +426,10 @@ class TierMetadata:
         self.count_waste(entry, reason)
         self._detach(entry)
         if entry.is_visible:
-            entry.step(EntryState.EVICTED)
+            _step(entry, EntryState.EVICTED)
             self.account.orphaned += entry.pages.size - self.pool.drop(entry.pages)
         else:
-            entry.step(EntryState.EMPTY)
+            _step(entry, EntryState.EMPTY)
         return stale
 
     def give_up_truncation(self, leased: PrefixMatch) -> WorkInFlight | None:
@@ -455,7 +465,7 @@ class TierMetadata:
         if surplus is not None and surplus.attached:
             self._evict(surplus)
         entry = CacheEntry(next(self._numbers), key.held(), next(self._numbers), _NO_PAGES)
-        entry.step(EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
+        _step(entry, EntryState.FILLING if kind is PendingKind.FILL else EntryState.LOADING)
         self.index.add(entry)
         return self._open(WorkInFlight(next(self._numbers), kind, purpose, key, tokens, entry, entry.generation, pages))
 
@@ -500,7 +510,7 @@ class TierMetadata:
         """The work will not be published. Other work may begin in its place."""
         if work.is_current and work.base is None:
             self._detach(work.entry)
-            work.entry.step(EntryState.EMPTY)
+            _step(work.entry, EntryState.EMPTY)
         elif work.is_current:
             work.entry.work = None
         work.generation = _NEVER
@@ -560,3 +570,11 @@ class TierMetadata:
         entry.work = None
         self.leases.end_all(entry)
         self.account.reclassify(entry)
+
+
+def _step(entry: CacheEntry, state: EntryState) -> None:
+    """Moves the entry to `state`. Raises ValueError for a step that the diagram in `entries` does not have."""
+    if state not in _STEPS[entry.state]:
+        raise ValueError(f"an entry can not go from {entry.state} to {state}")
+    entry.state = state
+    entry.is_visible = state is EntryState.READY or state is EntryState.SPILLING

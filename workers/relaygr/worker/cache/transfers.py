@@ -241,8 +241,9 @@ class TierTransfers:
             return SpillOutcome.ALREADY_THERE
         if dram.index.find_work(entry.key) is not None:
             return SpillOutcome.UNDER_WAY
-        size_bytes = dram.pages_needed(entry.tokens, stored) * self._page_bytes
-        if not self._spill_gate.admits(self._mover.forecast(size_bytes, CopyPriority.SPILL).wait_us):
+        # A page has the same tokens in both tiers.
+        pages = dram.pages_needed(entry.tokens, stored) if stored is not None else entry.pages.size
+        if not self._spill_gate.admits(self._mover.forecast(pages * self._page_bytes, CopyPriority.SPILL).wait_us):
             return SpillOutcome.SLOW
         work = dram.begin(entry.key, PendingKind.LOAD, Purpose.RANKING, now_us, stored)
         if isinstance(work, NoRoomReason):
