@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class FakeEngine:
-    """Takes TOKEN_US a prefix token and HIT_US a ranking; remembers what was computed where."""
+    """Takes TOKEN_US a prefix token and HIT_US a ranking. Records the chunks and batches that it computed."""
 
     clock: ManualClock
     geometry: KvGeometry = GEOMETRY
@@ -122,7 +122,7 @@ class FakeEngine:
 
 @dataclass
 class HeldMover:
-    """Copies when told to."""
+    """Copies only when the test calls `finish`."""
 
     waiting: list[CopyRequest] = field(default_factory=list)
 
@@ -197,7 +197,7 @@ def history_of(user_id: str, length: int, number: int = 1) -> History:
 
 
 class World:
-    """An executor with everything around it, and the calls that tests make."""
+    """An executor with fakes around it, and the calls that tests make."""
 
     def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, **settings):
         self.clock = ManualClock(monotonic_us=1_000_000)
@@ -265,7 +265,7 @@ class World:
         return work
 
     def run(self, steps: int = 1_000):
-        """Steps until nothing is left to do by itself."""
+        """Steps until the executor has nothing to do."""
         for _ in range(steps):
             if self.executor.step() != 0 and not self.executor.has_mail:
                 break
@@ -277,7 +277,7 @@ class World:
 
 
 def world_with_a_in_dram() -> tuple[World, HistoryVersion]:
-    """User a was ranked and spilled; then user b took all of HBM."""
+    """User a was ranked and spilled to DRAM. Then user b took all of HBM."""
     world = World(hbm_pages=32)
     first = world.store.put("a", 400)
     world.rank("a", first, "r1")
@@ -674,7 +674,7 @@ def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
 
 
 def test_the_digest_of_a_shortened_history_is_never_looked_up():
-    """A truncated answer keeps the whole's key, so it must never reach the cache."""
+    """The prefix of a truncated request must not enter the cache, where the key stands for the whole prefix."""
     world = World()
     version = world.store.put("u", 500)
     world.rank(version=version, budget_us=3_000)
@@ -844,7 +844,7 @@ def test_whatever_breaks_a_prefix_ends_it_alone():
 
 
 def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
-    """Else jobs that compute are admitted into room that those from DRAM have taken."""
+    """Otherwise jobs that compute would be admitted into room that reloaded prefixes have taken."""
     world, first = world_with_a_in_dram()
     buckets = world.executor._parts.admission._buckets
     before = buckets._footprint._level
@@ -874,7 +874,7 @@ def test_a_job_that_waits_for_another_version_is_charged_once():
 
 
 def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_triggers():
-    """They admit what full inference would make late: by its times on a device that was faster nothing was."""
+    """Triggers admit impressions that full inference would make late. With the times of a faster device, none were."""
     world = World()
     slow = replace(COEFFICIENTS, a0=COEFFICIENTS.a0 / 2, a1=COEFFICIENTS.a1 / 2)
     world.corrector.recalibrate(LatencyModel(slow))
@@ -899,7 +899,7 @@ def test_an_append_says_nothing_of_full_inference():
     assert before != 1.0
 
 
-def test_triggers_are_told_what_a_prefix_takes_in_its_pieces():
+def test_triggers_are_told_what_a_prefix_takes_in_its_chunks():
     world = World(chunk_ms=1.0)
     world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b0=200.0)))
     # Pieces of 80 tokens: five pages in a millisecond, the fixed part paid for each.
@@ -908,7 +908,7 @@ def test_triggers_are_told_what_a_prefix_takes_in_its_pieces():
 
 
 class PrefixKeys:
-    """Keys as the worker makes them."""
+    """The keys that the worker makes."""
 
     @staticmethod
     def of(world: World, user_id: str) -> PrefixKey:
@@ -938,7 +938,7 @@ def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
 
 
 def test_each_request_is_one_look_up_and_counted_as_what_it_found_first():
-    """What waits or computes looks the prefix up again when it is there; counted too, full inference was half a hit."""
+    """A request that waits or computes looks its prefix up again. Counted again, full inference was half a hit."""
     world = World()
     version = world.store.put("u", 300)
     world.rank(version=version, request_id="full")
@@ -974,7 +974,7 @@ def test_a_prefix_that_comes_back_from_dram_is_one_look_up():
 
 
 def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():
-    """The request that held them once stood behind more waiting prefixes than a batch looks past: nobody moved."""
+    """Once, the request that had them stood behind more waiting prefixes than a batch passes over: a deadlock."""
     world = World(hbm_pages=8, max_batch_requests=4)
     for number in range(30):
         user = f"u{number}"

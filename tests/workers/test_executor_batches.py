@@ -36,7 +36,7 @@ def world_with_a_ready_request_and_a_job_begun(budget_us: int = 50_000, **settin
     return world
 
 
-def test_the_next_piece_of_pre_infer_runs_beside_a_request_that_can_spare_its_time():
+def test_the_next_chunk_of_pre_infer_runs_beside_a_request_that_can_spare_its_time():
     world = world_with_a_ready_request_and_a_job_begun()
     world.executor.step()
     assert world.engine.mixed == [(96, 1)]
@@ -114,7 +114,7 @@ def test_a_batch_has_so_many_rows_at_most_or_one_request():
 
 
 def test_a_batch_does_not_grow_over_the_head_of_a_prefix_that_somebody_waits_for():
-    """A request that had time enough went along with an urgent one, and the prefix was cut short for it."""
+    """Once, a request with enough time joined an urgent one, and the prefix was truncated because of it."""
     world, cached = world_with_a_cached_prefix()
     world.rank("a", cached, "urgent", budget_us=2_500)
     waits = world.rank("b", world.store.put("b", 200), "waits", budget_us=200 * TOKEN_US + 2 * HIT_US + 950)
@@ -146,7 +146,7 @@ def test_device_time_of_ranking_leaves_less_for_jobs():
 
 
 def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
-    """They would else wait for the whole piece."""
+    """Otherwise they would wait for the whole chunk."""
     world = World(mix_chunks=True)
     cached = world.store.put("a", 100)
     world.rank("a", cached, "a1")
@@ -160,7 +160,7 @@ def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
 
 
 def test_on_a_cpu_nothing_is_mixed_unless_it_is_asked_for():
-    """Its rows take their time one after the other: together they would only delay the request."""
+    """A CPU computes one row after the other, so the chunk would only delay the request."""
     world = world_with_a_ready_request_and_a_job_begun(mix_chunks=None)
     world.run()
     assert world.engine.mixed == []
@@ -176,7 +176,7 @@ def test_each_class_pays_its_predicted_part_of_a_mixed_pass():
     assert device_us(world, "preinfer") - before[1] == pytest.approx(96 * TOKEN_US, abs=1)
 
 
-def test_when_a_mixed_pass_fails_requests_and_piece_run_alone():
+def test_when_a_mixed_pass_fails_requests_and_chunk_run_alone():
     world = world_with_a_ready_request_and_a_job_begun()
     world.engine.fail_mixed = True
     world.executor.step()
@@ -186,7 +186,7 @@ def test_when_a_mixed_pass_fails_requests_and_piece_run_alone():
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
 
 
-def test_a_piece_that_fails_beside_a_request_fails_alone():
+def test_a_chunk_that_fails_beside_a_request_fails_alone():
     world = world_with_a_ready_request_and_a_job_begun()
     errors = [RuntimeError("kernel failed"), RuntimeError("kernel failed")]
     whole = world.engine.pre_infer
@@ -203,7 +203,7 @@ def test_a_piece_that_fails_beside_a_request_fails_alone():
     assert world.cache.stats().hbm.in_flight == 0
 
 
-def test_a_request_that_fails_beside_a_piece_fails_alone():
+def test_a_request_that_fails_beside_a_chunk_fails_alone():
     world = world_with_a_ready_request_and_a_job_begun()
     world.engine.fail_candidates = 10
     world.run()
@@ -247,7 +247,7 @@ def test_mixed_passes_score_as_full_inference_and_leave_exact_prefixes(kind):
 
 @dataclass
 class LateEvent(Event):
-    """Complete once somebody has waited for it."""
+    """Complete once `wait` was called."""
 
     log: list[str]
     error: Exception | None = None
@@ -274,7 +274,7 @@ class LateStream:
 
 
 class LateDevice(CpuDevice):
-    """What is given to it is done when it is waited for."""
+    """Its work is complete once `wait` was called on the event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def world_on_a_late_device() -> tuple[World, LateDevice]:
     return world, device
 
 
-def test_the_host_does_what_it_can_before_it_waits_for_a_piece():
+def test_the_host_does_what_it_can_before_it_waits_for_a_chunk():
     world, device = world_on_a_late_device()
     version = world.store.put("u", 64)
     world.job(version=version)
@@ -314,7 +314,7 @@ def test_the_host_does_what_it_can_before_it_waits_for_a_piece():
 
 
 @pytest.mark.parametrize("is_seen_to_end", [True, False])
-def test_a_piece_that_ended_before_anybody_looked_tells_nothing_of_its_time(is_seen_to_end: bool):
+def test_a_chunk_that_ended_before_anybody_looked_tells_nothing_of_its_time(is_seen_to_end: bool):
     world, device = world_on_a_late_device()
     device.ended = not is_seen_to_end
     world.job(version=world.store.put("u", 64))
@@ -334,7 +334,7 @@ def test_pages_of_a_mixed_pass_that_raised_are_computed_on_once_the_device_has_l
     assert world.outbox.paths == [Path.FULL, Path.HBM]
 
 
-def test_a_piece_that_turns_out_to_have_failed_fails_its_prefix():
+def test_a_chunk_that_turns_out_to_have_failed_fails_its_prefix():
     world, device = world_on_a_late_device()
     device.error = RuntimeError("illegal memory access")
     world.rank("u", world.store.put("u", 64))
@@ -343,8 +343,8 @@ def test_a_piece_that_turns_out_to_have_failed_fails_its_prefix():
     assert world.cache.stats().hbm.free == 128
 
 
-def test_pages_of_a_piece_that_raised_are_given_back_once_the_device_has_left_them():
-    """Its first layers were launched when the memory of a later one did not fit."""
+def test_pages_of_a_chunk_that_raised_are_given_back_once_the_device_has_left_them():
+    """Its first layers were already launched when the memory for a later layer did not fit."""
     world, device = world_on_a_late_device()
 
     def broken(chunk):
@@ -358,7 +358,7 @@ def test_pages_of_a_piece_that_raised_are_given_back_once_the_device_has_left_th
     assert device.log == ["raised, 124 pages free", "waited for all", "128 pages free"]
 
 
-def test_whatever_comes_while_a_piece_runs_gets_its_answer():
+def test_whatever_comes_while_a_chunk_runs_gets_its_answer():
     world, device = world_on_a_late_device()
     version = world.store.put("u", 300)
     world.job(version=version)

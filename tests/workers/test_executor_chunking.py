@@ -1,4 +1,4 @@
-"""The pieces of a prefix: their bounds, and what they take together."""
+"""The chunks of a prefix: their bounds, and their time together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ chunkings = st.builds(Chunking, st.floats(1, 20_000), st.integers(1, 600), st.sa
 
 
 @given(chunkings, st.integers(1, 5_000), st.integers(0, 5_000))
-def test_pieces_reach_the_end_each_with_progress_and_within_its_bounds(
+def test_chunks_reach_the_end_each_with_progress_and_within_its_bounds(
     chunking: Chunking, total: int, done: int
 ) -> None:
     page = chunking.page_tokens
@@ -30,13 +30,13 @@ def test_pieces_reach_the_end_each_with_progress_and_within_its_bounds(
 
 
 @given(chunkings, st.integers(0, 3_000), st.integers(0, 3_000))
-def test_the_pieces_together_take_the_time_of_one_and_the_fixed_part_of_the_others(
+def test_the_chunks_together_take_the_time_of_one_and_the_fixed_part_of_the_others(
     chunking: Chunking, done: int, more: int
 ) -> None:
-    total, pieces, at = done + more, 0, done
+    total, chunks, at = done + more, 0, done
     while at < total:
-        at, pieces = chunking.end(at, total, LATENCY), pieces + 1
-    expected = LATENCY.append_us(done, more) + 100 * (pieces - 1) if more else 0.0
+        at, chunks = chunking.end(at, total, LATENCY), chunks + 1
+    expected = LATENCY.append_us(done, more) + 100 * (chunks - 1) if more else 0.0
     assert chunking.duration_us(done, total, LATENCY) == pytest.approx(expected)
 
 
@@ -47,7 +47,7 @@ def test_a_model_that_allows_no_cut_gets_its_prefix_in_one_chunk() -> None:
 
 
 @given(chunkings, st.integers(1, 5_000), st.floats(0, 1))
-def test_who_sees_prefixes_only_whole_predicts_what_their_pieces_take(
+def test_who_sees_prefixes_only_whole_predicts_what_their_chunks_take(
     chunking: Chunking, longest: int, part: float
 ) -> None:
     whole = chunking.for_whole_prefixes(LATENCY, longest)

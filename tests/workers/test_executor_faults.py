@@ -18,7 +18,7 @@ class BrokenError(RuntimeError):
 
 
 def break_once(world: World, name: str) -> None:
-    """The engine's next call of that name raises."""
+    """The next call of this method of the engine raises."""
     whole = getattr(world.engine, name)
 
     def broken(*arguments, **fields):
@@ -86,7 +86,7 @@ def test_a_request_that_breaks_once_its_prefix_is_there_fails_alone(hbm_pages):
 
 
 def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_that_wait_with_it():
-    """Those before it had been sent another way already, and were answered twice."""
+    """Once, the requests before it had been sent another way already, and were answered twice."""
     world = World()
     version = world.store.put("u", 480)
     for name in ("r1", "r2", "r3"):
@@ -111,7 +111,7 @@ def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_th
 
 @pytest.mark.parametrize("submit", [World.job, World.rank])
 def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit):
-    """The beginning stayed pinned until it was taken away by force, three minutes later."""
+    """Once, the cached part stayed pinned until the cache revoked the handle, three minutes later."""
     world = World()
     world.job("u", world.store.put("u", 100), "r1")
     world.run()

@@ -14,9 +14,9 @@ PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)
 # A prefix token takes 10 µs, ranking 1,000 µs and 2 µs a token that is scored.
 LATENCY = LatencyModel(LatencyCoefficients(a0=1000, a1=10, a2=0, b0=0, b1=10, b2=0, c0=980, c1=2, c2=0, d0=100, d1=0))
-LATENCY_WITH_PIECES = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0, c0=1000, c1=0, c2=0, d0=0, d1=0))
-# Each piece of a prefix costs 100 µs by itself, here and above.
-PIECES = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=1000, c1=0, c2=0, d0=0, d1=0, c3=0.5))
+LATENCY_WITH_CHUNKS = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0, c0=1000, c1=0, c2=0, d0=0, d1=0))
+# Each chunk of a prefix costs 100 µs by itself, here and above.
+CHUNKS = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=1000, c1=0, c2=0, d0=0, d1=0, c3=0.5))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix(
         assert plan.predicted_us <= remaining_us
 
 
-def test_a_prefix_in_pieces_is_planned_with_what_each_piece_costs() -> None:
-    """Predicted as one piece it seemed to fit, was begun, and then cut short for lack of time."""
+def test_a_prefix_in_chunks_is_planned_with_what_each_chunk_costs() -> None:
+    """Predicted as one chunk the prefix seemed to fit, was begun, and was then truncated for lack of time."""
     chunking = Chunking(1e9, 32, PAGE)
-    one_piece_us = int(LATENCY_WITH_PIECES.pre_us(128) + LATENCY_WITH_PIECES.hit_us(128, 1))
-    assert plan_ranking(128, 1, 0, one_piece_us, LATENCY_WITH_PIECES, WHOLE).route is Route.WHOLE
-    assert plan_ranking(128, 1, 0, one_piece_us, LATENCY_WITH_PIECES, chunking).route is Route.TRUNCATE
-    assert plan_ranking(128, 1, 0, one_piece_us + 300, LATENCY_WITH_PIECES, chunking).route is Route.WHOLE
+    one_chunk_us = int(LATENCY_WITH_CHUNKS.pre_us(128) + LATENCY_WITH_CHUNKS.hit_us(128, 1))
+    assert plan_ranking(128, 1, 0, one_chunk_us, LATENCY_WITH_CHUNKS, WHOLE).route is Route.WHOLE
+    assert plan_ranking(128, 1, 0, one_chunk_us, LATENCY_WITH_CHUNKS, chunking).route is Route.TRUNCATE
+    assert plan_ranking(128, 1, 0, one_chunk_us + 300, LATENCY_WITH_CHUNKS, chunking).route is Route.WHOLE
 
 
 @given(
@@ -79,10 +79,10 @@ def test_a_prefix_in_pieces_is_planned_with_what_each_piece_costs() -> None:
 def test_a_truncation_is_the_longest_in_whole_pages_that_fits(
     prefix: int, remaining_us: int, chunking: Chunking
 ) -> None:
-    plan = plan_truncation(prefix, 10, remaining_us, PIECES, chunking)
+    plan = plan_truncation(prefix, 10, remaining_us, CHUNKS, chunking)
 
     def full_us(tokens: int) -> float:
-        return chunking.duration_us(0, tokens, PIECES) + PIECES.hit_us(tokens, 10)
+        return chunking.duration_us(0, tokens, CHUNKS) + CHUNKS.hit_us(tokens, 10)
 
     if plan.route is Route.REJECT:
         assert remaining_us < full_us(0)

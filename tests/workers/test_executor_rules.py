@@ -278,7 +278,7 @@ def test_a_history_cut_for_lack_of_time_scores_as_full_inference_over_what_is_le
 
 @pytest.mark.parametrize("kind", TIMED)
 def test_a_prefix_of_another_query_time_is_a_miss(kind: str) -> None:
-    """Days later its K,V are others, though user and history are the same."""
+    """Days later the K,V are different, though user and history are the same."""
     world = World(kind)
     version = world.put("u", 100)
     world.job("u", version, "r1", at_ms=10 * HOUR_MS)
@@ -338,7 +338,7 @@ def test_a_tail_as_suffix_scores_as_full_inference(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in GROWING and kind not in TIMED])
 def test_what_is_good_for_one_impression_is_evicted_before_what_others_may_use(kind: str) -> None:
-    """Its suffix is a part of it. The other one is older, and would be the first to go."""
+    """The suffix is a part of the prefix. The other prefix is older, and would be evicted first."""
     world = World(kind, hbm_pages=28)
     often = world.put("often", 180, seed=1)
     world.rank("often", often, "r1")

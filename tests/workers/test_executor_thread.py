@@ -1,4 +1,4 @@
-"""The watchdog over the device thread: what hangs is noticed, and nobody is blamed for a stop of the whole process."""
+"""The watchdog of the device thread notices a hang, and does not take a stop of the whole process for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_US = 250_000
 
 
 class Executor:
-    """One without work: it moves when it is stepped, or when the test says so."""
+    """An executor without work. It makes progress when `step` is called, or when the test says so."""
 
     def __init__(self, clock: ManualClock | SystemClock) -> None:
         self.clock = clock
@@ -30,7 +30,7 @@ class Executor:
 
 
 class World:
-    """A device thread that was not started, looked at four times a second."""
+    """A device thread that was not started, checked four times a second."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -38,7 +38,7 @@ class World:
         self.device = DeviceThread(self.executor, lambda: None, self.clock, WATCHDOG_S, on_death=lambda: None)  # type: ignore[arg-type]
 
     def look_for(self, seconds: float) -> bool:
-        """Whether it is stuck at any look."""
+        """Whether any check finds it stuck."""
         found = False
         for _ in range(int(seconds * 1e6 / LOOK_US)):
             self.clock.advance_us(LOOK_US)
@@ -52,7 +52,7 @@ def world() -> World:
 
 
 def test_a_device_that_does_not_move_hangs_though_nothing_more_is_queued(world: World) -> None:
-    """A single request hung in the device, and as long as no other came nobody noticed."""
+    """Once, a single request hung in the device, and nobody noticed until another came."""
     assert not world.look_for(WATCHDOG_S)
     assert world.look_for(0.25)
 
@@ -64,7 +64,7 @@ def test_a_device_that_moves_does_not_hang(world: World) -> None:
 
 
 def test_after_a_stop_of_the_whole_process_it_is_watched_anew(world: World) -> None:
-    """Exit.STUCK would let a supervisor start a process again whose id another may have by now."""
+    """With Exit.STUCK a supervisor would start a process again whose id another process may have by now."""
     world.look_for(1)
     world.clock.advance_us(3600 * 10**6)
     assert not world.device.is_stuck()

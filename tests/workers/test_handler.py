@@ -1,4 +1,4 @@
-"""The poll thread's side of a worker: each message ends as work, an answer, or a dead letter."""
+"""The handler turns each message into work, a result, or a dead letter."""
 
 from __future__ import annotations
 

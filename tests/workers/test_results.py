@@ -192,7 +192,7 @@ def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: World):
 def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
     world: World, code: int, at_once: bool
 ) -> None:
-    """A broker that was just started does not know its topics for a moment."""
+    """A broker that has just started does not know its topics yet."""
 
     def fails() -> None:
         if at_once:

@@ -1,0 +1,161 @@
+"""Prefixes under computation: they tell by events what happened, and call nobody that waits for them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import relaygr.worker.executor.executor
+from relaygr.schemas.messages import Path as AnswerPath
+from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
+from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
+from relaygr.worker.executor.resolver import Scored
+from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
+from tests.workers.test_executor import World
+
+FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
+ORDER = (
+    "order",
+    "work",
+    "resolver",
+    "admission",
+    "plan",
+    "context",
+    "prefixes",
+    "requests",
+    "jobs",
+    "batches",
+    "executor",
+)
+"""Each module imports only modules before it."""
+
+
+class PrefixWorld:
+    """Prefixes without an executor around them."""
+
+    def __init__(self, hbm_pages: int = 128) -> None:
+        self.world = World(hbm_pages=hbm_pages)
+        self.posted: list[object] = []
+        self.context = ExecutorContext(self.world.engine, self.world.executor._parts, self.posted.append)
+        self.prefixes = Prefixes(self.context)
+
+    def resolve(self, user_id: str, length: int) -> ResolvedPrefix:
+        version = self.world.store.put(user_id, length)
+        resolver = self.context.resolver
+        return resolver.prefix(user_id, resolver.history(user_id, version, None, 0), 0, Scored(0, 10))
+
+    def request(self, user_id: str, length: int, budget_us: int = 50_000) -> RankingWork:
+        """A request that waits for its prefix, queued."""
+        now_us = self.world.clock.monotonic_us()
+        work = RankingWork(None, None, None, 0, now_us + budget_us, now_us + budget_us)  # type: ignore[arg-type]
+        work.prefix = self.resolve(user_id, length)
+        work.latest_start_us = work.answer_by_us
+        self.prefixes.compute(work.prefix, None, float(length), request=work)
+        return work
+
+    def run(self) -> ChunkReadiness:
+        """The next chunk of the most urgent prefix, if it is ready."""
+        now_us = self.world.clock.monotonic_us()
+        work = self.context.scheduler.pick(now_us)
+        assert isinstance(work, PrefixWork)
+        ready = self.prefixes.prepare(work, now_us)
+        if ready is ChunkReadiness.READY:
+            self.prefixes.run(work, now_us)
+        return ready
+
+
+def test_a_complete_prefix_is_an_event_whose_handle_pins_it() -> None:
+    world = PrefixWorld()
+    work = world.request("u", 50)
+    assert world.run() is ChunkReadiness.READY
+    (event,) = world.prefixes.events
+    assert isinstance(event, Computed) and event.handle is not None
+    assert event.work.waiters == [work]
+    assert (event.handle.tokens, event.handle.complete) == (50, True)
+    assert world.prefixes.by_user == {}
+    world.world.cache.release(event.handle)
+
+
+def test_a_request_that_would_be_late_is_told_before_the_chunk_and_not_served_by_it() -> None:
+    world = PrefixWorld()
+    late = world.request("u", 50, budget_us=1)
+    assert world.run() is ChunkReadiness.DROPPED
+    assert list(world.prefixes.events) == [TooLate(late, world.world.clock.monotonic_us())]
+    assert world.world.engine.chunks == []
+
+
+def test_a_prefix_that_was_invalidated_is_undone_and_its_requests_look_again() -> None:
+    world = PrefixWorld()
+    work = world.request("u", 300)
+    world.run()
+    world.world.cache.invalidate_user("u")
+    assert world.run() is ChunkReadiness.DROPPED
+    (event,) = world.prefixes.events
+    assert isinstance(event, Undone) and (event.requests, event.jobs) == ([work], [])
+    assert work.path is AnswerPath.FULL
+    assert world.world.cache.stats().hbm.in_flight == 0
+
+
+def test_a_failed_chunk_fails_the_requests_of_its_prefix() -> None:
+    world = PrefixWorld()
+    work = world.request("u", 50)
+    world.world.engine.fail_next = error = RuntimeError("kernel failed")
+    world.run()
+    assert list(world.prefixes.events) == [Failed([work], error)]
+    assert world.prefixes.by_user == {}
+
+
+def test_a_second_request_on_the_scratch_pages_waits_for_the_first() -> None:
+    world = PrefixWorld(hbm_pages=1)
+    first, second = world.request("u", 200), world.request("v", 200)
+    assert world.run() is ChunkReadiness.READY
+    assert isinstance(world.prefixes.scratch_user, PrefixWork)
+    world.context.scheduler.remove(world.prefixes.scratch_user)
+    assert world.run() is ChunkReadiness.SCRATCH_BUSY
+    assert not world.prefixes.events
+    assert [work.waiters for work in (world.prefixes.scratch_user, world.context.scheduler.ranking.peek())] == [
+        [first], [second],
+    ]  # fmt: skip
+
+
+def test_the_job_admission_learns_of_ranking_passes_though_no_job_comes() -> None:
+    world = PrefixWorld()
+    told: list[tuple[float, int]] = []
+    admission = world.context.parts.admission
+    admission.count_ranking = lambda device_us, at_us: told.append((device_us, at_us))  # type: ignore[method-assign]
+    for now_us in range(MAX_UNCOUNTED_PASSES):
+        world.context.charge(WorkClass.RANKING, 5, now_us)
+    assert told == [(5, now_us) for now_us in range(MAX_UNCOUNTED_PASSES)]
+    world.context.charge(WorkClass.PREINFER, 5, MAX_UNCOUNTED_PASSES)
+    world.context.count_ranking_passes()
+    assert len(told) == MAX_UNCOUNTED_PASSES
+
+
+def test_timers_say_when_the_next_call_is_due() -> None:
+    timers = Timers()
+    assert timers.next_at_us == float("inf")
+    timers.at(30, lambda: None)
+    timers.at(10, lambda: None)
+    assert timers.next_at_us == 10
+    timers.run_due(10)
+    assert timers.next_at_us == 30
+    timers.run_due(30)
+    assert timers.next_at_us == float("inf")
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_the_modules_of_the_executor_import_one_way(module: str) -> None:
+    tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
+    imported = {
+        node.module.rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("relaygr.worker.executor.")
+    }
+    assert imported <= set(ORDER[: ORDER.index(module)])
+
+
+def test_the_order_names_every_module() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*ORDER, "thread", "__init__"}
