@@ -1,8 +1,8 @@
-"""The whole model in one piece, as slow and plain as it can be: the oracle of tests, never the way to serve.
+"""The reference model: a slow and simple implementation of the whole model, which tests compare the engine with.
 
-It shares no code with the engine but the names of the tensors: no pages, no chunks, no tiles, one dense mask, any
-float type. A prefix, a suffix and candidates go through all layers together. Its masks are those that other people's
-test vectors are held against (`masks.py`), which the engine does not use.
+It shares with the engine only the configuration and the names of tensors. It has no pages, chunks or tiles, one dense
+mask, and any float type. A prefix, a suffix and candidates go through all layers together. Its masks are those of
+`relaygr.worker.model.vectors.masks`, which `relaygr vectors` checks and the engine does not use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ReferenceOutputs", "full_inference"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutputs:
-    """scores [candidates, tasks]; keys, values: of each layer [tokens, H * dim], prefix first."""
+    """scores [candidates, tasks]; keys, values: one tensor [tokens, H * dim] for each layer, prefix first."""
 
     scores: torch.Tensor
     keys: list[torch.Tensor]
@@ -45,7 +45,7 @@ def full_inference(
 ) -> ReferenceOutputs:
     """Scores of the candidates after the history (prefix and suffix together), computed in `dtype`.
 
-    `round_kv` stands for what storage does to K and V.
+    `round_kv` is the rounding of K and V by storing.
     """
     config = checkpoint.config
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}

@@ -11,7 +11,7 @@ import torch
 
 
 class TimeBuckets(enum.StrEnum):
-    """How a time difference becomes a row of the time table."""
+    """The function from a time difference to a row of the time table."""
 
     SQRT = "sqrt"
     LOG = "log"
@@ -43,7 +43,7 @@ def time_rows(timestamps: torch.Tensor, seconds_per_unit: float, fn: TimeBuckets
 def relative_time_bias(weights: torch.Tensor, timestamps: torch.Tensor, log_base: float) -> torch.Tensor:
     """float [size, size]: by the time from key j to the row after i; of weights [buckets + 1], timestamps [size].
 
-    After the last row comes itself. bucket = int(log(max(|dt|, 1)) / log_base), at most `buckets`.
+    The last row is its own following row. bucket = int(log(max(|dt|, 1)) / log_base), at most `buckets`.
     """
     following = torch.cat((timestamps[1:], timestamps[-1:]))
     apart = (following[:, None] - timestamps[None, :]).abs().clamp(min=1)

@@ -1,4 +1,4 @@
-"""The reference's layers. Formulas: `relaygr.worker.model.hstu`, `relaygr.worker.model.decoder`."""
+"""Layers of the reference model. Formulas: `relaygr.worker.model.hstu`, `relaygr.worker.model.decoder`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ReferenceAttention:
-    """Of one layer, head after head; keeps K and V [tokens, H * dim] as they were stored."""
+    """The attention of one layer, head after head. Keeps the stored K and V [tokens, H * dim]."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ReferenceAttention:
     def heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The result of each head [tokens, dv]; `weigh` makes weights of scores."""
+        """The result of each head [tokens, dv]. `weigh` turns scores into weights."""
         config = self._config
         self.keys, self.values = self._round(k), self._round(v)
         parts = []

@@ -1,4 +1,4 @@
-"""The reference's mask and relative bias of a whole sequence, each [tokens, tokens]."""
+"""The mask and the relative bias of the reference model, for a whole sequence, each [tokens, tokens]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.workers.reference.sequence import Sequence
 
 
 def mask_of(config: ModelConfig, sequence: Sequence) -> torch.Tensor:
-    """bool: who sees whom."""
+    """bool [tokens, tokens]: the keys that each row sees."""
     options = MaskOptions(
         contextual_seq_len=sequence.contextual if config.contextual_mask else 0,
         max_attn_len=config.max_attn_len,
@@ -26,7 +26,7 @@ def mask_of(config: ModelConfig, sequence: Sequence) -> torch.Tensor:
 
 
 def bias_of(config: ModelConfig, layer: dict[str, torch.Tensor], sequence: Sequence) -> torch.Tensor | None:
-    """What a layer adds to alpha * q.k, or None."""
+    """The bias that a layer adds to alpha * q.k, or None."""
     if config.relative_bias is None:
         return None
     folded = max(0, sequence.contextual - 1) if config.contextual_mask else 0

@@ -1,4 +1,4 @@
-"""The reference's read-out."""
+"""The read-out of the reference model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.workers.reference.sequence import Sequence, Tensors, item_vector, swi
 from tests.workers.reference.small import layer_norm, silu
 
 _PI = 3.14
-"""As Meta's DLRM-v3 has it."""
+"""The value in Meta's DLRM-v3."""
 
 
 def read_out(config: ModelConfig, tensors: Tensors, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the reference's sequence is made of: one token after the other, and the row of each."""
+"""The sequence of the reference model: its tokens, and the row of each token."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Sequence:
     """Contextual tokens, history, candidates."""
 
     rows: list[torch.Tensor]
-    """Of each token, before scale, position and time: [D]."""
+    """One row [D] for each token, before scale, position and time."""
     times: torch.Tensor
-    """int64 seconds: 0 of contextual tokens, the query's of candidates."""
+    """int64 seconds: 0 for contextual tokens, the query time for candidates."""
     contextual: int
     candidates: int
     items: list[int]
-    """Rows of the item table, of the candidates."""
+    """Rows of the item table for the candidates."""
 
     @property
     def end(self) -> int:
-        """Where the history ends."""
+        """The index of the first token after the history."""
         return len(self.rows) - self.candidates
 
 

@@ -1,1 +1,1 @@
-"""What the engine costs on this device: `python -m benchmarks.engine`."""
+"""The cost of the engine on this device: `python -m benchmarks.engine`."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks.engine`: pre-infer, append, ranking on a cached prefix and full inference on this device.
 
-Every variant of every shape runs side by side, round after round; a large matrix product in the same rounds is the
-peak that they are held against. The time of each pass is taken as calibration takes it (`relaygr.worker.measuring`).
+All variants of a shape run in turn in each round. A large matrix product, measured in the same rounds, is the peak for
+comparison. Passes are timed in the same way as in a calibration (`relaygr.worker.measuring`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SHAPE_NAMES = ("small", "dlrm-v3", "nvidia")
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SHAPE_NAMES)}.")] = "small,dlrm-v3",
+    shapes: Annotated[str, typer.Option(help=f"Shapes of models, comma-separated: {', '.join(SHAPE_NAMES)}.")] = "small,dlrm-v3",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    dtypes: Annotated[str, typer.Option(help="Of the products and of K,V; the first is the base.")] = (
-        "float32,bfloat16"
-    ),
-    prefixes: Annotated[str, typer.Option(help="Tokens.")] = "512,1024,2048,4096",
-    candidates: Annotated[str, typer.Option(help="Of a request.")] = "128,512",
+    dtypes: Annotated[
+        str, typer.Option(help="Element types of products and K,V; the first is the base of comparison.")
+    ] = ("float32,bfloat16"),
+    prefixes: Annotated[str, typer.Option(help="Lengths of prefixes, tokens.")] = "512,1024,2048,4096",
+    candidates: Annotated[str, typer.Option(help="Candidates of a request.")] = "128,512",
     appends: Annotated[str, typer.Option(help="New tokens on the longest prefix.")] = "16,64,256",
     batches: Annotated[str, typer.Option(help="Requests of one forward, on the longest prefix.")] = "4",
-    graphs: Annotated[bool, typer.Option(help="Each once more from captured graphs.")] = False,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    out: Annotated[Path, typer.Option(help="CSV to append to.")] = HERE / "results.csv",
-    plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = HERE,
+    graphs: Annotated[bool, typer.Option(help="Measure each variant with captured graphs, too.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 5,
+    out: Annotated[Path, typer.Option(help="CSV file to append to.")] = HERE / "results.csv",
+    plots: Annotated[Path, typer.Option(help="Folder for plots.")] = HERE,
 ) -> None:
     """Measure pre-infer, append, ranking on a cached prefix and full inference on one device."""
     from relaygr.bench.engine.figures import write_csv
@@ -84,7 +84,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError as error:
-        raise RelayError(f"{text!r} is not a list of whole numbers such as 512,2048.") from error
+        raise RelayError(f"{text!r} is not a list of integers such as 512,2048.") from error
 
 
 def _named(known: Mapping[str, T], name: str) -> T:

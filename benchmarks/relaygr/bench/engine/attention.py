@@ -1,10 +1,10 @@
-"""`python -m benchmarks.engine.attention`: attention alone, our back ends and peers' side by side on one device.
+"""`python -m benchmarks.engine.attention`: compares attention back ends, ours and those of others, on one device.
 
-Two kinds of work: a whole prefix computed at once, and candidates ranked on prefixes that are kept, for batches of
-users. Every contender runs every case, one after the other; the table has medians, shares of a large matrix product's
-rate and of the roofline, and how far each result is from the plain torch back end's, as a share of the largest value.
-The roofline is the time that the arithmetic takes at that rate, or the bytes at the rate of a large copy, whichever is
-longer: a few candidates read more than they compute.
+There are two kinds of cases for batches of users: a whole prefix computed at once, and candidates ranked on cached
+prefixes. Every back end runs every case in turn. The table has medians, shares of a large matrix product's rate and of
+the roofline, and the largest difference from the plain torch back end as a share of the largest value. The roofline is
+the time of the arithmetic at that rate, or of the bytes at the rate of a large copy, whichever is longer: a few
+candidates read more than they compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 PAGE_TOKENS = 64
 BASE = "plain torch"
 _PEAK_SIZE = 8192
-"""On a CPU a product of this size takes a minute; there a smaller one reaches the peak, too."""
+"""On a CPU a product of this size takes a minute, and a smaller one reaches the peak, too."""
 _CPU_PEAK_SIZE = 2048
 _COPY_BYTES = 512 << 20
 _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat16, KvDtype.BFLOAT16)}
@@ -42,7 +42,7 @@ _TYPES = {"float32": (torch.float32, KvDtype.FLOAT32), "bfloat16": (torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """`users` prefixes of `prefix` tokens; candidates of each, or none: the prefixes themselves are computed."""
+    """`users` prefixes of `prefix` tokens, with candidates for each; 0 candidates: the prefixes are computed."""
 
     users: int
     prefix: int
@@ -50,16 +50,16 @@ class AttentionCase:
 
     @property
     def length(self) -> int:
-        """Of one user's tokens, candidates included. It is N, too: Meta's kernels take the two as one number."""
+        """Tokens of one user, candidates included. It is also N, because Meta's kernels take one number for both."""
         return self.prefix + self.candidates
 
     @property
     def rows(self) -> int:
-        """Of all users, those that are computed."""
+        """Computed rows of all users."""
         return self.users * (self.candidates or self.prefix)
 
     def flops(self, spec: AttentionSpec) -> float:
-        """Of scores and weighted sums, for each pair of a row and a key that it sees."""
+        """Operations of scores and weighted sums, for each pair of a row and a visible key."""
         seen = self.prefix + 1.0 if self.candidates else (self.prefix + 1) / 2
         return 2.0 * (spec.key_width + spec.row_width) * self.rows * seen
 
@@ -71,10 +71,10 @@ class AttentionCase:
 
 
 class Contest:
-    """All contenders on one case, over the same numbers."""
+    """All back ends on one case, with the same numbers."""
 
     def __init__(self, case: AttentionCase, spec: AttentionSpec, kv_dtype: KvDtype, device: Device) -> None:
-        """Raises ValueError for an N below the length, with which Meta's kernels leave rows out."""
+        """Raises ValueError if N is below the length, because Meta's kernels then skip rows."""
         assert spec.normalizer is not None
         if spec.normalizer < case.length:
             raise ValueError(f"N = {spec.normalizer} is less than the {case.length} tokens of a user")
@@ -114,7 +114,7 @@ class Contest:
         )
 
     def ours(self, attention: AttentionBackend) -> Work:
-        """One of our back ends, what prepares a forward included."""
+        """The work of one of our back ends, with the preparation of a forward."""
         return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
 
     def _fill(self, k: torch.Tensor, v: torch.Tensor, case: AttentionCase) -> None:
@@ -126,26 +126,26 @@ class Contest:
 
 
 def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, AttentionBackend]:
-    """The base first, then what is made for the device, if that is there."""
-    made_for_it = accelerated_attention(spec, geometry, device)
+    """The base, then the back end made for the device, if there is one."""
+    for_device = accelerated_attention(spec, geometry, device)
     found: dict[str, AttentionBackend] = {BASE: BlockedAttention(spec)}
-    return found if made_for_it is None else found | {made_for_it.name: made_for_it}
+    return found if for_device is None else found | {for_device.name: for_device}
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What the device reaches here and now, in 1e9 a second."""
+    """The measured peak rates of the device, in 1e9 per second."""
 
     gflops: float
     gbytes: float
 
     def roofline_us(self, case: AttentionCase, spec: AttentionSpec) -> float:
-        """The time that nothing can undercut."""
+        """The lower limit of the time."""
         return max(case.flops(spec) / self.gflops, case.bytes_moved(spec) / self.gbytes) / 1e3
 
 
 def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
-    """By a large matrix product, and by a large copy within the device's memory."""
+    """Measures a large matrix product, and a large copy within the device's memory."""
     gflops = matrix_peak_gflops(dtype, device, _CPU_PEAK_SIZE if device.is_cpu else _PEAK_SIZE)
     source, target = device.empty_bytes(_COPY_BYTES).zero_(), device.empty_bytes(_COPY_BYTES)
     copy_us = median_us(lambda: target.copy_(source), 10, device)
@@ -153,7 +153,7 @@ def measured_peaks(dtype: torch.dtype, device: Device) -> Peaks:
 
 
 def median_us(work: Work, rounds: int, device: Device) -> float:
-    """Of `rounds` runs after one that is not counted."""
+    """The median of `rounds` runs, after one run that is not counted."""
     times = []
     for _ in range(rounds + 1):
         device.synchronize()
@@ -168,13 +168,13 @@ def main(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"{' or '.join(_TYPES)}.")] = "bfloat16",
-    users: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,16,32",
-    prefixes: Annotated[str, typer.Option(help="Tokens.")] = "1024,4096,16384",
-    candidates: Annotated[str, typer.Option(help="Of a user; 0: the prefixes themselves.")] = "0,128,512,2048",
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    dim: Annotated[int, typer.Option(min=1, help="Of a head.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    dtype: Annotated[str, typer.Option(help=f"Element type: {' or '.join(_TYPES)}.")] = "bfloat16",
+    users: Annotated[str, typer.Option(help="Numbers of users, comma-separated.")] = "1,4,16,32",
+    prefixes: Annotated[str, typer.Option(help="Lengths of prefixes, tokens.")] = "1024,4096,16384",
+    candidates: Annotated[str, typer.Option(help="Candidates of a user; 0: compute the prefixes.")] = "0,128,512,2048",
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 20,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
 ) -> None:
     """Compare attention back ends on one device."""

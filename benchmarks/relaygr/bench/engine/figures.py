@@ -1,4 +1,4 @@
-"""What a run of the engine benchmark finds: one line a point, as CSV with the machine's description."""
+"""The figures of an engine benchmark: one CSV line for each point, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class EngineStage(enum.StrEnum):
-    """What was timed."""
+    """The stage of a request that was timed."""
 
     PRE_INFER = "pre_infer"
     APPEND = "append"
@@ -22,7 +22,7 @@ class EngineStage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of one stage, of one variant of the engine. `new_tokens`: computed into pages before ranking."""
+    """One size of one stage, for one variant of the engine. `new_tokens`: tokens computed into pages before ranking."""
 
     shape: str
     variant: str
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A point's times over the rounds of one run."""
+    """The times of one point over the rounds of one run."""
 
     measured_at: str
     machine: str
@@ -59,7 +59,7 @@ class Figure:
 
 
 class Times:
-    """Times by point, collected round by round."""
+    """The times of each point, collected round by round."""
 
     def __init__(self) -> None:
         self._us: dict[Point, list[float]] = defaultdict(list)
@@ -68,11 +68,11 @@ class Times:
         self._us[point].append(duration_us)
 
     def points(self) -> list[Point]:
-        """In the order in which they were first measured: variant by variant."""
+        """The points in the order of their first measurement: variant by variant."""
         return list(self._us)
 
     def of(self, point: Point) -> Sequence[float]:
-        """In the order of the rounds; empty if it was not measured."""
+        """The times of a point, in the order of the rounds; empty if it was not measured."""
         return self._us.get(point, ())
 
     def median_us(self, point: Point) -> float:
@@ -80,7 +80,7 @@ class Times:
 
 
 def write_csv(path: Path, figures: Iterable[Figure]) -> None:
-    """Appends; a new file begins with a line of names."""
+    """Appends the figures. A new file begins with a line of names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:

@@ -1,9 +1,9 @@
-"""Other people's attention kernels on our shapes, where their packages can be imported. None is needed.
+"""Attention kernels of other projects on our shapes, if their packages can be imported. None is required.
 
 Meta's `generative_recommenders` (github.com/meta-recsys/generative-recommenders) has `triton_hstu_mha` over whole
-jagged sequences and `triton_cached_hstu_mha` for new rows on kept K,V; both take contiguous K,V, so what a paged cache
-would have to gather first is not counted against them, nor is what describes the sequences. Its normaliser is its N,
-which therefore must be ours; rows behind so many it does not compute. It writes A in the type of V, we in float32.
+jagged sequences and `triton_cached_hstu_mha` for new rows on cached K,V. Both take contiguous K,V; the measured time
+excludes the gather that a paged cache would need, and the description of the sequences. Its normaliser is its N, so our
+N is the same; it does not compute rows beyond N. It writes A in the type of V; our back ends write float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 META = "generative_recommenders.ops.triton.triton_hstu_attention"
-"""Not its `ops.hstu_attention`, which chooses among kernels, some of which are not public."""
+"""Not `ops.hstu_attention`, which chooses among kernels that are not all public."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jagged:
-    """Users of one length: q of the last `rows` tokens of each, k and v of all `length` tokens of each.
+    """Users with sequences of one length: q of the last `rows` tokens, k and v of all `length` tokens of each user.
 
     q [users * rows, heads, dqk], k [users * length, heads, dqk], v [users * length, heads, dv], contiguous. The last
     `targets` tokens of each user are candidates.
@@ -41,11 +41,11 @@ class Jagged:
 
 
 Work = Callable[[], torch.Tensor]
-"""Gives A [users * rows, heads, dv]."""
+"""A function that returns A [users * rows, heads, dv]."""
 
 
 def find_peers() -> dict[str, Callable[[Jagged], Work]]:
-    """Those that can be imported here, by name; each prepares a case."""
+    """The kernels that can be imported here, by name. Each function prepares a case."""
     try:
         kernels: Any = importlib.import_module(META)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where a pass spends its time: the profiler's own times of operators, gathered into a few parts."""
+"""The distribution of a pass's time: the profiler's self times of operators, summed into a few parts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _PARTS = (
 )
 _OTHER = "other"
 _OWN_KERNELS = {"attend_kernel", "store_kernel", "norm_kernel", "gated_norm_kernel"}
-"""They are launched by no operator."""
+"""No operator launches these kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a pass, and its share of the operators' time."""
+    """A part of a pass, and its share of the time of all operators."""
 
     part: str
     share: float
 
 
 def shares(device: Device, work: Callable[[], object]) -> list[Share]:
-    """The parts of `work`, the largest first. It runs twice: once to warm up."""
+    """The parts of `work`, the largest first. `work` runs twice, the first time as warm-up."""
     work()
     device.synchronize()
     activities = [ProfilerActivity.CPU]
@@ -50,13 +50,13 @@ def shares(device: Device, work: Callable[[], object]) -> list[Share]:
 
 
 def gathered(events: Iterable[FunctionEventAvg], device: Device) -> list[Share]:
-    """The parts that events of the profiler belong to."""
+    """The parts of the profiler's events."""
     spent_us: Counter[str] = Counter()
     for event in events:
         name = event.key or ""
         if device.is_cpu:
             spent_us[_part(name)] += event.self_cpu_time_total
-        # A kernel is an event of its own beside its operator's, which has its time already.
+        # A kernel has a separate event, and the event of its operator already includes its time.
         elif event.device_type.name == "CPU" or name in _OWN_KERNELS:
             spent_us[_part(name)] += event.self_device_time_total
     total_us = sum(spent_us.values()) or 1.0
@@ -71,7 +71,7 @@ def _part(operator: str) -> str:
 
 
 def table(title: str, columns: dict[str, list[Share]]) -> Table:
-    """One column a pass, one row a part."""
+    """One column for each pass, one row for each part."""
     made = Table(title=title, box=None, padding=(0, 2, 0, 0))
     made.add_column("share of the time")
     for name in columns:

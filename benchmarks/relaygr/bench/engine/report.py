@@ -12,7 +12,7 @@ from relaygr.bench.engine.figures import EngineStage, Figure
 
 
 def print_tables(console: Console, figures: Sequence[Figure]) -> None:
-    """What a person wants to know first: full against hit, the share of the peak, appends, batches, variants."""
+    """Prints the comparison of full inference and hit, shares of the peak, appends, batches and variants."""
     for variant in _variants(figures):
         own = [figure for figure in figures if figure.variant == variant]
         console.print(f"\n[bold]{own[0].shape}[/], {variant}, {own[0].backend}", highlight=False)
@@ -64,7 +64,7 @@ def _others(figures: Sequence[Figure]) -> Table:
 
 
 def _ratios(figures: Sequence[Figure]) -> Table:
-    """Each variant's speed as a multiple of the first one's, point by point."""
+    """The speed of each variant as a multiple of the first variant's, point by point."""
     first, *others = _variants(figures)
     table = Table(title=f"times as fast as {first}", box=None, padding=(0, 2, 0, 0))
     for name in ("stage", "requests", "prefix", "new", "candidates", *others):
@@ -78,7 +78,7 @@ def _ratios(figures: Sequence[Figure]) -> Table:
 
 
 def plot(figures: Sequence[Figure], path: Path) -> None:
-    """Time over prefix length of pre-infer, hit and full inference, one line a variant."""
+    """Plots time over prefix length for pre-infer, hit and full inference, one line for each variant."""
     import matplotlib
 
     matplotlib.use("Agg")

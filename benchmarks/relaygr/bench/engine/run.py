@@ -1,4 +1,4 @@
-"""Measures variants of one model side by side: in each round every variant runs every size, one after the other."""
+"""Measures variants of one model: in each round every variant runs every size in turn."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from relaygr.worker.model.options import ComputeDtype
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 2048
-"""Of the prefixes that are computed: the worker's default bound."""
+"""Tokens of a chunk of pre-infer: the worker's default limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineVariant:
-    """One way of running the same weights. The first of a run is what the others are compared with."""
+    """One way to run the same weights. The first variant of a run is the base of comparison."""
 
     compute_dtype: ComputeDtype
     kv_dtype: KvDtype
     graphs: bool = False
-    """From captured graphs, where the back end can be captured."""
+    """Run from captured graphs, if the back end can be captured."""
 
     @property
     def name(self) -> str:
@@ -43,13 +43,13 @@ class EngineVariant:
 
     @property
     def matrix_dtype(self) -> torch.dtype:
-        """Of the matrix products, and so of the peak that they are held against."""
+        """The type of the matrix products, and of the product that measures the peak."""
         return torch.float32 if self.compute_dtype is ComputeDtype.FLOAT32 else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured of each variant. Appends and batches are measured on the longest prefix."""
+    """The measured sizes. Appends and batches are measured on the longest prefix."""
 
     prefixes: tuple[int, ...]
     candidates: tuple[int, ...]
@@ -58,7 +58,7 @@ class Sizes:
 
 
 class SideBySide:
-    """Engines of one shape, one a variant, on one device."""
+    """Engines of one shape on one device, one for each variant."""
 
     def __init__(self, shape: str, variants: Sequence[EngineVariant], sizes: Sizes, device: Device) -> None:
         self._shape = shape
@@ -80,7 +80,7 @@ class SideBySide:
         self._peaks: dict[torch.dtype, list[float]] = {variant.matrix_dtype: [] for variant in variants}
 
     def run(self, rounds: int, on_step: Callable[[str], None]) -> None:
-        """The first round warms up, and is forgotten."""
+        """Measures `rounds` rounds, after one round of warm-up."""
         for number in range(rounds + 1):
             for dtype, rates in self._peaks.items():
                 rates.append(matrix_peak_gflops(dtype, self._device))
@@ -112,7 +112,7 @@ class SideBySide:
                 )
 
     def profiles(self) -> dict[str, list[Share]]:
-        """Where pre-infer and ranking on the longest prefix spend their time, for each variant."""
+        """The distribution of the time of pre-infer and ranking on the longest prefix, for each variant."""
         longest, candidates = max(self._sizes.prefixes), min(self._sizes.candidates)
         found = {}
         for variant, meter in self._meters.items():
@@ -125,7 +125,7 @@ class SideBySide:
         return found
 
     def figures(self) -> list[Figure]:
-        """One a point, in order."""
+        """One figure for each point, in order."""
         peaks = {variant.name: statistics.median(self._peaks[variant.matrix_dtype]) for variant in self._meters}
         measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return [self._figure(point, peaks, measured_at) for point in self.times.points()]

@@ -1,4 +1,4 @@
-"""The models that are measured: shapes of published benchmarks, random weights, and what they cost in arithmetic."""
+"""The measured models: shapes of published benchmarks with random weights, and their numbers of operations."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def rows_flops(config: ModelConfig, rows: int) -> float:
-    """Floating-point operations of the two projections of `rows` rows, all layers."""
+    """Floating-point operations of the two projections of `rows` rows in all layers."""
     per_row = config.embedding_dim * (config.projection_width + config.output_width)
     return 2.0 * config.num_layers * rows * per_row
 
 
 def attention_flops(config: ModelConfig, visible_pairs: float) -> float:
-    """Of scores and weighted sums over so many (row, key) pairs, all layers and heads; SiLU is not counted."""
+    """Operations of scores and weighted sums over (row, key) pairs, in all layers and heads. SiLU is not counted."""
     return 2.0 * config.num_layers * config.num_heads * (config.attention_dim + config.hidden_dim) * visible_pairs
 
 
 def append_flops(config: ModelConfig, cached: int, new: int) -> float:
-    """Of `new` prefix tokens after `cached`: row i sees the cached ones and i + 1 new ones."""
+    """Operations of `new` prefix tokens after `cached` ones: row i sees the cached tokens and i + 1 new tokens."""
     return rows_flops(config, new) + attention_flops(config, new * cached + new * (new + 1) / 2)
 
 
 def rank_flops(config: ModelConfig, prefix: int, scored: int) -> float:
-    """Of ranking `scored` rows on a cached prefix, each taken to see all of it and itself."""
+    """Operations of ranking `scored` rows on a cached prefix. Each row counts as if it sees the prefix and itself."""
     return rows_flops(config, scored) + attention_flops(config, scored * (prefix + 1.0))
