@@ -23,7 +23,7 @@ SHAPE_NAMES = ("small", "dlrm-v3", "nvidia")
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help=f"Shapes of models, comma-separated: {', '.join(SHAPE_NAMES)}.")] = "small,dlrm-v3",
+    shapes: Annotated[str, typer.Option(help=f"Shapes, comma-separated: {', '.join(SHAPE_NAMES)}.")] = "small,dlrm-v3",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, npu.", show_default="the accelerator, else cpu")
     ] = None,
