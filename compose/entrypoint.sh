@@ -1,12 +1,12 @@
 #!/bin/sh
 # Runs `relaygr` with the container's arguments.
 #
-# A worker that another process has fenced ends with 3, and must not come back: it would take the id back and
-# fence the other. An engine restarts on any code but 0, so here a fenced worker ends with 0.
+# A worker that was fenced by another process exits with 3 and must not be restarted, because it would take the id back
+# and fence the other process. Docker restarts a container on any exit code but 0, so a fenced worker exits with 0 here.
 set -u
 FENCED=3
 
-# CANN's libraries, where the base image holds them and has not set their paths.
+# Sets the paths of CANN's libraries, if the base image has the libraries and has not set the paths.
 cann=/usr/local/Ascend/ascend-toolkit/set_env.sh
 if [ -z "${ASCEND_TOOLKIT_HOME:-}" ] && [ -r "$cann" ]; then
     set +u
@@ -16,7 +16,7 @@ fi
 
 [ "${1:-}" = worker ] || exec relaygr "$@"
 
-# Set before it starts: a stop that comes in between must not leave it behind.
+# The traps are set before the worker starts, so that an early stop signal stops the worker too.
 worker=
 stopped=
 trap 'stopped=1; [ -z "$worker" ] || kill -TERM "$worker"' TERM INT
@@ -24,14 +24,14 @@ trap '[ -z "$worker" ] || kill -HUP "$worker"' HUP
 relaygr "$@" &
 worker=$!
 [ -z "$stopped" ] || kill -TERM "$worker"
-# A signal ends `wait` early, with the worker still draining.
+# A signal ends `wait` while the worker still drains.
 while :; do
     wait "$worker"
     code=$?
     kill -0 "$worker" 2>/dev/null || break
 done
 if [ "$code" -eq "$FENCED" ]; then
-    echo "another process has this worker's id: not started again" >&2
+    echo "another process has this worker's id: the worker is not restarted" >&2
     exit 0
 fi
 exit "$code"

@@ -44,11 +44,11 @@ def test_a_run_without_any_request_has_no_shares() -> None:
 
 def test_the_first_third_of_the_schedule_is_told_apart_from_the_rest_whatever_order_answers_come_in() -> None:
     cold = [record(number, late=True, latency_us=90_000) for number in (2, 0, 1)]
-    settled = [record(number, late=number == 8) for number in (8, 3, 7, 4, 6, 5)]
-    run = summarise([*settled, *cold], 1)
+    warm = [record(number, late=number == 8) for number in (8, 3, 7, 4, 6, 5)]
+    run = summarise([*warm, *cold], 1)
     assert (run.whole.offered, run.whole.late) == (9, 4)
     assert run.whole.p99_ms == pytest.approx(90)
-    assert (run.settled.offered, run.settled.late, run.settled.p99_ms) == (6, 1, 10)
+    assert (run.warm.offered, run.warm.late, run.warm.p99_ms) == (6, 1, 10)
 
 
 @pytest.mark.parametrize(

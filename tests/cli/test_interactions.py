@@ -84,7 +84,7 @@ def test_recbole_without_timestamps_keeps_the_order_of_the_file(write: Write) ->
         ("item_id:token\tprice:float\n", "no user_id:token"),
         ("user_id:token\tage:token\n", "no item_id:token"),
         ("user_id:token\tshop_id:token\tcity_id:token\n", "no item_id:token"),
-        ("user_id:token\titem_id:token\tuser_id:token\n", "comes twice"),
+        ("user_id:token\titem_id:token\tuser_id:token\n", "occurs twice"),
         ("user_id:token item_id:token timestamp:float\n", "not separated by tabs"),
     ],
 )
@@ -269,10 +269,10 @@ def test_progress_ends_at_the_size_of_the_file(write: Write) -> None:
         (b"movieId,title,genres\n1,Toy Story (1995),Comedy\n", r"no column for the user \(userId\)"),
         (
             b"hello world\nthis is prose\n",
-            "the layout is not known, its first line is 'hello world'. Known are RecBole",
+            "the layout is unknown, its first line is 'hello world'. Known are RecBole",
         ),
-        (b'{"user_id": 1}\n{"user_id": 2}\n', "the layout is not known"),
-        (b"1\t2\t3\n4\t5\t6\n", "the layout is not known"),
+        (b'{"user_id": 1}\n{"user_id": 2}\n', "the layout is unknown"),
+        (b"1\t2\t3\n4\t5\t6\n", "the layout is unknown"),
         (gzip.compress(b"1::2::3::4\n" * 1000)[:-9], "broken gzip"),
         (b"\x1f\x8bno gzip at all", "broken gzip"),
         (b"x" * (layouts.MAX_LINE_BYTES * 3), "line 1 is longer than"),

@@ -132,7 +132,7 @@ def test_without_topics_it_names_the_command_that_makes_them(kafka_settings: Kaf
     [
         (LOG + BAD * 60, "more than 100 bad lines"),
         ("userId,movieId,rating,timestamp\n", "contains no interactions"),
-        ("prose\n", "the layout is not known"),
+        ("prose\n", "the layout is unknown"),
     ],
 )
 def test_a_log_that_can_not_be_used_publishes_nothing(tmp_path: Path, content: str, text: str) -> None:

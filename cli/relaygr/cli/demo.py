@@ -19,7 +19,7 @@ DEFAULTS = (
     "gateway.history_max=2048",
     "gateway.items=5000",
 )
-"""What the demo wants other than the settings' own defaults; `--set` goes before these."""
+"""Settings of the demo that differ from the defaults. `--set` overrides them."""
 
 
 def demo(
@@ -32,18 +32,24 @@ def demo(
     interactions: Annotated[
         Path | None, typer.Option(help="An interaction log: real histories.", show_default=False)
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint of your own.", show_default="a random one")] = None,
-    deadline_ms: Annotated[int | None, typer.Option(min=1, show_default="from the calibration")] = None,
-    lead_ms: Annotated[int | None, typer.Option(min=0, show_default="from the calibration")] = None,
-    rate: Annotated[float | None, typer.Option(min=0.1, help="Impressions/s.", show_default="by calibration")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint to use.", show_default="a random one")] = None,
+    deadline_ms: Annotated[
+        int | None, typer.Option(min=1, help="Deadline of ranking.", show_default="from the calibration")
+    ] = None,
+    lead_ms: Annotated[
+        int | None, typer.Option(min=0, help="Median lead time.", show_default="from the calibration")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.1, help="Impressions/s.", show_default="from the calibration")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Length of each run.", show_default="24")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the cluster given.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Use an existing cluster without asking.")] = False,
 ) -> None:
-    """Run the whole relay here: broker, trigger, two workers and a gateway, with the relay on, then off.
+    """Run the whole relay on this machine, with the relay on, then off: broker, trigger, two workers and a gateway.
 
-    Ends with 1 if a request is lost, if cached scores differ from full ones, or if the run did not show
-    what it should.
+    The exit code is 1 if a request is lost, if scores on cached prefixes differ from those of full inference, or if
+    another gate fails.
     """
     from relaygr.demo.plan import PlanOverrides
     from relaygr.demo.run import DemoOptions, run_demo
@@ -62,5 +68,5 @@ def demo(
 
 
 def _end(number: int, _: object) -> None:
-    """Ends as Ctrl-C does: everything that was started is stopped, and its folder removed."""
+    """Ends as Ctrl-C does: the context managers stop every process and remove the folder."""
     raise SystemExit(128 + number)

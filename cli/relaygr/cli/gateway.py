@@ -17,16 +17,18 @@ def gateway(
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write one JSON line an impression to this file.", show_default=False)
+        Path | None, typer.Option(help="Write one JSON line for each impression to this file.", show_default=False)
     ] = None,
     reference_of: Annotated[
         Path | None,
         typer.Option(
-            help="Rank impressions of an earlier run's records again, without a deadline.", show_default=False
+            help="Rank impressions in the records of an earlier run again, with a long deadline.", show_default=False
         ),
     ] = None,
-    sample: Annotated[int, typer.Option(min=1, help="How many of them at most, spread evenly.")] = 240,
-    at_once: Annotated[int, typer.Option(min=1, help="Requests in flight of such a run.")] = 4,
+    sample: Annotated[
+        int, typer.Option(min=1, help="With --reference-of: how many impressions at most, spread evenly.")
+    ] = 240,
+    at_once: Annotated[int, typer.Option(min=1, help="With --reference-of: requests in flight.")] = 4,
 ) -> None:
     """Drive open-loop traffic of returning users against the cluster, and record the answers."""
     import signal

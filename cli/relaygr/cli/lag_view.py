@@ -39,7 +39,7 @@ _SOURCES: Final = {
 
 
 def exit_code(report: LagReport) -> int:
-    """The gravest status of all groups; an owner split is as grave as a stall. No group: not measured."""
+    """The exit code of the most severe status. An owner split counts as a stall; no group counts as not measured."""
     if not report.groups:
         return LagStatus.UNKNOWN.exit_code
     split = any(group.owner_split for group in report.groups)
@@ -47,12 +47,12 @@ def exit_code(report: LagReport) -> int:
 
 
 def measure(monitor: LagMonitor, settings: Settings) -> LagReport:
-    """Polls once, and for a whole window if something is behind."""
+    """Polls once, and for a whole window if a partition is behind."""
     report = monitor.poll()
     if not _is_behind(report, settings.lag.ok_messages):
         return report
     window_s = settings.lag.window_polls * settings.lag.interval_s
-    with Console(stderr=True).status(f"Something is behind: watching for {window_s:.0f} s whether it moves"):
+    with Console(stderr=True).status(f"A group is behind: measuring its progress for {window_s:.0f} s"):
         while not report.settled:
             time.sleep(settings.lag.interval_s)
             report = monitor.poll()
@@ -66,7 +66,7 @@ def _is_behind(report: LagReport, ok_messages: int) -> bool:
 def watch(
     monitor: LagMonitor, settings: Settings, console: Console, json_lines: bool, sort: Sort, lagging: bool
 ) -> LagReport:
-    """Refreshes until Ctrl-C; the last report. Raises RelayError if even the first poll fails."""
+    """Refreshes until Ctrl-C and returns the last report. Raises RelayError if the first poll fails."""
     report = monitor.poll()
     show: Callable[[LagReport, str | None], None]
     live: Live | None = None
@@ -82,7 +82,7 @@ def watch(
             assert live is not None
             body: list[RenderableType] = [render(report, settings, sort, lagging)]
             if error is not None:
-                body.insert(0, Text(f"Not measured now: {error}. What follows is old.", style="red"))
+                body.insert(0, Text(f"The last poll failed: {error}. The figures below are old.", style="red"))
             live.update(Group(*body), refresh=True)
 
     if live is not None:
@@ -94,7 +94,7 @@ def watch(
             try:
                 report = monitor.poll()
             except RelayError:
-                continue  # `state.error` has it; a cluster that is away for a while ends no watch.
+                continue  # `state.error` is shown. An outage does not end the watch.
     except KeyboardInterrupt:
         return report
     finally:
@@ -105,8 +105,8 @@ def watch(
 def render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) -> RenderableType:
     if not report.groups:
         return Text(
-            f"No group to show at {settings.bootstrap}: nothing has consumed yet as {settings.group_prefix}.*, or "
-            "the names given by --group match none.",
+            f"No group to show at {settings.bootstrap}: no group {settings.group_prefix}.* has consumed yet, or "
+            "no group matches --group.",
             style="yellow",
         )
     parts: list[RenderableType] = []
@@ -118,8 +118,8 @@ def render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) -> 
             parts.append(
                 Text(
                     f"  OWNER SPLIT on partitions {shown}: their pre-infer jobs and ranking requests go to different "
-                    "members. All members must subscribe to the same topics, of equal counts (relaygr topics check), "
-                    "with the range assignor.",
+                    "members. All members must subscribe to the same topics, with equal partition counts (relaygr "
+                    "topics check) and the range assignor.",
                     style="bold red",
                 )
             )
@@ -180,7 +180,7 @@ def _seconds(seconds: float) -> str:
 
 
 def as_json(report: LagReport) -> dict[str, Any]:
-    """The report as it is, with members shortened to what names them."""
+    """The report as JSON, without the partitions of each member."""
     content = asdict(report)
     content["status"] = report.status.value
     content["exit_code"] = exit_code(report)

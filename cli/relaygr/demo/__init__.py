@@ -1,1 +1,1 @@
-"""`relaygr demo`: the whole relay as separate processes on a local broker, relay on beside relay off."""
+"""`relaygr demo`: the whole relay as separate processes on one broker, with the relay on and with the relay off."""

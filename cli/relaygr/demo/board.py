@@ -1,4 +1,7 @@
-"""The live table of a run: what the gateway has got back, what each worker holds, what the trigger decides."""
+"""What the demo prints: the plan, a live table during a run, and the summary of both runs.
+
+The live table shows the answers of the gateway, the cache of each worker, the decisions of the trigger, and the lag.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Owners = Callable[[], Mapping[str, Sequence[int]]]
 
 
 class RecordTail:
-    """The records of a growing file, read as they are written."""
+    """The records of a growing file, read while they are written."""
 
     def __init__(self, path: FilePath) -> None:
         self._path = path
@@ -38,7 +41,7 @@ class RecordTail:
         self.records: list[ImpressionRecord] = []
 
     def read(self) -> None:
-        """Takes in what is new, up to the last whole line."""
+        """Reads the new lines up to the last whole one."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -50,7 +53,7 @@ class RecordTail:
 
 
 class LagWatch:
-    """Measures lag in the background while it is entered."""
+    """Measures lag in the background, as a context manager."""
 
     def __init__(self, kafka: KafkaSettings) -> None:
         self._monitor = LagMonitor(kafka, LagSettings(interval_s=2.0, record_timeout_s=0))
@@ -63,7 +66,7 @@ class LagWatch:
         self._monitor.stop()
 
     def lines(self) -> Sequence[str]:
-        """One short text a group; nothing before the first measurement."""
+        """A short text for each group; none before the first measurement."""
         report = self._monitor.state.report
         return () if report is None else [_line(group) for group in report.groups]
 
@@ -75,7 +78,7 @@ def _line(group: GroupReport) -> str:
 
 
 class Board:
-    """Draws one run until it ends: a live table on a terminal, a line now and then elsewhere."""
+    """Shows one run until it ends: a live table on a terminal, a line every few seconds elsewhere."""
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Board:
         self._started_s = time.monotonic()
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Draws until `until()`; the last state stays on the screen."""
+        """Shows the run until `until()` is true. The last table stays on the screen."""
         if not self._console.is_terminal:
             self._run_plain(until)
             return
@@ -199,7 +202,7 @@ def _share(count: int, total: int) -> str:
 
 
 def _hit_ratio(reading: Reading) -> str:
-    """Of the worker's look-ups for ranking, those that found the prefix, or its beginning, in HBM."""
+    """The share of the worker's look-ups for ranking that found the prefix, or its beginning, in HBM."""
     hits = reading.total("relaygr_cache_hits_total")
     others = reading.total("relaygr_cache_misses_total") + reading.total("relaygr_cache_joins_total")
     return f"{hits / (hits + others):.0%}" if hits + others else "-"
@@ -215,7 +218,7 @@ def _used(reading: Reading, tier: str) -> str:
 
 
 def _ranges(partitions: Sequence[int]) -> str:
-    """0-5, 8, 10-11."""
+    """The partitions as text, such as 0-5, 8, 10-11."""
     parts: list[str] = []
     start = end = partitions[0]
     for partition in [*partitions[1:], -2]:
@@ -228,7 +231,7 @@ def _ranges(partitions: Sequence[int]) -> str:
 
 
 def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> None:
-    """The calibration, and the plan that follows from it."""
+    """Prints the calibration, and the plan made from it."""
     console.print(
         f"measured   full inference {plan.full_median_ms:.1f} ms at {plan.history_median} behaviours, "
         f"{plan.full_p90_ms:.1f} ms at {plan.history_p90}; pre-infer {plan.pre_infer_p90_ms:.1f} ms, "
@@ -251,7 +254,7 @@ def print_summary(
     comparison: ScoreComparison,
     shown: Sequence[Gate],
 ) -> None:
-    """Both runs side by side, and what was to be shown."""
+    """Prints both runs side by side, and the gates."""
     table = Table(title=f"The same schedule, deadline {budget_ms} ms", title_justify="left")
     table.add_column("")
     table.add_column("relay on", justify="right")
@@ -263,7 +266,7 @@ def print_summary(
     _add_punctuality(table, [run.whole for run in runs])
     table.add_section()
     table.add_row(f"Without the first {COLD_SHARE:.0%}, when all is cold:")
-    _add_punctuality(table, [run.settled for run in runs])
+    _add_punctuality(table, [run.warm for run in runs])
     table.add_section()
     for ending in sorted(set(relay.endings) | set(full.endings)):
         table.add_row(ending, *(_count(run, ending) for run in runs))

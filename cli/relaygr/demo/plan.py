@@ -1,15 +1,15 @@
-"""What the demo asks of this machine: deadline, lead time, rate and memory, from a calibration of its device.
+"""The plan of the demo: deadline, lead time, rate and memory, from a calibration of this machine.
 
-The calibration runs alone; in the demo two workers share the cores with the broker, the trigger and the
-gateway, so its times are stretched by `CROWDING`. The plan then asks for what the relay is for:
+During the calibration nothing else runs. In the demo two workers share the cores with the broker, the trigger and the
+gateway, so the plan multiplies the measured times by `CROWDING`. The plan then follows these rules:
 
-* the deadline lies between ranking on a cached prefix and full inference on a typical one;
-* the lead time is long enough to compute the prefix of a long history;
-* with the relay on the devices take about a quarter of the cores: the broker, the trigger and the gateway need
-  theirs, and a queue that is half full already has a long tail;
-* HBM holds a part of the users' prefixes, so that some come back from DRAM, which holds all of them.
+* The deadline is between the time of ranking on a cached prefix and the time of full inference on a typical one.
+* The lead time is long enough to compute the prefix of a long history.
+* With the relay on, the devices use about a quarter of the cores: the broker, the trigger and the gateway need cores
+  too, and queueing delays are long even at half load.
+* HBM holds a part of the users' prefixes, so that others are reloaded from DRAM, which holds all of them.
 
-Everything can be set by hand instead.
+Options of the command override the plan.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ LEAST_BUDGET_MS = 25
 LEAST_LEAD_MS = 100
 TARGET_LOAD = 0.25
 NEW_SHARE = 0.35
-"""Part of the impressions whose prefix is computed from its start, as a rule of thumb."""
+"""The assumed share of impressions whose prefix is computed from its start."""
 HBM_SHARE = 0.6
-"""Part of all prefixes that the workers' HBM tiers hold together."""
+"""The share of all prefixes that the HBM tiers of the workers hold together."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The numbers that a run is made with, and the predictions behind them. Times as measured, uncrowded."""
+    """The numbers of a run, and the measured times behind them (without `CROWDING`)."""
 
     history_median: int
     history_p90: int
-    history_longest: int
     full_median_ms: float
     full_p90_ms: float
     pre_infer_p90_ms: float
@@ -53,7 +52,7 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanOverrides:
-    """What the user set; None leaves it to the calibration."""
+    """The numbers that the user set. None means that the plan decides."""
 
     budget_ms: int | None = None
     lead_ms: int | None = None
@@ -68,7 +67,7 @@ def plan_demo(
     scored_tokens: int,
     workers: int,
     cores: int,
-    wishes: PlanOverrides,
+    overrides: PlanOverrides,
 ) -> DemoPlan:
     """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`.
 
@@ -76,22 +75,21 @@ def plan_demo(
     """
     if not len(lengths):
         raise ValueError("there are no users")
-    median, p90, longest = (int(np.percentile(lengths, share)) for share in (50, 90, 100))
+    median, p90 = (int(np.percentile(lengths, share)) for share in (50, 90))
     n50, n90 = layout.tokens(median), layout.tokens(p90)
     full50_ms, full90_ms = (latency.full_us(n, scored_tokens) / 1000 for n in (n50, n90))
     hit_ms, pre_ms = latency.hit_us(n90, scored_tokens) / 1000, latency.pre_us(n90) / 1000
-    budget_ms = wishes.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
-    lead_ms = wishes.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
+    budget_ms = overrides.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
+    lead_ms = overrides.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
     cost_ms = (NEW_SHARE * latency.pre_us(n50) / 1000 + hit_ms) * CROWDING
-    rate_per_s = wishes.rate_per_s or min(40.0, max(2.0, TARGET_LOAD * min(workers, cores) * 1000 / cost_ms))
+    rate_per_s = overrides.rate_per_s or min(40.0, max(2.0, TARGET_LOAD * min(workers, cores) * 1000 / cost_ms))
     pages = [geometry.pages_for(layout.tokens(length)) for length in lengths]
     per_worker = math.ceil(sum(pages) / workers)
-    # One prefix of the longest history must fit, and leave room for others.
+    # The prefix of the longest history must fit, with room for others.
     hbm_pages = max(4 * max(pages), math.ceil(HBM_SHARE * per_worker))
     return DemoPlan(
         history_median=median,
         history_p90=p90,
-        history_longest=longest,
         full_median_ms=full50_ms,
         full_p90_ms=full90_ms,
         pre_infer_p90_ms=pre_ms,

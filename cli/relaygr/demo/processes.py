@@ -1,4 +1,7 @@
-"""CommandProcess processes of the demo: started with a log each, stopped together, gone when the parent is."""
+"""Child processes of the demo: started with a log each, stopped together, and ended when the parent ends.
+
+Also: their settings as a file, and their metrics read over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class CommandProcess:
-    """One process of ours."""
+    """A `relaygr` command that runs as a child process. `port` serves its probes and metrics."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -39,16 +42,16 @@ class CommandProcess:
     port: int
 
     def log_tail(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of the log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 class Processes:
-    """Starts `relaygr` commands; as a context it stops all of them at the end, whatever happened."""
+    """Starts `relaygr` commands. As a context manager it stops all of them at the end."""
 
     def __init__(self, folder: Path, config: Path) -> None:
-        """Logs go to `folder`; every command reads `config`, and nothing of `RELAYGR_*` from here."""
+        """Logs go to `folder`. Every command reads `config`, and no variable `RELAYGR_*` of this process."""
         self._folder = folder
         self._config = config
         self._children: list[CommandProcess] = []
@@ -60,11 +63,11 @@ class Processes:
 
     @property
     def running(self) -> list[CommandProcess]:
-        """Those that were started and not stopped."""
+        """The processes that were started and not stopped."""
         return list(self._children)
 
     def start(self, name: str, command: Sequence[str], section: str, settings: Sequence[str] = ()) -> CommandProcess:
-        """Starts `relaygr COMMAND` with its probes on a free port of ours."""
+        """Starts `relaygr COMMAND`, with its probes on a free port."""
         (port,) = free_ports(1)
         log = self._folder / f"{name}.log"
         overrides = [f"{section}.http_port={port}", *settings]
@@ -78,7 +81,7 @@ class Processes:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                process_group=0,  # The terminal's Ctrl-C is for us; we stop them in order.
+                process_group=0,  # Ctrl-C in the terminal reaches only this process, which stops them in order.
                 preexec_fn=_die_with_the_parent if sys.platform == "linux" else None,
             )
         child = CommandProcess(name, process, log, port)
@@ -86,7 +89,7 @@ class Processes:
         return child
 
     def await_ready(self, children: Sequence[CommandProcess], timeout_s: float) -> None:
-        """Waits until all say that they are ready. Raises RelayError, with the log, if one ends or time runs out."""
+        """Waits until all are ready. Raises RelayError, with the log, if one ends or the time is over."""
         ends_s = time.monotonic() + timeout_s
         for child in children:
             while not is_ready(child.port):
@@ -103,7 +106,7 @@ class Processes:
                 raise RelayError(f"{child.name} ended with exit code {code}:\n{child.log_tail()}")
 
     def stop(self, children: Sequence[CommandProcess]) -> None:
-        """SIGTERM to all, then SIGKILL to those that did not end in time."""
+        """Sends SIGTERM to all, and SIGKILL to those that do not end in time."""
         for child in children:
             if child.process.poll() is None:
                 child.process.send_signal(signal.SIGTERM)
@@ -127,7 +130,7 @@ class Processes:
 
 
 def is_ready(port: int) -> bool:
-    """Whether the process that serves its probes there is ready."""
+    """Whether the process with its probes on this port is ready."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1) as answer:
             return bool(answer.status == 200)
@@ -136,12 +139,12 @@ def is_ready(port: int) -> bool:
 
 
 def _die_with_the_parent() -> None:
-    """SIGTERM when the parent is gone in any way; a clean stop is short."""
+    """Has the kernel send SIGTERM when the parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def write_config(settings: Settings, path: Path) -> None:
-    """Writes what differs from the defaults. The file is made with mode 0600."""
+    """Writes the settings that differ from the defaults, secrets included, to a file with mode 0600."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         yaml.safe_dump(_plain(settings), file)
 
@@ -172,17 +175,17 @@ def _scalar(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One process's samples: name -> labels -> value. Empty if it did not answer."""
+    """The metrics of one process: name -> labels -> value. Empty if the process did not answer."""
 
     samples: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]] = field(default_factory=dict)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum over all samples of that name that carry these labels."""
+        """The sum over all samples of the name with these labels."""
         wanted = set(labels.items())
         return sum(value for found, value in self.samples.get(name, {}).items() if wanted <= set(found))
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Totals of a name by one label's value."""
+        """The totals of a name by the values of one label."""
         totals: dict[str, float] = {}
         for found, value in self.samples.get(name, {}).items():
             key = dict(found).get(label, "")
@@ -191,7 +194,7 @@ class Reading:
 
 
 def read_metrics(port: int) -> Reading:
-    """What the process that serves its probes there counts now."""
+    """The metrics of the process with its probes on this port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1) as answer:
             text = answer.read().decode()

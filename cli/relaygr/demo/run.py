@@ -1,9 +1,9 @@
-"""The demo, phase by phase.
+"""The phases of the demo.
 
     calibrate -> plan -> broker -> relay on -> relay off, same schedule -> reference scores -> summary
 
-Each phase has topics and groups of its own, and fresh processes: trigger, workers and gateway, which
-meet only in the broker. This process draws, and reads what they serve on `/metrics`.
+Each run has its own topics, groups and processes: trigger, workers and gateway, which communicate only through the
+broker. This process shows their `/metrics`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CALIBRATION_FILE = "calibration.json"
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line asks for. `wishes` are None where the calibration decides."""
+    """The options of the command."""
 
     broker: str
-    wishes: PlanOverrides
+    overrides: PlanOverrides
     model: Path | None
     keep: Path | None
     assume_yes: bool
@@ -54,7 +54,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Both runs, the comparison, and what was to be shown."""
+    """Both runs, the comparison of their scores, and the gates."""
 
     plan: DemoPlan
     relay: RunSummary
@@ -68,11 +68,11 @@ class DemoResult:
 
 
 def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult:
-    """Runs all phases, and prints as it goes. Raises RelayError for what the user can mend."""
+    """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
     with _folder(options.keep) as folder:
         population = population_of(settings.gateway)
         model = options.model or _make_model(folder / "model", settings, population)
-        plan = _plan(console, folder, model, settings, population, options.wishes)
+        plan = _plan(console, folder, model, settings, population, options.overrides)
         print_plan(console, plan, WORKERS, population.size)
         known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
         with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
@@ -115,7 +115,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _make_model(folder: Path, settings: Settings, population: Population) -> Path:
-    """A random model over the population's items, as long as its longest history."""
+    """Makes a random model for the items of the population and the length of its longest history."""
     longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
     suffix = settings.gateway.suffix
     config = ModelConfig(
@@ -138,9 +138,9 @@ def _make_model(folder: Path, settings: Settings, population: Population) -> Pat
 
 
 def _plan(
-    console: Console, folder: Path, model: Path, settings: Settings, population: Population, wishes: PlanOverrides
+    console: Console, folder: Path, model: Path, settings: Settings, population: Population, overrides: PlanOverrides
 ) -> DemoPlan:
-    """Calibrates this machine, alone, and plans by it."""
+    """Calibrates this machine while nothing else runs, and makes the plan from the result."""
     worker = settings.worker
     engine = load_engine(
         model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads, worker.compute_dtype
@@ -157,12 +157,12 @@ def _plan(
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]
     scored = settings.gateway.suffix * engine.layout.tokens_per_behaviour + settings.gateway.candidates
     return plan_demo(
-        calibration.model, engine.geometry, engine.layout, lengths, scored, WORKERS, os.cpu_count() or 1, wishes
+        calibration.model, engine.geometry, engine.layout, lengths, scored, WORKERS, os.cpu_count() or 1, overrides
     )
 
 
 def _planned(settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker) -> Settings:
-    """The settings of every process: the user's, the plan's, and what this broker needs."""
+    """The settings of every process: those of the user, of the plan, and of the broker."""
     on_broker = broker.settings(settings)
     gateway = settings.gateway.model_copy(
         update={"budget_ms": plan.budget_ms, "lead_median_ms": float(plan.lead_ms), "rate_per_s": plan.rate_per_s}
@@ -194,7 +194,7 @@ def _named(settings: Settings, prefix: str) -> Settings:
 
 
 def _own_prefix(console: Console, broker: LocalBroker, assume_yes: bool) -> str:
-    """On a cluster that is not ours: a prefix of our own, and a question first."""
+    """The prefix of topics and groups. On a cluster that was not started here it is unique, and the user is asked."""
     if broker.ours:
         return "relaygr"
     prefix = f"relaygr-demo-{secrets.token_hex(3)}"

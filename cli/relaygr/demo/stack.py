@@ -1,4 +1,4 @@
-"""The processes of one run: trigger, workers and gateway on topics of their own, and who watches them."""
+"""The processes of one run: trigger, workers and gateway on their own topics, with a live table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STALE_MS = 3000
 
 
 class DemoStack:
-    """The processes of one run, with topics of its own. As a context: ready inside, gone after."""
+    """The processes of one run, with their own topics. A context manager: ready inside, stopped after."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DemoStack:
         config = self._folder / "settings.yaml"
         write_config(settings, config)
         try:
-            # Entered first, so that it goes last: what outlives workers need not outlive the run.
+            # Entered first, so that it is removed last: the workers share memory in this folder.
             self._shared = self._cleanup.enter_context(
                 TemporaryDirectory(prefix="relaygr-demo-", dir=memory_folder(), ignore_cleanup_errors=True)
             )
@@ -85,7 +85,7 @@ class DemoStack:
     def play(
         self, title: str, records: Path, watch: Callable[[], None] | None = None, overrides: Sequence[str] = ()
     ) -> RunSummary:
-        """Drives the schedule once. `watch` is called now and then while it runs; `overrides` go to the gateway."""
+        """Plays the schedule once. `watch` is called repeatedly during the run; `overrides` are for the gateway."""
         before = self._device_seconds()
         tail = RecordTail(records)
         relay = f"gateway.relay={str(self._relay).lower()}"
@@ -110,14 +110,14 @@ class DemoStack:
         return summarise(tail.records, self._device_seconds() - before)
 
     def play_reference(self, records: Path, of: Path) -> None:
-        """Ranks a sample of an earlier run's impressions again, without a deadline, for their scores."""
+        """Ranks a sample of the impressions of an earlier run again, with a long deadline, for their scores."""
         with self._console.status("ranking a sample again in full, to compare the scores"):
             gateway = self._start_gateway(records, ["--reference-of", str(of)])
             while not self._has_ended(gateway):
                 time.sleep(0.1)
 
     def _observe(self) -> None:
-        """Follows who owns what, and lag: for people to see, at some cost to the broker."""
+        """Follows the owners of partitions and the lag, for the live table. This costs the broker some work."""
         reader = FleetReader(self._settings, self._fleet, self._clock, f"{self._settings.topic_prefix}-demo")
         reader.start()
         self._cleanup.callback(reader.stop)
@@ -142,11 +142,11 @@ class DemoStack:
         return child.process.poll() is not None
 
     def worker_readings(self) -> list[Reading]:
-        """What each worker counts now."""
+        """The metrics of each worker."""
         return [read_metrics(worker.port) for worker in self._workers]
 
     def processes(self) -> list[CommandProcess]:
-        """Those that run now."""
+        """The running processes."""
         return self._processes.running
 
     def _device_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What a run showed, and whether that is enough: pure functions over records."""
+"""The figures of a run, and the gates that the demo must pass: pure functions over records."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from relaygr.schemas.messages import Outcome, Path, PrefixSource
 from relaygr.traffic.records import LOST, ImpressionRecord
 
 COLD_SHARE = 1 / 3
-"""Of the schedule, its beginning: processes warm up, and most users come for the first time."""
+"""The beginning of the schedule, as a share: processes warm up, and most users have their first impression."""
 LEAST_RANKED_SHARE = 0.90
 LEAST_HBM_SHARE = 0.30
 LEAST_COMPARED = 200
 SCORE_TOLERANCE = 2e-5
-"""Of the largest score, in float32."""
+"""The largest difference of two scores, relative to the largest score, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Of some requests: how long those took that were answered, and how many got less than they asked for in time."""
+    """Latencies of the answered requests, and the number of requests without a full answer in time."""
 
     offered: int
     late: int
-    """Everything but an untruncated answer within the deadline."""
+    """Requests without an untruncated answer within the deadline."""
     p50_ms: float
     p99_ms: float
 
     @property
     def late_share(self) -> float:
-        """Of the offered requests."""
+        """Late requests as a share of the offered ones."""
         return self.late / self.offered if self.offered else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run over the schedule. Shares are of all offered requests."""
+    """The figures of one run over the schedule. Shares are of all offered requests."""
 
     ranked: int
     lost: int
     whole: LatencySummary
-    settled: LatencySummary
+    warm: LatencySummary
     """Without the first COLD_SHARE of the schedule."""
     endings: Mapping[str, int]
-    """Paths of ranked requests; status, with its reason, of the others."""
+    """The number of requests by path (ranked requests) or by status and reason (the others)."""
     from_dram: int
     send_lag_p99_ms: float
     device_seconds: float
@@ -56,24 +56,24 @@ class RunSummary:
         return self.whole.offered
 
     def share(self, count: int) -> float:
-        """`count` of the offered requests."""
+        """`count` as a share of the offered requests."""
         return count / self.offered if self.offered else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreComparison:
-    """Scores of one run against another's, for the impressions that both ranked in full."""
+    """The scores of one run compared with those of another, for the impressions that both ranked in full."""
 
     compared: int
     skipped: int
     worst_error: float
-    """Largest difference, relative to the largest score of its request."""
+    """The largest difference, relative to the largest score of its request."""
     different: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Something that the demo must show."""
+    """A condition that the demo must fulfil."""
 
     name: str
     passed: bool
@@ -82,14 +82,14 @@ class Gate:
 
 def summarise(records: Sequence[ImpressionRecord], device_seconds: float) -> RunSummary:
     """The figures of one run."""
-    # Numbered in the order of the schedule: the same impressions in every run over it.
+    # Records are numbered in the order of the schedule, so every run drops the same impressions.
     cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
     lags = [record.send_lag_us / 1000 for record in records]
     return RunSummary(
         ranked=sum(record.status == Outcome.RANKED for record in records),
         lost=sum(record.status == LOST for record in records),
         whole=latency_summary(records),
-        settled=latency_summary([record for record in records if record.number >= cold]),
+        warm=latency_summary([record for record in records if record.number >= cold]),
         endings=Counter(_ending(record) for record in records),
         from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
         send_lag_p99_ms=percentile(lags, 99),
@@ -98,19 +98,19 @@ def summarise(records: Sequence[ImpressionRecord], device_seconds: float) -> Run
 
 
 def latency_summary(records: Sequence[ImpressionRecord]) -> LatencySummary:
-    """Of these requests."""
+    """The latencies and late requests of these records."""
     latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
     late = sum(not in_time(record) for record in records)
     return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
 
 
 def in_time(record: ImpressionRecord) -> bool:
-    """Whether the request got the whole answer within its deadline."""
+    """Whether the request got an untruncated answer within its deadline."""
     return record.status == Outcome.RANKED and not record.late and record.path != Path.TRUNCATED
 
 
 def compare_scores(ours: Iterable[ImpressionRecord], reference: Iterable[ImpressionRecord]) -> ScoreComparison:
-    """Full float scores, untruncated on both sides, for the same impression and the same history version."""
+    """Compares the scores of impressions that both runs ranked untruncated, with the same history version."""
     theirs = {record.number: record for record in reference}
     compared = skipped = different = 0
     worst = 0.0
@@ -134,7 +134,7 @@ def compare_scores(ours: Iterable[ImpressionRecord], reference: Iterable[Impress
 
 
 def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison) -> tuple[Gate, ...]:
-    """What must hold for the demo to have shown the relay."""
+    """The conditions that the demo must fulfil."""
     hbm = relay.endings.get(Path.HBM, 0)
     return (
         Gate("no request lost", relay.lost + full.lost == 0, f"{relay.lost} with the relay, {full.lost} without"),
@@ -161,7 +161,7 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison) -> t
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The percentile, NaN of nothing."""
+    """The percentile; NaN without values."""
     return float(np.percentile(values, share)) if len(values) else float("nan")
 
 

@@ -1,6 +1,6 @@
-"""Reads interaction logs in their common layouts into one history per user.
+"""Reads interaction logs in common layouts into one history for each user.
 
-`recognise` says which layout a file has, by its content; `read_interactions` reads all of it.
+`recognise` finds the layout of a file from its content; `read_interactions` reads the whole file.
 """
 
 from relaygr.interactions.layouts import Layout, LayoutKind, recognise

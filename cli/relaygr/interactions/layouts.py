@@ -1,6 +1,6 @@
-"""Which layout an interaction log has, told by its first lines. Its name decides nothing.
+"""The layout of an interaction log, found from its first lines and not from its name, and its lines in blocks.
 
-| layout | told by | user, item, time |
+| layout | recognised by | user, item, time |
 |---|---|---|
 | RecBole `.inter` | tab-separated header of `name:type` | `user_id`, `item_id`, `timestamp` |
 | MovieLens `ratings.csv` | comma-separated header with user and item | `userId`, `movieId`, `timestamp` |
@@ -8,9 +8,12 @@
 | MovieLens `ratings.dat` | four values between `::`, the last two numbers | in that order |
 | KuaiRand `log_*.csv` | comma-separated header with `video_id`, `time_ms` | `user_id`, `video_id`, `time_ms` |
 
-The action comes from `rating`, the third value, or for KuaiRand from the flags of `KUAIRAND_BITS`. Without
-`item_id` the one other token `*_id` of a RecBole file is the item. CSV header names are compared without
-case and underscores.
+The action comes from `rating`, from the third value, or for KuaiRand from the flags of `KUAIRAND_BITS`. In a RecBole
+file without `item_id`, the only other token `*_id` is the item. CSV header names are compared without case and
+underscores.
+
+A file may be plain or gzipped text. A line ends with LF or CRLF. Reading stops at a line above `MAX_LINE_BYTES`, before
+a file without line ends fills the memory.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class LineBlock:
     first_number: int
     text: str
     bytes_read: int
-    """Of the file on disk, up to the end of this block."""
+    """Bytes of the file on disk up to the end of this block."""
 
     def lines(self) -> list[str]:
         return self.text.split("\n")
@@ -77,7 +80,7 @@ def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBloc
         with path.open("rb") as file:
             yield from _blocks(file, path, block_bytes)
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
-        raise RelayError(f"{path}: broken gzip file: {error}. Fetch or pack it again") from error
+        raise RelayError(f"{path}: broken gzip file: {error}. Download or compress it again") from error
     except OSError as error:
         raise RelayError(f"{path} can not be read: {error.strerror or error}") from error
 
@@ -102,7 +105,7 @@ def _blocks(file: IO[bytes], path: Path, block_bytes: int) -> Iterator[LineBlock
         if len(tail) > MAX_LINE_BYTES:
             line = number + whole.count(b"\n") + len(found)
             raise RelayError(
-                f"{path}: line {line} is longer than {MAX_LINE_BYTES} bytes: this is no log of interactions"
+                f"{path}: line {line} is longer than {MAX_LINE_BYTES} bytes: the file is not an interaction log"
             )
         rest = tail
         if found:
@@ -118,7 +121,7 @@ def _text(data: bytes) -> str:
 
 
 class LayoutKind(enum.StrEnum):
-    """The layouts that are known."""
+    """The known layouts."""
 
     RECBOLE = "RecBole .inter"
     MOVIELENS_CSV = "MovieLens ratings.csv"
@@ -129,7 +132,7 @@ class LayoutKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a line's fields are. Columns count from 0."""
+    """The positions of the fields in a line. Columns count from 0."""
 
     kind: LayoutKind
     separator: str
@@ -140,11 +143,11 @@ class Layout:
     time: int | None
     rating: int | None = None
     flags: tuple[tuple[int, int], ...] = ()
-    """(column, bit) of the action code."""
+    """(column, bit of the action code) of each flag."""
     time_is_ms: bool = False
-    """The unit is known; else it is told from the values."""
+    """Whether times are milliseconds. Otherwise the unit is derived from the values."""
     latin1_ids: bool = False
-    """Bytes that are not UTF-8 are read as latin-1."""
+    """Whether bytes that are not UTF-8 are read as latin-1."""
     quoted: bool = False
     because: str = ""
     notes: tuple[str, ...] = ()
@@ -156,7 +159,7 @@ class Layout:
         return line.split(self.separator)
 
     def columns(self, lines: list[str]) -> list[Sequence[str]]:
-        """The fields of lines by column. Raises ValueError unless every line has `column_count` of them."""
+        """The fields of all lines by column. Raises ValueError unless every line has `column_count` fields."""
         text = "\n".join(lines)
         if self.quoted and '"' in text:
             columns: list[Sequence[str]] = list(zip(*map(self.split, lines), strict=True))
@@ -165,14 +168,14 @@ class Layout:
             return columns
         separators = self.column_count - 1
         if any(line.count(self.separator) != separators for line in lines):
-            raise ValueError(f"a line has not {self.column_count} fields")
-        # One flat split: a list for every line would cost more than all else together.
+            raise ValueError(f"a line does not have {self.column_count} fields")
+        # One split of the whole text: a list for every line would take more time than everything else together.
         fields = text.replace("\n", self.separator).split(self.separator)
         return [fields[column :: self.column_count] for column in range(self.column_count)]
 
 
 def recognise(path: Path) -> Layout:
-    """The layout of the file. Raises RelayError, which says what was seen, if it is none that is known."""
+    """The layout of the file. Raises RelayError, with the first line, if the layout is unknown."""
     lines = _first_lines(path)
     header = lines[0]
     if "\t" in header and all(_RECBOLE_FIELD.fullmatch(name.strip()) for name in header.split("\t")):
@@ -185,7 +188,7 @@ def recognise(path: Path) -> Layout:
     seen = f"its first line is {header[:80]!r}"
     if re.search(r"\w:(token|float)\b", header):
         raise RelayError(f"{path}: the header looks like RecBole's, but its fields are not separated by tabs: {seen}")
-    raise RelayError(f"{path}: the layout is not known, {seen}. {_KNOWN}")
+    raise RelayError(f"{path}: the layout is unknown, {seen}. {_KNOWN}")
 
 
 def _first_lines(path: Path) -> list[str]:
@@ -212,7 +215,7 @@ def _recbole(path: Path, fields: Sequence[str]) -> Layout:
         if kind not in RECBOLE_TYPES:
             raise RelayError(f"{path}: header field {name}:{kind}: RecBole's types are {', '.join(RECBOLE_TYPES)}")
     if len(set(names)) != len(names):
-        raise RelayError(f"{path}: a name comes twice in the header: {', '.join(names)}")
+        raise RelayError(f"{path}: a name occurs twice in the header: {', '.join(names)}")
 
     def column(name: str, wanted: str) -> int | None:
         if name not in names:
@@ -252,7 +255,7 @@ def _with_names(path: Path, header: str) -> Layout:
     try:
         fields = [name.strip() for name in next(csv.reader((header,), strict=True))]
     except csv.Error as error:
-        raise RelayError(f"{path}: the header is no line of CSV: {error}") from error
+        raise RelayError(f"{path}: the header is not valid CSV: {error}") from error
     names = [name.lower().replace("_", "") for name in fields]
 
     def first(known: Sequence[str]) -> int | None:
@@ -280,7 +283,7 @@ def _with_names(path: Path, header: str) -> Layout:
 
 
 def _values(lines: Sequence[str], separator: str, kind: LayoutKind) -> Layout | None:
-    """A layout without header, if most of the first lines have it: some may be broken."""
+    """A layout without a header, if more than half of the first lines have it. Some lines may be broken."""
 
     def fits(line: str) -> bool:
         values = line.split(separator)

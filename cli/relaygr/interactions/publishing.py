@@ -1,10 +1,10 @@
-"""Publishes what was read: one `History` snapshot per user to the history topic, keyed by user id.
+"""Publishes an interaction log: one `History` snapshot for each user to the history topic, keyed by user id.
 
-Each is acknowledged by all replicas, and every delivery report is looked at. The producer's queue is
-bounded: when it is full, publishing waits. After `MAX_FAILURES` failed deliveries it stops: the broker is
-away, and the rest would fail one time-out after the other.
+All replicas acknowledge each snapshot, and every delivery report is checked. While the queue of the producer is full,
+publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further snapshot would wait for
+its time-out while the broker is away.
 
-Publishing again is safe: within one user the larger version number wins, and of equal ones the later.
+Publishing again is safe: for each user the largest version number counts, and the latest snapshot of that number.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _FLUSH_S: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which part of the histories is published."""
+    """The part of the histories that is published."""
 
     users: int | None = None
-    """The first so many; None: all."""
+    """Publish the first so many users; None: all."""
     max_behaviours: int = MAX_BEHAVIOURS
-    """The newest so many of each."""
+    """Publish the newest so many behaviours of each user."""
     number: int | None = None
-    """The version number of all; None: the time of each user's newest behaviour, in ms."""
+    """The version number of all histories; None: the time of the user's newest behaviour, in ms."""
 
 
 @dataclass(slots=True)
 class PublishReport:
-    """What became of the histories."""
+    """The outcome of publishing."""
 
     offered: int = 0
     delivered: int = 0
@@ -59,7 +59,7 @@ class PublishReport:
 
 
 def histories_count(interactions: Interactions, selection: Selection) -> int:
-    """How many histories `selection` leaves."""
+    """The number of histories in the selection."""
     count = len(interactions.users)
     return count if selection.users is None else min(count, selection.users)
 
@@ -78,7 +78,7 @@ def publish_histories(
     selection: Selection,
     on_progress: Callable[[int], None] | None = None,
 ) -> PublishReport:
-    """Publishes and waits for every report. `on_progress` gets the number of histories handed over."""
+    """Publishes, and waits for every delivery report. `on_progress` gets the number of histories produced so far."""
     report = PublishReport()
     topic = kafka.topic(Topic.HISTORY)
     producer = make_producer(kafka, ProducerKind.DURABLE, CLIENT_ID)

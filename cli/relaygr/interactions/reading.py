@@ -1,15 +1,17 @@
-"""Reads a whole interaction log into one history per user.
+"""Reads a whole interaction log into one history for each user.
 
-* A behaviour is (item, action code, time in ms). A rating's code is twice its stars, rounded; KuaiRand's
-  flags are bits (`layouts.KUAIRAND_BITS`); without either it is 0.
-* Times may be whole or decimal numbers. Their unit is told from their median: below 1e11 seconds
-  (until the year 5138), below 1e14 milliseconds, else microseconds. KuaiRand's are milliseconds.
-* Each user's behaviours are ordered by time; those of equal time stay in the order of the file.
-* A line that is no interaction is left out and reported with number and reason. Beyond
-  `Limits.max_bad_lines` reading stops with RelayError; nothing has been published then, since all of
-  a file is read first.
-* Memory: about 70 bytes a line at the peak, and the distinct ids. `Limits.max_lines` bounds it: 100
-  million lines, so MovieLens-32M and KuaiRand-1K fit, KuaiRand-27K (322 million) has to be split by user.
+* A behaviour is (item, action code, time in ms). The code of a rating is twice its stars, rounded. The code of a
+  KuaiRand behaviour is a sum of bits (`layouts.KUAIRAND_BITS`). Without rating and flags the code is 0.
+* Times may be whole or decimal numbers. The unit follows from the median: seconds below 1e11 (until the year 5138),
+  milliseconds below 1e14, else microseconds. KuaiRand's times are milliseconds.
+* The behaviours of a user are ordered by time; behaviours of equal time stay in the order of the file.
+* User ids stay text. An item id that is a plain decimal integer of 64 bits stays that number. Any other item id, `007`
+  included, becomes the first 63 bits of its blake2b hash, which is the same in every run and every file. If two ids get
+  the same number, reading stops with RelayError.
+* A bad line is skipped and reported with its number and the reason. After more than `Limits.max_bad_lines` of them
+  reading stops with RelayError. Nothing is published then, because the whole file is read first.
+* Reading takes about 70 bytes of memory a line at the peak, and the distinct ids. `Limits.max_lines` bounds the memory:
+  with 100 million lines MovieLens-32M and KuaiRand-1K fit; KuaiRand-27K (322 million lines) has to be split by user.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from relaygr.schemas.fields import FieldError, Text
 from relaygr.schemas.messages import Behaviours
 
 LARGEST_TIME: Final = 9e15
-"""Above it, times could not be told apart, or overflow as milliseconds."""
+"""Larger times are not exact as floats, or overflow as milliseconds."""
 LARGEST_RATING: Final = 32_767
 _SECONDS_BELOW: Final = 1e11
 _MILLISECONDS_BELOW: Final = 1e14
@@ -50,16 +52,16 @@ _INT64: Final = 2**63
 
 
 class BadIdError(ValueError):
-    """A text that can not be an id; the message says why."""
+    """A text that can not be an id, and why."""
 
 
 def hashed_item(text: str) -> int:
-    """The number of an item id that is not a number itself, 0 to 2**63 - 1."""
+    """The number of an item id that is not a 64-bit integer: 0 to 2**63 - 1."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class UserIndex(dict[str, int]):
-    """User id to its place in the order of first appearance; `index[text]` adds. Raises BadIdError."""
+    """User id -> position in the order of first appearance. `index[text]` adds an id. Raises BadIdError."""
 
     def __init__(self, latin1: bool) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class UserIndex(dict[str, int]):
 
 
 class ItemIndex(dict[str, int]):
-    """Item id to its number; `index[text]` adds. Raises BadIdError, and RelayError for a collision."""
+    """Item id -> number. `index[text]` adds an id. Raises BadIdError, and RelayError for two ids of one number."""
 
     def __init__(self, latin1: bool) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class ItemIndex(dict[str, int]):
 
     @property
     def hashed_count(self) -> int:
-        """Items whose id is no number."""
+        """The number of items whose id is hashed."""
         return len(self._hashed)
 
     def __missing__(self, text: str) -> int:
@@ -114,7 +116,7 @@ class ItemIndex(dict[str, int]):
 
 
 def _cleaned(text: str, latin1: bool) -> str:
-    """The id without surrounding blanks. Raises BadIdError if it is not text."""
+    """The id without surrounding white space. Raises BadIdError if it is not text."""
     name = text.strip()
     if not name.isascii():
         try:
@@ -130,7 +132,7 @@ def _cleaned(text: str, latin1: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is read, and how many lines may be broken."""
+    """The largest number of lines, and of bad lines."""
 
     max_bad_lines: int = 100
     max_lines: int = 100_000_000
@@ -138,7 +140,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no interaction. Lines count from 1, the header included."""
+    """A line that is not an interaction. Lines count from 1, the header included."""
 
     number: int
     reason: str
@@ -146,11 +148,11 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What was read."""
+    """Facts about a file that was read."""
 
     layout: Layout
     lines: int
-    """Lines with text, header and bad lines included."""
+    """Lines that are not empty, header and bad lines included."""
     interactions: int
     users: int
     items: int
@@ -158,21 +160,21 @@ class ReadReport:
     first_ms: int | None
     last_ms: int | None
     length_percentiles: dict[int, int]
-    """Behaviours a user, by percentile (50, 90, 99, 100); empty without users."""
+    """Percentile (50, 90, 99, 100) -> behaviours of a user; empty without users."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Interactions:
-    """One history per user, oldest first."""
+    """One history for each user, oldest behaviour first."""
 
     users: list[str]
     """In the order of first appearance."""
     starts: NDArray[np.int64]
-    """`behaviours[starts[i]:starts[i+1]]` are user i's; shape [users + 1]."""
+    """`behaviours[starts[i]:starts[i+1]]` are those of user i; shape [users + 1]."""
     behaviours: Behaviours
     item_numbers: dict[str, int]
-    """Item id in the file to item id in messages."""
+    """Item id in the file -> item id in messages."""
     report: ReadReport
 
     def of(self, index: int) -> Behaviours:
@@ -189,9 +191,9 @@ class _Columns:
 
 
 def read_interactions(path: Path, limits: Limits | None = None, on_progress: Progress | None = None) -> Interactions:
-    """All interactions of the file. `on_progress` gets the bytes of it read so far.
+    """All interactions of the file. `on_progress` gets the number of bytes read so far.
 
-    Raises RelayError if the layout is not known, the file is not readable, or a limit is passed.
+    Raises RelayError if the layout is unknown, the file is not readable, or a limit is exceeded.
     """
     path = Path(path)
     layout = recognise(path)
@@ -204,7 +206,7 @@ def read_interactions(path: Path, limits: Limits | None = None, on_progress: Pro
 
 
 class _LogLineError(ValueError):
-    """Why a line is no interaction."""
+    """The reason why a line is not an interaction."""
 
 
 @dataclass(slots=True)
@@ -238,7 +240,7 @@ class _Reader:
         self._take(numbers, lines)
 
     def _take(self, numbers: Sequence[int], lines: list[str]) -> None:
-        """Converts all lines at once, and where that fails halves of them, down to single ones."""
+        """Converts all lines at once. If that fails, converts each half, down to single lines."""
         if not lines:
             return
         try:
@@ -259,12 +261,12 @@ class _Reader:
                 self._reject(number, str(error))
 
     def _convert(self, lines: list[str]) -> _Columns:
-        """The lines as columns. Raises one of several errors if any line is bad; `_explain` says which and why."""
+        """The lines as columns. Raises one of several errors if a line is bad. `_explain` finds the line and reason."""
         layout = self.layout
         columns = layout.columns(lines)
         count = len(lines)
         times = np.zeros(count) if layout.time is None else np.fromiter(map(float, columns[layout.time]), "f8", count)
-        # Written so that NaN fails too.
+        # In this form the comparison is false for NaN too.
         if not bool(((times >= 0) & (times <= LARGEST_TIME)).all()):
             raise _LogLineError
         actions = np.zeros(count, "<u2")
@@ -276,13 +278,13 @@ class _Reader:
         for column, bit in layout.flags:
             flags = np.fromiter(map(_FLAG.__getitem__, columns[column]), np.bool_, count)
             actions |= flags * np.uint16(bit)
-        # Ids come last: what fails above has added none.
+        # Ids are added last, so that lines that fail above add none.
         items = np.fromiter(map(self.items.__getitem__, columns[layout.item]), "<i8", count)
         users = np.fromiter(map(self.users.__getitem__, columns[layout.user]), np.int32, count)
         return _Columns(users, items, times, actions)
 
     def _explain(self, line: str) -> None:
-        """Raises _LogLineError or csv.Error with the reason, if numbers or the shape of a line are wrong."""
+        """Raises _LogLineError or csv.Error with the reason if the fields of the line are wrong."""
         layout = self.layout
         fields = layout.split(line)
         if len(fields) != layout.column_count:
@@ -317,7 +319,7 @@ class _Reader:
         order = np.lexsort((times_ms, users))
         counts = np.bincount(users, minlength=len(self.users.names))
         del users
-        # An id that came on bad lines alone has no behaviours.
+        # An id that occurs only in bad lines has no behaviours.
         names = [name for name, count in zip(self.users.names, counts, strict=True) if count]
         counts = counts[counts > 0]
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
@@ -328,7 +330,7 @@ class _Reader:
         distinct = np.unique(items)
         notes = [*self.layout.notes, *unit_note]
         if self.items.hashed_count:
-            notes.append(f"{self.items.hashed_count} item ids are no numbers and are hashed to 63 bits")
+            notes.append(f"{self.items.hashed_count} item ids are not integers and are hashed to 63 bits")
         report = ReadReport(
             layout=self.layout,
             lines=self.lines,
@@ -358,7 +360,7 @@ def _joined(parts: list[NDArray[_S]], dtype: np.dtype[_S]) -> NDArray[_S]:
 
 
 def _in_ms(times: NDArray[np.float64], layout: Layout) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Times in milliseconds, and a remark on the unit they had."""
+    """Times in milliseconds, and a note about their unit in the file."""
     if layout.time_is_ms or times.size == 0 or layout.time is None:
         return times.astype("<i8"), ()
     median = float(np.median(times))

@@ -1,1 +1,1 @@
-"""Open-loop traffic: whose impressions come when, sent through the client, and what came back."""
+"""Open-loop traffic: the users, the schedule of their impressions, the gateway that plays it, and its records."""

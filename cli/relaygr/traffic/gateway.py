@@ -1,10 +1,10 @@
-"""A gateway: plays impressions against the clock, open loop, and records what came back.
+"""A gateway that plays a schedule of impressions against the clock (open loop) and records the outcomes.
 
-It is also the feature pipeline of its users: it publishes their histories before the first impression,
-and each longer version before the retrieval event that names it.
+The gateway also publishes the histories of its users: the first versions before the first impression, and each longer
+version before the retrieval event that names it.
 
-Every request is timed from its *scheduled* ranking time, whether or not the generator or the system
-kept up, and ends as exactly one record: answered, answered late, or lost.
+The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
+exactly one record: answered, answered late, not sent, or lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from relaygr.traffic.settings import TrafficSettings
 log = structlog.get_logger()
 
 HISTORY_LEAD_US = 200_000
-"""How long before its retrieval event a longer history is published."""
+"""Time between the publication of a longer history and the retrieval event that names it."""
 WARM_UP_REQUESTS = 24
 _BACK_PRESSURE_S = 0.02
 _LONGEST_SLEEP_US = 200_000
@@ -49,7 +49,7 @@ class _OpenRequest:
 
 @dataclass(order=True, slots=True)
 class _TimedCall:
-    """Something to do at its time, for one impression."""
+    """A call at a given time, for one impression."""
 
     at_us: int
     sequence: int
@@ -60,14 +60,14 @@ class _TimedCall:
 
 @dataclass(frozen=True, slots=True)
 class _VersionedHistory:
-    """A history, and the version that names it."""
+    """A history and its version."""
 
     history: History
     version: HistoryVersion
 
 
 class Gateway:
-    """Plays one stream. `record` is called from the client's thread, once a request."""
+    """Plays one schedule. `record` is called once for each request, on the thread of the client."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Gateway:
         record: OnRecord,
         lost_after_s: float = 3.0,
     ) -> None:
-        """`client_of(on_late=..., on_lost=...)` makes the client that this gateway starts and closes.
+        """`client_of(on_late=..., on_lost=...)` makes the client, which this gateway starts and closes.
 
-        `lost_after_s`: how long after its deadline that client gives an unanswered request up.
+        `lost_after_s`: time after the deadline at which the client reports an unanswered request as lost.
         """
         self._client = client_of(on_late=self._late, on_lost=self._lost)
         self._settings = settings
@@ -87,28 +87,31 @@ class Gateway:
         self._record = record
         self._candidates = Candidates(settings, population)
         self._open: dict[str, _OpenRequest] = {}
-        # No event: a signal handler may not take the lock that the main thread waits with.
+        # Not a threading.Event: a signal handler must not take the lock with which the main thread waits.
         self._stopping = False
         self._lost_after_s = lost_after_s
         self._versions: dict[int, _VersionedHistory] = {}
         self.recorded = 0
 
     def stop(self) -> None:
-        """Begins no more impressions; those that have begun are played to their end."""
+        """Starts no more impressions. Those that have started are completed."""
         self._stopping = True
 
     def play(self) -> None:
-        """Histories, warm-up, then the stream; returns when every request has ended."""
+        """Publishes the histories, warms up and plays the schedule. Returns when every request has ended."""
         with self._client:
             self._publish_first_histories()
             self._warm_up()
             self._settle()
             self._play(impressions(self._settings, self._population))
             self._client.drain(self._longest_end_s())
-        self._lose_what_is_open()
+        self._record_open_as_lost()
 
     def replay(self, numbers: frozenset[int], budget_ms: int, at_once: int) -> None:
-        """Ranks chosen impressions of the stream again, a few at once and with time enough: the reference."""
+        """Ranks chosen impressions of the schedule again, at most `at_once` at a time, with a long deadline.
+
+        The scores are the reference for the scores of another run.
+        """
         slots = threading.Semaphore(at_once)
         with self._client:
             self._publish_first_histories()
@@ -125,12 +128,12 @@ class Gateway:
                 else:
                     future.add_done_callback(lambda _: slots.release())
             self._client.drain(budget_ms / 1000 + self._longest_end_s())
-        self._lose_what_is_open()
+        self._record_open_as_lost()
 
     # -- the stream --------------------------------------------------------------------------------
 
     def _play(self, stream: Iterator[Impression]) -> None:
-        """Timed calls in order; each impression puts its own into the heap one step ahead of its time."""
+        """Makes the calls of all impressions in the order of their times. A heap holds the calls of started ones."""
         started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
         calls: list[_TimedCall] = []
         sequence = itertools.count()
@@ -155,7 +158,7 @@ class Gateway:
                 dropped.add(call.number)
 
     def _sleep_until(self, at_us: int, give_up: bool) -> bool:
-        """False if we are to stop meanwhile, and what waits has not begun."""
+        """Sleeps until the time. Returns False if `stop` was called and the call may be given up."""
         while (left_us := at_us - time.monotonic_ns() // 1000) > 0:
             if give_up and self._stopping:
                 return False
@@ -172,7 +175,7 @@ class Gateway:
 
     def _begin(self, impression: Impression, request_id: str) -> None:
         settings = self._settings
-        # With a queue full of what the broker does not take, its ranking request goes without the relay.
+        # A full queue means that the broker is away. The ranking request then takes the full path.
         with suppress(QueueFull):
             self._client.publish_retrieval(
                 self._population.user_id(impression.user),
@@ -191,7 +194,7 @@ class Gateway:
     def _rank(
         self, impression: Impression, request_id: str, scheduled_us: int, budget_ms: float
     ) -> Future[RankOutcome] | None:
-        """None if the client took no more: that is the request's end, and recorded."""
+        """Sends a ranking request. Returns None, and records the request as not sent, if the client's queue is full."""
         history = self._history(impression)
         entry = _OpenRequest(impression, request_id, scheduled_us, time.monotonic_ns() // 1000, history)
         self._open[request_id] = entry
@@ -239,13 +242,13 @@ class Gateway:
                 time.sleep(_BACK_PRESSURE_S)
 
     def _history(self, impression: Impression) -> History:
-        return self._named(impression).history
+        return self._version_of(impression).history
 
     def _version(self, impression: Impression) -> HistoryVersion:
-        return self._named(impression).version
+        return self._version_of(impression).version
 
-    def _named(self, impression: Impression) -> _VersionedHistory:
-        """The version of the impression. The last of each user is kept: three messages name it."""
+    def _version_of(self, impression: Impression) -> _VersionedHistory:
+        """The history of the impression and its version. The last one of each user is kept, for three messages."""
         known = self._versions.get(impression.user)
         if known is None or known.history.number != impression.history_length:
             history = history_at(self._population, impression.user, impression.history_length)
@@ -253,7 +256,7 @@ class Gateway:
         return known
 
     def _warm_up(self) -> None:
-        """A few requests of made-up users, unrecorded: connections, caches and compilers are warm after them."""
+        """Sends a few requests of unknown users, without records, to warm up connections, caches and compilers."""
         candidates = self._population.items[: self._settings.candidates]
         futures = [
             self._client.submit_rank(f"warm-up-{number}", candidates, budget_ms=2_000)
@@ -265,7 +268,7 @@ class Gateway:
     # -- ends --------------------------------------------------------------------------------------
 
     def _ended(self, outcome: RankOutcome) -> None:
-        """A time-out is not the end yet: the answer may come late, or the request be lost."""
+        """Records an answer. After a time-out, `on_late` or `on_lost` of the client follows."""
         if outcome.status is not RankStatus.TIMED_OUT:
             self._write(outcome)
 
@@ -280,8 +283,8 @@ class Gateway:
         if entry is not None:
             self._write_unanswered(entry, status)
 
-    def _lose_what_is_open(self) -> None:
-        """The client forgets what ends neither in time nor in its grace; here nothing goes unrecorded."""
+    def _record_open_as_lost(self) -> None:
+        """Records the requests without an outcome at the end as lost."""
         while self._open:
             self._write_unanswered(self._open.popitem()[1], LOST)
 

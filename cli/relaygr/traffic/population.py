@@ -1,4 +1,4 @@
-"""The users that traffic is made of: ids, and each one's whole sequence of behaviours, oldest first."""
+"""The users of the traffic: their ids and behaviours, oldest first."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _EPOCH_MS = 1_700_000_000_000
 _GAP_MS = 60_000
 _KEPT_SEQUENCES = 4096
 FIRST_SHARE = 0.8
-"""Part of a real sequence that is history at a user's first impression; the rest is how it grows."""
+"""The share of a logged sequence that is the history at the user's first impression. The history grows by the rest."""
 
 
 class Population(Protocol):
-    """Users by index, 0 being who comes most often."""
+    """Users by index. User 0 has the most impressions."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def items(self) -> NDArray[np.int64]:
-        """Item ids that candidates are drawn from."""
+        """The item ids from which candidates are drawn."""
 
     def user_id(self, index: int) -> str: ...
 
     def first_length(self, index: int) -> int:
-        """Behaviours in the history at the user's first impression."""
+        """The number of behaviours in the history at the user's first impression."""
 
     def sequence(self, index: int) -> Behaviours:
-        """Everything the user ever does."""
+        """All behaviours of the user."""
 
 
 def history_at(population: Population, index: int, length: int) -> History:
-    """The snapshot of a user's first `length` behaviours; its version number is that length."""
+    """The snapshot of the user's first `length` behaviours. Its version number is `length`."""
     return History(population.user_id(index), length, np.empty(0, dtype="<i8"), population.sequence(index)[:length])
 
 
 class SyntheticPopulation:
-    """Users with log-normal history lengths and uniform items, made from the seed when asked for."""
+    """Users with log-normal history lengths and uniform items, generated from the seed on demand."""
 
     def __init__(self, settings: TrafficSettings) -> None:
         self._settings = settings
@@ -70,7 +70,7 @@ class SyntheticPopulation:
         return int(self._first_lengths[index])
 
     def sequence(self, index: int) -> Behaviours:
-        """A pure function of seed and index; as long as the longest history that is published."""
+        """A pure function of seed and index, as long as the longest published history."""
         return self._sequences(index)
 
     def _make_sequence(self, index: int) -> Behaviours:
@@ -112,13 +112,13 @@ class LogPopulation:
         return max(1, int(len(self.sequence(index)) * FIRST_SHARE))
 
     def sequence(self, index: int) -> Behaviours:
-        """The newest of what the log has."""
+        """The newest behaviours of the user in the log."""
         whole = self._interactions.of(self._indices[index])
         return whole[max(0, len(whole) - self._most) :]
 
 
 def population_of(settings: TrafficSettings) -> Population:
-    """The users of the settings. Raises RelayError for an interaction log that cannot be used."""
+    """The users that the settings describe. Raises RelayError for an interaction log that can not be used."""
     if settings.interactions is None:
         return SyntheticPopulation(settings)
     try:

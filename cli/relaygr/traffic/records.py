@@ -1,4 +1,4 @@
-"""What came back: one JSON line an impression, in a file that others can read."""
+"""The records of a gateway: one JSON line for each impression, in a file that other processes can read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import StageTimings
 
 LOST = "lost"
-"""The status of a request that no worker ever answered."""
+"""The status of a request that no worker answered."""
 NOT_SENT = "not_sent"
-"""The status of a request that the client did not take, its queue being full because the broker is away."""
+"""The status of a request that the client refused because its queue was full. This happens in an outage of Kafka."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImpressionRecord:
-    """One impression's end, as the gateway saw it on its monotonic clock.
+    """The outcome of one impression, by the gateway's monotonic clock.
 
-    `latency_us` runs from the *scheduled* time of the ranking request to the answer, so that a stalled
-    system is charged for what it delayed; None if no answer came. `send_lag_us` is what of it the
-    generator itself was late.
+    `latency_us` is the time from the *scheduled* ranking request to the answer, so that a delay of the gateway counts;
+    None without an answer. `send_lag_us` is the delay of the gateway itself, as part of it.
     """
 
     number: int
@@ -66,15 +65,15 @@ def pack_scores(scores: NDArray[np.float32]) -> str:
 
 
 class RecordWriter:
-    """Writes records as they come; each line is whole once written."""
+    """Writes records one by one, each as a whole line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Line by line, so that others can read along.
+        # Line-buffered, so that other processes can read each record at once.
         self._file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, record: ImpressionRecord) -> None:
-        # Not `asdict`, which copies deeply: the generator shares the machine with what it measures.
+        # Not `asdict`, which copies deeply: the gateway shares the machine with the processes that it measures.
         plain = {name: getattr(record, name) for name in _FIELDS}
         if record.timings is not None:
             plain["timings"] = asdict(record.timings)
@@ -85,14 +84,14 @@ class RecordWriter:
 
 
 def parse_record(line: str | bytes) -> ImpressionRecord:
-    """One line's record. Raises ValueError or TypeError for anything else."""
+    """The record of one line. Raises ValueError or TypeError for a line that is not a record."""
     fields: dict[str, Any] = json.loads(line)
     timings = fields.pop("timings", None)
     return ImpressionRecord(**fields, timings=None if timings is None else StageTimings(**timings))
 
 
 def read_records(path: Path) -> Iterator[ImpressionRecord]:
-    """The records of a file. Raises RelayError, with the line, for one that holds something else."""
+    """The records of a file. Raises RelayError, with the line number, for a line that is not a record."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:

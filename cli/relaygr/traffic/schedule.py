@@ -1,7 +1,7 @@
-"""When impressions come: a pure function of settings and population, the same for every system compared.
+"""The schedule of impressions: a pure function of settings and population, equal for all systems that are compared.
 
-Open loop: exponential gaps, never rescaled; users by Zipf; log-normal lead times. The stream is lazy,
-so it may be endless.
+Open loop: gaps are exponential, users follow a Zipf distribution, lead times are log-normal. The stream is lazy, so it
+may be endless.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from relaygr.traffic.settings import TrafficSettings
 
 @dataclass(frozen=True, slots=True)
 class Impression:
-    """One pass of the cascade. Times in µs since the start of the stream."""
+    """One scheduled impression. Times are in µs since the start of the stream."""
 
     number: int
     user: int
     retrieval_us: int
     ranking_us: int
     history_length: int
-    """Behaviours of the version that it is ranked with, which is also the version's number."""
+    """The length of the history version of its ranking request, which is also the number of the version."""
 
 
 def impressions(settings: TrafficSettings, population: Population) -> Iterator[Impression]:
-    """Impressions in the order of their retrieval events, until `duration_s` is over."""
+    """The impressions in the order of their retrieval events, until `duration_s` is over."""
     random = np.random.default_rng((settings.seed, 2))
     weights = (1.0 + np.arange(population.size)) ** -settings.zipf_exponent
     cumulative = np.cumsum(weights) / weights.sum()
@@ -56,9 +56,10 @@ def _next_length(before: int | None, settings: TrafficSettings, population: Popu
 
 
 class Candidates:
-    """The item ids to rank: a stretch of one random order of all items, at another place for each impression.
+    """The item ids to rank: for each impression another section of one random order of all items.
 
-    Distinct where there are enough items, and cheap: the generator shares the machine with what it measures.
+    The ids are distinct if there are enough items. This is cheap, because the gateway shares the machine with the
+    processes that it measures.
     """
 
     _STRIDE = 7919
@@ -76,6 +77,6 @@ class Candidates:
 
 
 def suffix_of(impression: Impression, settings: TrafficSettings, population: Population) -> Behaviours:
-    """The short-term behaviours: what the user does right after the history."""
+    """The short-term behaviours: those that follow the history in the user's sequence."""
     end = impression.history_length + settings.suffix
     return population.sequence(impression.user)[impression.history_length : end]
