@@ -119,13 +119,13 @@ def test_streams_has_no_torch() -> None:
         ("relaygr.kafka.clients", ("torch", "faust", "lmdb", "matplotlib")),
         ("relaygr.admission.policy", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.admission.latency", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("relaygr.client", ("torch", "faust", "lmdb")),
+        ("relaygr.client", ("torch", "faust", "aiokafka", "aiohttp", "starlette", "uvicorn", "typer", "rich", "lmdb")),
         ("relaygr.consumer", ("torch", "faust", "lmdb")),
         ("relaygr.worker.settings", ("torch", "faust", "lmdb")),
         ("relaygr.worker.cache", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.worker.executor.order", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.worker.executor.plan", ("torch", "faust", "confluent_kafka", "lmdb")),
-        ("relaygr.settings", ("torch", "faust", "lmdb", "matplotlib")),
+        ("relaygr.settings", ("torch", "faust", "aiokafka", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),
     ],
 )
 def test_a_module_can_be_imported_without(module: str, absent: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from relaygr.kafka.admin import require_topics
 from relaygr.publishing.json_lines import Line
 from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
-from relaygr.publishing.sending import SendReport, opened, say, send_lines, wait_until, when_there_is_room
+from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BUDGET_MS
@@ -81,7 +81,7 @@ def retrieval(
             def report(delivery: DeliveryReport) -> None:
                 if not delivery.delivered:
                     failures.append(line.number)
-                    say(f"line {line.number}: not delivered: {delivery.error}")
+                    print_line(f"line {line.number}: not delivered: {delivery.error}")
 
             when_there_is_room(lambda: publisher.publish_retrieval(event, report), publisher.poll)
             publisher.poll()
@@ -157,7 +157,7 @@ def _finish(run: SendReport, text: str, failed: bool = False) -> None:
     bad = f"; {run.bad} bad {lines} left out" if run.bad else ""
     if run.stopped:
         bad = f"; stopped after {run.bad} bad {lines} (--max-bad-lines)"
-    say(f"{text} in {time.monotonic() - run.started_s:.1f} s{bad}")
+    print_line(f"{text} in {time.monotonic() - run.started_s:.1f} s{bad}")
     if run.bad or failed:
         raise typer.Exit(1)
 

@@ -46,7 +46,7 @@ def send_lines(
     show: bool,
 ) -> SendReport:
     """Sends each line, at most `rate` a second. Bad lines are reported and skipped."""
-    bad = BadLines(max_bad_lines, say)
+    bad = BadLines(max_bad_lines, print_line)
     sent, stopped, started_s = 0, False, time.monotonic()
     slot_s = started_s
     with _progress(stream, show) as advance:
@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, idle: Callable[[
         idle(_STEP_S)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line on standard error, above the progress bar."""
     _console.print(text, markup=False, soft_wrap=True)
 
