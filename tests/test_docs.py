@@ -122,6 +122,12 @@ def test_a_path_in_the_text_is_there(page: str, path: str) -> None:
     assert (ROOT / path).exists() or path in MADE_BY_USERS
 
 
+def test_a_bare_file_name_in_the_text_is_there() -> None:
+    names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    found = {(page, code) for page in PAGES for code in CODE.findall(prose_of(page)) if re.fullmatch(r"\w+\.py", code)}
+    assert {(page, name) for page, name in found if name not in names} == set()
+
+
 # The site
 
 
