@@ -1,4 +1,4 @@
-"""Ranking passes: what runs beside the requests, whose time it is, and what the host does while a device works."""
+"""Ranking passes: chunks in the same forward, the accounts of device time, and the host's work beside the device."""
 
 from __future__ import annotations
 

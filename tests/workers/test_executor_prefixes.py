@@ -1,4 +1,4 @@
-"""Prefixes under computation: they tell by events what happened, and call nobody that waits for them."""
+"""Prefixes under computation append events, and call none of the requests and jobs that wait for them."""
 
 from __future__ import annotations
 

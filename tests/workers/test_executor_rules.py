@@ -1,4 +1,4 @@
-"""Real engines of every kind of prefix, through the executor: what was relayed scores as full inference does.
+"""Real engines of every kind of prefix in the executor: scores on relayed prefixes equal those of full inference.
 
 The oracle is `tests.workers.reference`: everything in one dense pass, in float64.
 """

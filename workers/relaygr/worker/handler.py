@@ -111,7 +111,7 @@ class WorkerHandler:
             if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
                 raise DecodeError(
                     DecodeReason.INVALID_FIELD,
-                    "RankingRequest: request_id or deadline_us is not what the headers say",
+                    "RankingRequest: request_id or deadline_us differs from the headers",
                 )
         except DecodeError as error:
             detail = f"{error.reason}: {error}"

@@ -1,6 +1,6 @@
-"""The shape of K,V in memory: what the cache counts in pages and bytes, and the engine reads as tensors.
+"""The shape of K,V in memory. The cache counts it in pages and bytes, the engine reads it as tensors.
 
-`KvGeometry` is a page as the engine uses it, `DramGeometry` the same page as the DRAM tier keeps it.
+`KvGeometry` is the form of a page in the HBM tier, `DramGeometry` the form of the same page in the DRAM tier.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DramKvDtype(enum.StrEnum):
 class KvGeometry:
     """K,V of one token and of one page.
 
-    A page is `page_bytes` contiguous bytes holding `page_tokens` tokens of every layer, one layer after the
-    other, so that a layer can be copied by itself: its K as [num_heads, page_tokens, attention_dim], then its V
-    as [num_heads, page_tokens, hidden_dim]. An arena is uint8 [num_pages, page_bytes].
+    A page is `page_bytes` contiguous bytes with `page_tokens` tokens of every layer, one layer after the other, so that
+    a layer can be copied by itself. A layer is its K as [num_heads, page_tokens, attention_dim], then its V as
+    [num_heads, page_tokens, hidden_dim]. An arena is uint8 [num_pages, page_bytes].
     """
 
     num_layers: int
@@ -67,14 +67,14 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DramGeometry:
-    """A page of `kv` as the DRAM tier keeps it, one layer after the other as there.
+    """The form of a page of `kv` in the DRAM tier, one layer after the other.
 
-    * `same`: byte for byte.
+    * `same`: the bytes of the HBM tier.
     * `bfloat16`: each layer's K, then its V, rounded.
     * `int8`: each layer begins with float32 scales, of K [num_heads, page_tokens], then of V; then K as int8
       [num_heads, page_tokens, attention_dim], then V as int8 [num_heads, page_tokens, hidden_dim], then up to 3
-      unused bytes, so that the next scales are aligned. A number is worth its scale times itself. A scale belongs
-      to one token and head: what other rows of the page hold does not change it.
+      unused bytes, so that the next scales are aligned. The value of a number is the number times its scale. Each
+      token and head has its own scale, so other rows of the page do not change it.
     """
 
     kv: KvGeometry
@@ -82,7 +82,7 @@ class DramGeometry:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a page comes back as it went in."""
+        """Whether a reloaded page has the bits that were spilled."""
         return self.dtype is DramKvDtype.SAME or self.dtype.value == self.kv.dtype.value
 
     @property
@@ -98,7 +98,7 @@ class DramGeometry:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales at the start of a layer, K's and V's."""
+        """Bytes of the scales of K and V at the start of a layer."""
         return 2 * self.kv.num_heads * self.kv.page_tokens * _SCALE_BYTES if self.dtype is DramKvDtype.INT8 else 0
 
     @property
@@ -108,7 +108,7 @@ class DramGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLayout:
-    """How behaviours become prefix tokens: the user's contextual tokens, then so many a behaviour."""
+    """The tokens of a prefix: the user's contextual tokens, then those of each behaviour."""
 
     contextual_tokens: int
     tokens_per_behaviour: int

@@ -69,7 +69,7 @@ class Trace:
             if module.startswith(_MODEL):
                 self._in_model = frame
             elif module.startswith(_PRODUCT) and not frame.f_code.co_filename.startswith(("<", _BENCHMARKS)):
-                # What dataclasses generate has no file.
+                # Methods that dataclasses generate have no file.
                 self._count(frame.f_code)
         elif event == "return" and frame is self._in_model:
             self._in_model = None

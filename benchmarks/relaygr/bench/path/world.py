@@ -67,7 +67,7 @@ Step = Callable[[], "FakeMessage | None"]
 
 @dataclass(frozen=True, slots=True)
 class FakeMessage:
-    """As confluent-kafka's, of what the loop reads."""
+    """Has the methods of confluent-kafka's message that the loop calls."""
 
     in_topic: str
     offset_: int
@@ -103,7 +103,7 @@ class FakeMessage:
 
 @dataclass(slots=True)
 class FakeProducer:
-    """Delivers when told to."""
+    """Delivers results when `deliver` is called."""
 
     values: list[bytes] = field(default_factory=list)
     waiting: list[Callable[[Any, Any], None]] = field(default_factory=list)
@@ -207,7 +207,7 @@ class ScriptedConsumer:
 
 
 class World:
-    """One worker, and a script of what happens to it."""
+    """One worker, and a script of messages and steps."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(monotonic_us=1_000_000)

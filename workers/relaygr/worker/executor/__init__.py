@@ -8,7 +8,7 @@ Full inference has no code path of its own: it is the chunks of a prefix, follow
 published if the cache has room.
 
     thread      the device thread, and the watch over it
-    executor    the loop, and what happens after each change of a prefix
+    executor    the loop; it handles the events of prefixes
     requests    ranking requests: look up, plan, wait, answer
     jobs        pre-infer jobs: look up, reload or compute, lease
     prefixes    prefixes under computation, and their chunks on the device

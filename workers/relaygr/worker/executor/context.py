@@ -167,7 +167,7 @@ class DeviceCompletions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HistoryWait:
-    """One piece of work in the wait queue, and what it does when its user's history changed."""
+    """One piece of work in the wait queue. `on_change` is called when its user's history has changed."""
 
     on_change: Callable[[], None]
 

@@ -190,7 +190,7 @@ class Executor:
             self._rank(now_us, user)
 
     def _handle_events(self) -> None:
-        """Tells the requests and jobs what happened to the prefixes that they wait for."""
+        """Continues the requests and jobs whose prefixes changed."""
         while self._prefixes.events:
             match self._prefixes.events.popleft():
                 case Computed(work, handle) as computed:

@@ -1,13 +1,13 @@
 """Prefixes that are computed: which there are, where their K,V go, and their chunks on the device.
 
-A prefix is computed once for all who need it (single flight). It is computed in chunks, between which more urgent work
-may run, into cache pages, and then published. Where the cache has no room it is computed into the scratch pages, which
-serve one request at a time.
+A prefix is computed once for all requests and jobs that need it (single flight). It is computed in chunks into cache
+pages, and then published; between two chunks more urgent work may run. Where the cache has no room, the prefix is
+computed into the scratch pages, which serve one request at a time.
 
     compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned
 
-Nothing here calls the requests and jobs that wait for a prefix. What happened to them is appended to `events`, and the
-executor handles the events after each call.
+Nothing here calls the requests and jobs that wait for a prefix. This module appends an event for each change that
+concerns them, and the executor handles the events after each call.
 
 An accelerator works on a chunk by itself while the host goes on with look-ups. `settle` waits for the chunk before the
 next piece of device work: only then it is written and its duration is known. On the CPU a chunk is complete when its

@@ -90,7 +90,7 @@ class Requests:
             self._failed(work, error)
 
     def start_over(self, work: RankingWork) -> None:
-        """Another model answers now: whatever was found or computed for the request is of no use any more."""
+        """Another model answers now, so the request is looked up again from the start."""
         work.lookups = 0
         self._look_up_again(work)
 
@@ -481,7 +481,7 @@ def _lost_its_prefix(handle: Handle) -> bool:
 
 
 def _too_long(request: RankingRequest, limits: EngineLimits) -> str | None:
-    """Says what the model does not take. Checked before anything is computed for the request."""
+    """The limit of the model that the request exceeds. Checked before anything is computed for the request."""
     for count, limit, what in (
         (int(request.candidates.size), limits.max_candidates, "candidates"),
         (int(request.suffix.items.size), limits.max_suffix_behaviours, "suffix behaviours"),

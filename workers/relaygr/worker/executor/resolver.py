@@ -70,7 +70,7 @@ class PrefixResolver:
         """The prefix of a resolved history; of an unknown one, that of a user without behaviours or features.
 
         `query_time_ms`: the time of the retrieval event. `scored`: the request's numbers, or the expected ones; a model
-        may hide features by them. `suffix`: the request's own; the prefix says what of it still follows.
+        may hide features by them. `suffix`: the request's own; it may become a part of the prefix.
         """
         history, chain = resolved.history, resolved.chain
         if history is None or chain is None:

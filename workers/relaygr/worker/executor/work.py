@@ -89,7 +89,7 @@ class RankingWork:
     answer_by_us: int
     """When the result should leave: the deadline less the time of the way back."""
     held_bytes: int = 0
-    """About what the request takes in memory until it is answered."""
+    """About the memory that the request takes until it is answered."""
     scored_tokens: int = 0
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
