@@ -11,6 +11,9 @@ Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slo
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
+With pytest-xdist (`make test`) the tests of a file stay together on one worker, and so do all of the pipeline, which
+are run first: they last longest. Each worker has brokers of its own.
+
 Examples of property tests may take as long as they like: no test asserts how long something took.
 """
 
@@ -21,6 +24,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -33,6 +37,7 @@ from tests.leftovers import Leftovers
 from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
+PIPELINE = Path(__file__).parent / "pipeline"
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 
 settings.register_profile("relaygr", deadline=None)
@@ -40,6 +45,11 @@ settings.load_profile("relaygr")
 
 for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not name.startswith("RELAYGR_TEST_")]:
     del os.environ[_name]
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: the workers share the cores already.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
@@ -50,8 +60,14 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_groups = config.pluginmanager.has_plugin("xdist")
+    if has_groups:
+        items.sort(key=lambda item: PIPELINE not in item.path.parents)
     for item in items:
+        if has_groups:
+            is_pipeline = PIPELINE in item.path.parents
+            item.add_marker(pytest.mark.xdist_group("pipeline" if is_pipeline else str(item.path)))
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
 

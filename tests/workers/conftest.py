@@ -1,10 +1,20 @@
-"""Chooses Triton's interpreter where there is no GPU. Triton reads the variable when it is imported."""
+"""One thread for torch's own operations, and Triton's interpreter where there is no GPU.
+
+Triton reads the variable when it is imported.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever a test before has set."""
+    torch.set_num_threads(1)

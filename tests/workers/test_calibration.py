@@ -57,11 +57,6 @@ class TimedEngine(NullEngine):
         return self.now_ns
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def timed(one_thread: None) -> Calibration:
     engine = TimedEngine()

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import relaygr.worker.dram_check
@@ -28,11 +27,6 @@ from relaygr.worker.settings import WorkerSettings
 from tests.workers.model_world import small_config
 
 PAGE_TOKENS = 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def save(folder: Path, config: ModelConfig, seed: int = 0) -> Path:

@@ -37,11 +37,6 @@ TOLERANCE = 2e-5
 NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def worst(ours: NDArray[np.float32], expected: torch.Tensor) -> float:
     """Largest difference as a share of the largest value."""
     return float(np.abs(ours - expected.numpy()).max() / np.abs(expected.numpy()).max())

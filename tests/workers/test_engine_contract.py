@@ -60,11 +60,6 @@ each_mask = pytest.mark.parametrize(
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @dataclass(frozen=True, slots=True)
 class User:
     """One user's inputs, and the pages of the prefix."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import Corrector, LatencyModel
@@ -220,11 +219,6 @@ class World:
         self._offset += 1
         token = Token("t", 0, self._offset, 0)
         return Received("t", 0, self._offset, b"", b"", [], 0, self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,11 +35,6 @@ from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, World, behavio
 COEFFICIENTS = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def save(folder: FilePath, seed: int = 0, **changes: object) -> FilePath:
     config = small_config(**changes)
     save_checkpoint(folder, config, random_checkpoint(config, seed).tensors)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
@@ -77,11 +76,6 @@ EXPECTED = {
     "research": "y",
     "dlrm": "preds",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def checked(name: str, made: Made) -> CaseResult:
