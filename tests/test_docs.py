@@ -27,8 +27,8 @@ import yaml
 from relaygr.cli.app import app
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.settings import load, setting_fields
-from tests.compose.compose_world import exported_metrics
 from tests.echo_worker import echo_worker
+from tests.worlds.compose import exported_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

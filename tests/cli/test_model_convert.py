@@ -16,8 +16,8 @@ from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.checkpoint import load_checkpoint
 from relaygr.worker.model.convert.state_dict import read_state_dict
-from tests.workers.source_world import Tensors, dlrm_state_dict
 from tests.workers.vector_models import make_dlrm
+from tests.worlds.converted import Tensors, dlrm_state_dict
 
 OPTIONS = ["--heads", "2", "--normalizer", "40", "--task", "click", "--task", "watch:regression"]
 FEATURES = ["--feature", "user_id", "--feature", "region"]

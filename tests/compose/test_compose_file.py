@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.settings import load, setting_fields
 from relaygr.worker.process import queues_bytes
-from tests.compose.compose_world import (
+from tests.worlds.compose import (
     COMPOSE,
     COMPOSE_FILE,
     DOCKERFILE,

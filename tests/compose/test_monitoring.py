@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.compose.compose_world import (
+from tests.worlds.compose import (
     ALERTS,
     COMPOSE,
     PROMETHEUS,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.compose_world import ALERTS, COMPOSE, PROMETHEUS
 from tests.promised import unavailable
+from tests.worlds.compose import ALERTS, COMPOSE, PROMETHEUS
 
 CASES = Path(__file__).with_name("alerts_cases.yaml")
 ENTRYPOINT = COMPOSE / "entrypoint.sh"

@@ -9,7 +9,7 @@ import pytest
 
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
-from tests.pipeline.relay_world import Relay, make_model, own_topics
+from tests.worlds.relay import Relay, make_model, own_topics
 
 
 @pytest.fixture(scope="session")

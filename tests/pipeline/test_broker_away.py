@@ -21,7 +21,8 @@ from relaygr.kafka.admin import create_topics
 from relaygr.kafka.client_errors import ClientErrors
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings
-from tests.pipeline.relay_world import (
+from tests.promised import unavailable
+from tests.worlds.relay import (
     PARTITIONS,
     Relay,
     candidates_of,
@@ -31,7 +32,6 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
-from tests.promised import unavailable
 
 pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.relay_world import environment, wait_until
+from tests.worlds.relay import environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

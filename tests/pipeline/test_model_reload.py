@@ -28,7 +28,8 @@ from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
-from tests.pipeline.relay_world import (
+from tests.workers.reference import full_inference
+from tests.worlds.relay import (
     PARTITIONS,
     RawGateway,
     Relay,
@@ -40,7 +41,6 @@ from tests.pipeline.relay_world import (
     reading,
     wait_until,
 )
-from tests.workers.reference import full_inference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -99,7 +99,7 @@ class Traffic:
 
 
 @dataclass
-class World:
+class ReloadWorld:
     relay: Relay
     worker: CommandProcess
     client: RelayClient
@@ -151,7 +151,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(module_kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(module_kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReloadWorld]:
     model = make_model(tmp_path_factory.mktemp("model"), seed=7)
     first = load_checkpoint(model)
     with Relay(module_kafka, tmp_path_factory.mktemp("relay"), model) as relay:
@@ -159,11 +159,11 @@ def world(module_kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory)
         relay.await_ready(worker)
         raw = RawGateway(relay.kafka)
         with relay.client() as client:
-            yield World(relay, worker, client, raw, model, {first.revision: first})
+            yield ReloadWorld(relay, worker, client, raw, model, {first.revision: first})
         raw.close()
 
 
-def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_that_it_names(world: World):
+def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_that_it_names(world: ReloadWorld):
     histories = world.users(6, 200)
     before = next(iter(world.checkpoints))
     with Traffic(world.client, world.raw, histories) as traffic:
@@ -186,7 +186,7 @@ def test_a_reload_under_traffic_loses_nothing_and_each_answer_is_of_the_model_th
     world.relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
 
 
-def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: World):
+def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: ReloadWorld):
     (history,) = world.users(1, 300)
     present = list(world.checkpoints)[-1]
     config = world.model / "config.json"
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_cannot_serve_changes_nothing_and_is_counted(world: Wo
     assert "is not a model configuration" in log and "restart the worker to use it" in log
 
 
-def test_after_a_reload_a_new_start_serves_the_same_model(world: World):
+def test_after_a_reload_a_new_start_serves_the_same_model(world: ReloadWorld):
     present = list(world.checkpoints)[-1]
     assert world.relay.stop(world.worker) == 0
     world.worker = world.relay.start_worker()
@@ -234,7 +234,7 @@ def test_a_standby_takes_over_with_the_model_that_was_loaded_and_its_prefixes_in
         relay.await_ready(supervisor)
         wait_until("a standby", lambda: "standby" in children(supervisor), 60)
         with relay.client() as client, closing(RawGateway(kafka)) as raw:
-            world = World(relay, supervisor, client, raw, model, {first.revision: first})
+            world = ReloadWorld(relay, supervisor, client, raw, model, {first.revision: first})
             after = world.swap_files(seed=8)
             world.hang_up()
             ports = [child["port"] for child in children(supervisor).values()]

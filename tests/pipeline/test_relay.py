@@ -22,7 +22,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.cache.trace import TraceReader
-from tests.pipeline.relay_world import (
+from tests.worlds.relay import (
     COEFFICIENTS,
     MAX_CANDIDATES,
     PARTITIONS,

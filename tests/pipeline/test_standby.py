@@ -22,7 +22,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
-from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
 

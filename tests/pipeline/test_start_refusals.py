@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from relaygr.kafka.settings import KafkaSettings
-from tests.pipeline.relay_world import environment
+from tests.worlds.relay import environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from relaygr.client import LostRequest, RankStatus
 from relaygr.demo.processes import CommandProcess
 from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.schemas.topics import Topic
-from tests.pipeline.relay_world import Relay, candidates_of, history_of, new_user, reading, wait_until
+from tests.worlds.relay import Relay, candidates_of, history_of, new_user, reading, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -17,7 +17,7 @@ from relaygr.kafka.topic_identity import identify_topics
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.schemas.messages import PrefixSource, RankingResult
 from relaygr.schemas.topics import Topic
-from tests.pipeline.relay_world import (
+from tests.worlds.relay import (
     Relay,
     candidates_of,
     history_of,

@@ -33,7 +33,7 @@ from relaygr.worker.model.options import (
     TimeEncoding,
     TimePeriod,
 )
-from tests.workers.model_world import small_config
+from tests.worlds.model import small_config
 
 _FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 _RESEARCH = {
@@ -138,7 +138,7 @@ BACKENDS: dict[str, Backend] = {
 }
 if find_spec("triton") is not None:
     # Triton is there for Linux only.
-    from tests.workers.triton_world import DEVICE, INTERPRETED, choose_triton
+    from tests.worlds.triton import DEVICE, INTERPRETED, choose_triton
 
     # Its kinds have their attention in common, but for groups, which test_triton_attention.py has, too: under the
     # interpreter one of them is enough.

@@ -24,7 +24,7 @@ from relaygr.worker.model.engine import build_engine  # noqa: E402
 from relaygr.worker.model.interface import PrefixChunk  # noqa: E402
 from relaygr.worker.model.options import ComputeDtype  # noqa: E402
 from tests.workers.engine_kinds import KINDS  # noqa: E402
-from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config  # noqa: E402
+from tests.worlds.model import ARENA_PAGES, random_behaviours, small_config  # noqa: E402
 
 OPERATOR_SIZES = small_config(attention_dim=16, hidden_dim=32)
 

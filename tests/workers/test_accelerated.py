@@ -19,7 +19,7 @@ from relaygr.worker.model.attention.rec_sdk import RecSdkAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton.attention import TritonAttention, warm_up
-from tests.workers.triton_world import BLOCKS, DEVICE
+from tests.worlds.triton import BLOCKS, DEVICE
 
 SPEC = AttentionSpec(2, 16, 32, 0.25, 37.0)
 GEOMETRY = KvGeometry(2, 2, 16, 32, 8, KvDtype.FLOAT32)

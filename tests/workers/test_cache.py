@@ -40,19 +40,19 @@ from relaygr.worker.cache.metadata import MAX_ENTRIES_PER_USER
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry
-from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, Later, World, make_key
+from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> CacheWorld:
+    return CacheWorld()
 
 
 class TestFullUnderPinning:
     """1. A batch larger than the pool evicted users that were being read."""
 
     def test_a_full_pool_of_pinned_prefixes_answers_no_room(self) -> None:
-        world = World(hbm_pages=14)
+        world = CacheWorld(hbm_pages=14)
         keys = [make_key("ann"), make_key("bob")]
         handles = [world.compute(key) for key in keys]
         assert world.cache.reserve(make_key("cid"), 1) == NoRoom(NoRoomReason.FULL)
@@ -65,7 +65,7 @@ class TestFullUnderPinning:
         check_invariants(world.cache)
 
     def test_what_can_not_fit_evicts_nobody(self) -> None:
-        world = World(hbm_pages=14)
+        world = CacheWorld(hbm_pages=14)
         world.store(make_key("ann"))
         pinned = world.compute(make_key("bob"))
         assert world.cache.reserve(make_key("cid", length=200), 1) == NoRoom(NoRoomReason.FULL)
@@ -75,7 +75,7 @@ class TestFullUnderPinning:
         world.cache.release(pinned)
 
     def test_filling_loading_spilling_and_leased_prefixes_are_not_evicted(self) -> None:
-        world = World(hbm_pages=28)
+        world = CacheWorld(hbm_pages=28)
         world.spilled(make_key("dram"))
         filling = world.reserve(make_key("filling"))
         loading = world.cache.transfers.start_reload(make_key("dram"), 100, 0)
@@ -95,7 +95,7 @@ class TestFullUnderPinning:
 
     @pytest.mark.parametrize("held", ["pinned", "leased"])
     def test_eviction_passes_over_a_prefix_that_is_held_though_it_is_the_oldest(self, held: str) -> None:
-        world = World(hbm_pages=14)
+        world = CacheWorld(hbm_pages=14)
         reader = world.compute(make_key("ann"), 1)
         if held == "leased":
             world.cache.lease(make_key("ann"), "r1", 1000)
@@ -105,7 +105,7 @@ class TestFullUnderPinning:
         assert world.hit(make_key("ann"), 4).complete
         assert world.cache.peek(make_key("bob")).hbm_behaviours == 0
 
-    def test_a_reader_of_an_evicted_identity_keeps_its_pages(self, world: World) -> None:
+    def test_a_reader_of_an_evicted_identity_keeps_its_pages(self, world: CacheWorld) -> None:
         handle = world.compute(make_key())
         world.cache.invalidate_user("ann")
         assert world.cache.stats().hbm.pinned == handle.pages.size
@@ -114,7 +114,7 @@ class TestFullUnderPinning:
         assert world.cache.stats().hbm.free == 32
 
 
-def test_clear_empties_every_index(world: World) -> None:
+def test_clear_empties_every_index(world: CacheWorld) -> None:
     """2. A cleared cache kept a stale index beside the pages."""
     world.spilled(make_key("ann"))
     world.store(make_key("bob"))
@@ -135,7 +135,7 @@ def test_clear_empties_every_index(world: World) -> None:
 class TestFailures:
     """3. A device error ended the process."""
 
-    def test_a_failed_reload_evicts_the_doubtful_bytes_and_tells_the_waiters(self, world: World) -> None:
+    def test_a_failed_reload_evicts_the_doubtful_bytes_and_tells_the_waiters(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         outcomes: list[PendingOutcome | None] = []
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
@@ -150,7 +150,7 @@ class TestFailures:
         assert stats.reloads == {PendingOutcome.FAILED: 1}
         assert stats.reload_retries == 1
 
-    def test_a_reload_that_fails_once_is_tried_again_for_the_same_waiters(self, world: World) -> None:
+    def test_a_reload_that_fails_once_is_tried_again_for_the_same_waiters(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
@@ -162,7 +162,7 @@ class TestFailures:
         assert pending.outcome is PendingOutcome.PUBLISHED
         world.hit(make_key())
 
-    def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: World) -> None:
+    def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
@@ -172,7 +172,7 @@ class TestFailures:
         assert (len(world.mover), pending.outcome) == (0, PendingOutcome.INVALIDATED)
         check_invariants(world.cache)
 
-    def test_a_reload_that_waits_when_the_worker_ends_leaves_dram_as_it_was(self, world: World) -> None:
+    def test_a_reload_that_waits_when_the_worker_ends_leaves_dram_as_it_was(self, world: CacheWorld) -> None:
         """It was never tried, yet counted as failed twice: each end of a worker cost the warm start prefixes."""
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
@@ -181,7 +181,7 @@ class TestFailures:
         assert pending.outcome is PendingOutcome.FAILED
         assert world.cache.peek(make_key()).dram_behaviours == make_key().length
 
-    def test_a_reload_that_could_not_be_tried_again_leaves_dram_as_it_was(self, world: World) -> None:
+    def test_a_reload_that_could_not_be_tried_again_leaves_dram_as_it_was(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
@@ -194,7 +194,7 @@ class TestFailures:
         world.mover.run()
         world.hit(make_key())
 
-    def test_a_failed_spill_leaves_hbm_as_it_was(self, world: World) -> None:
+    def test_a_failed_spill_leaves_hbm_as_it_was(self, world: CacheWorld) -> None:
         world.store(make_key())
         world.cache.transfers.spill(make_key())
         world.mover.run(copied=False)
@@ -202,7 +202,7 @@ class TestFailures:
         assert world.cache.peek(make_key()).dram_behaviours == 0
         assert world.cache.stats().dram.free == 64
 
-    def test_an_aborted_fill_fails_its_waiters_and_the_next_one_may_try(self, world: World) -> None:
+    def test_an_aborted_fill_fails_its_waiters_and_the_next_one_may_try(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
         assert isinstance(pending, PendingPrefix)
@@ -212,12 +212,12 @@ class TestFailures:
         world.store(make_key())
         assert world.hit(make_key()).complete
 
-    def test_an_error_inside_a_fill_gives_the_pages_back(self, world: World) -> None:
+    def test_an_error_inside_a_fill_gives_the_pages_back(self, world: CacheWorld) -> None:
         with pytest.raises(RuntimeError, match="kernel"), world.reserve(make_key()):
             raise RuntimeError("kernel failed")
         assert world.cache.stats().hbm.free == 32
 
-    def test_one_waiter_that_fails_does_not_keep_the_others_waiting(self, world: World) -> None:
+    def test_one_waiter_that_fails_does_not_keep_the_others_waiting(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
         assert isinstance(pending, PendingPrefix)
@@ -231,7 +231,7 @@ class TestFailures:
         fill.abort()
         assert told == ["second"]
 
-    def test_half_a_prefix_is_never_published(self, world: World) -> None:
+    def test_half_a_prefix_is_never_published(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         world.write(fill, make_key(), 50)
         with pytest.raises(ValueError, match="50 of 102"):
@@ -240,7 +240,7 @@ class TestFailures:
             fill.progress(49)
         fill.abort()
 
-    def test_a_handle_is_released_once(self, world: World) -> None:
+    def test_a_handle_is_released_once(self, world: CacheWorld) -> None:
         handle = world.compute(make_key())
         world.cache.release(handle)
         with pytest.raises(ValueError, match="twice"):
@@ -264,28 +264,30 @@ class TestIdentity:
         ],
         ids=["other history", "other features", "new weights", "other user", "no user", "no model", "other behaviours"],
     )
-    def test_what_is_not_the_same_prefix_is_a_miss(self, world: World, asked: PrefixKey, reason: MissReason) -> None:
+    def test_what_is_not_the_same_prefix_is_a_miss(
+        self, world: CacheWorld, asked: PrefixKey, reason: MissReason
+    ) -> None:
         world.store(make_key(length=100))
         assert world.cache.acquire(asked, 1) == Miss(reason)
 
     @pytest.mark.parametrize("asked", [make_key(user=""), make_key(model=b"")], ids=["no user", "no model"])
-    def test_an_unknown_identity_gets_no_pages(self, world: World, asked: PrefixKey) -> None:
+    def test_an_unknown_identity_gets_no_pages(self, world: CacheWorld, asked: PrefixKey) -> None:
         assert world.cache.reserve(asked, 0) == NoRoom(NoRoomReason.UNKNOWN_IDENTITY)
         assert world.cache.transfers.start_reload(asked, 0, 0) == Declined(DeclineReason.NOT_IN_DRAM)
         assert not world.cache.lease(asked, "r1", 10)
         assert world.cache.transfers.spill(asked) is SpillOutcome.NOT_READY
 
-    def test_same_length_but_a_late_change_hits_up_to_the_last_equal_block(self, world: World) -> None:
+    def test_same_length_but_a_late_change_hits_up_to_the_last_equal_block(self, world: CacheWorld) -> None:
         world.store(make_key(length=200))
         handle = world.hit(make_key(length=200, changed_at=150))
         assert (handle.behaviours, handle.complete) == (128, False)
 
-    def test_a_grown_history_hits_to_the_end_of_the_entry(self, world: World) -> None:
+    def test_a_grown_history_hits_to_the_end_of_the_entry(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         handle = world.hit(make_key(length=103))
         assert (handle.behaviours, handle.complete) == (100, False)
 
-    def test_a_request_of_the_version_before_still_finds_its_whole_prefix(self, world: World) -> None:
+    def test_a_request_of_the_version_before_still_finds_its_whole_prefix(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         world.store(make_key(length=103))
         world.store(make_key(length=117))
@@ -293,7 +295,7 @@ class TestIdentity:
         for length in (100, 103, 117):
             assert world.hit(make_key(length=length)).complete
 
-    def test_versions_behind_the_place_where_a_history_changed_are_forgotten(self, world: World) -> None:
+    def test_versions_behind_the_place_where_a_history_changed_are_forgotten(self, world: CacheWorld) -> None:
         world.store(make_key(length=70))
         world.store(make_key(length=100))
         world.store(make_key(length=130))
@@ -302,14 +304,14 @@ class TestIdentity:
         assert world.hit(make_key(length=130)).behaviours == 70
         assert world.hit(make_key(length=100)).behaviours == 70
 
-    def test_a_prefix_that_may_not_grow_matches_only_as_a_whole(self, world: World) -> None:
+    def test_a_prefix_that_may_not_grow_matches_only_as_a_whole(self, world: CacheWorld) -> None:
         rigid = dataclasses.replace(make_key(length=128), growable=False)
         world.store(rigid)
         assert world.hit(rigid).complete
         grown = dataclasses.replace(make_key(length=130), growable=False)
         assert world.cache.acquire(grown, 1) == Miss(MissReason.OTHER_HISTORY)
 
-    def test_new_weights_are_unreachable_at_once_and_freed(self, world: World) -> None:
+    def test_new_weights_are_unreachable_at_once_and_freed(self, world: CacheWorld) -> None:
         world.spilled(make_key("ann"))
         world.store(make_key("bob"))
         filling = world.reserve(make_key("cid"))
@@ -326,7 +328,7 @@ class TestIdentity:
 class TestInvalidation:
     """5. A fill that began before an invalidation was published after it."""
 
-    def test_invalidated_while_filling_is_discarded_and_waiters_miss(self, world: World) -> None:
+    def test_invalidated_while_filling_is_discarded_and_waiters_miss(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         pending = world.cache.acquire(make_key(), 0)
         assert isinstance(pending, PendingPrefix)
@@ -340,7 +342,7 @@ class TestInvalidation:
         assert world.cache.stats().fills == {PendingOutcome.INVALIDATED: 1}
         assert world.cache.stats().hbm.free == 32
 
-    def test_invalidated_while_filling_does_not_touch_the_fill_that_came_after(self, world: World) -> None:
+    def test_invalidated_while_filling_does_not_touch_the_fill_that_came_after(self, world: CacheWorld) -> None:
         stale = world.reserve(make_key())
         world.cache.invalidate_user("ann")
         fresh = world.compute(make_key())
@@ -349,7 +351,7 @@ class TestInvalidation:
         assert world.hit(make_key()).complete
         check_invariants(world.cache)
 
-    def test_invalidated_while_loading_and_while_spilling(self, world: World) -> None:
+    def test_invalidated_while_loading_and_while_spilling(self, world: CacheWorld) -> None:
         world.spilled(make_key("ann"))
         loading = world.cache.transfers.start_reload(make_key("ann"), 100, 0)
         world.store(make_key("bob"))
@@ -362,7 +364,7 @@ class TestInvalidation:
         check_invariants(world.cache)
         assert (world.cache.stats().hbm.free, world.cache.stats().dram.free) == (32, 64)
 
-    def test_invalidated_while_growing(self, world: World) -> None:
+    def test_invalidated_while_growing(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=150))
         world.cache.invalidate_user("ann")
@@ -375,7 +377,7 @@ class TestInvalidation:
 class TestSingleFlight:
     """6, 7. Every concurrent request started a copy of its own, and the first to give up ended it for all."""
 
-    def test_a_hundred_concurrent_requests_of_one_user_make_one_reload(self, world: World) -> None:
+    def test_a_hundred_concurrent_requests_of_one_user_make_one_reload(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         all_missed = threading.Barrier(100)
         answers: list[object] = []
@@ -402,7 +404,7 @@ class TestSingleFlight:
         assert world.cache.stats().reloads == {PendingOutcome.PUBLISHED: 1}
         world.hit(make_key())
 
-    def test_the_first_waiter_leaves_the_copy_goes_on_and_the_second_hits(self, world: World) -> None:
+    def test_the_first_waiter_leaves_the_copy_goes_on_and_the_second_hits(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         first = world.cache.transfers.start_reload(make_key(), 10, 0)
         second = world.cache.acquire(make_key(), 5)
@@ -413,7 +415,7 @@ class TestSingleFlight:
         assert world.hit(make_key(), 50).source is PrefixSource.DRAM
 
     @pytest.mark.parametrize("cached", [0, 100])
-    def test_a_hundred_concurrent_computations_of_one_prefix_are_one(self, world: World, cached: int) -> None:
+    def test_a_hundred_concurrent_computations_of_one_prefix_are_one(self, world: CacheWorld, cached: int) -> None:
         """A pre-infer where nothing is cached, an append where the beginning is."""
         key = make_key(length=150)
         if cached:
@@ -443,7 +445,7 @@ class TestSingleFlight:
         world.cache.release(handle)
         check_invariants(world.cache)
 
-    def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: World) -> None:
+    def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         joined = world.cache.acquire(make_key(), 0)
         assert isinstance(joined, PendingPrefix) and joined.kind is PendingKind.FILL
@@ -454,12 +456,12 @@ class TestSingleFlight:
         assert joined.outcome is PendingOutcome.PUBLISHED
         assert handle is not None and world.hit(make_key()).complete
 
-    def test_a_prefix_that_is_ready_by_now_comes_back_as_a_pending_that_ended(self, world: World) -> None:
+    def test_a_prefix_that_is_ready_by_now_comes_back_as_a_pending_that_ended(self, world: CacheWorld) -> None:
         world.store(make_key())
         for answer in (world.cache.reserve(make_key(), 1), world.cache.transfers.start_reload(make_key(), 10, 1)):
             assert isinstance(answer, PendingPrefix) and answer.outcome is PendingOutcome.PUBLISHED
 
-    def test_an_append_under_way_is_waited_for_or_passed_by(self, world: World) -> None:
+    def test_an_append_under_way_is_waited_for_or_passed_by(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=150))
         assert isinstance(world.cache.acquire(make_key(length=150), 1), PendingPrefix)
@@ -473,7 +475,7 @@ class TestLooking:
     """8. A peek that changed state and refusals that nobody counted locked entries out."""
 
     def test_peek_changes_nothing(self) -> None:
-        world = World(hbm_pages=14)
+        world = CacheWorld(hbm_pages=14)
         world.store(make_key("ann"), 1)
         world.store(make_key("bob"), 2)
         before = world.cache.stats()
@@ -486,7 +488,7 @@ class TestLooking:
         assert world.cache.peek(make_key("bob")).hbm_behaviours == 100
 
     def test_every_refusal_is_counted_by_its_reason(self) -> None:
-        world = World(hbm_pages=7, dram_pages=7)
+        world = CacheWorld(hbm_pages=7, dram_pages=7)
         world.cache.acquire(make_key("ann"), 0)
         pinned = world.compute(make_key("ann"))
         world.cache.reserve(make_key("bob"), 0)
@@ -500,14 +502,14 @@ class TestLooking:
         assert stats.spills == {SpillOutcome.QUEUE_FULL: 1}
         check_invariants(world.cache)
 
-    def test_look_ups_for_pre_infer_are_not_counted(self, world: World) -> None:
+    def test_look_ups_for_pre_infer_are_not_counted(self, world: CacheWorld) -> None:
         world.cache.acquire(make_key(), 0, purpose=Purpose.PRE_INFER)
         world.store(make_key())
         found = world.cache.acquire(make_key(), 0, purpose=Purpose.PRE_INFER)
         assert isinstance(found, Hit)
         assert world.cache.stats().lookups == 0
 
-    def test_hit_ratios_are_not_integer_divisions(self, world: World) -> None:
+    def test_hit_ratios_are_not_integer_divisions(self, world: CacheWorld) -> None:
         """9. Hits over look-ups came out as 0 until they were 1."""
         assert world.cache.stats().hit_ratio == 0.0
         world.cache.acquire(make_key(), 0)
@@ -529,7 +531,7 @@ class TestLooking:
         leased = next(index for index in range(10**6) if not cache.lease(fill.work.key, f"r{index}", 10))
         assert 1_000 < leased <= 100_000
 
-    def test_a_user_whose_history_keeps_changing_keeps_few_entries(self, world: World) -> None:
+    def test_a_user_whose_history_keeps_changing_keeps_few_entries(self, world: CacheWorld) -> None:
         for feature in range(10):
             world.store(make_key(length=20, feature=feature))
         assert world.cache.stats().hbm.entries == MAX_ENTRIES_PER_USER
@@ -540,7 +542,7 @@ class TestLeases:
     """11. A pin whose owner had died held its pages for good."""
 
     def test_a_leaked_lease_ends_at_its_time_and_is_counted(self) -> None:
-        world = World(hbm_pages=7)
+        world = CacheWorld(hbm_pages=7)
         world.store(make_key("ann"))
         assert world.cache.lease(make_key("ann"), "r1", until_us=100)
         assert world.cache.reserve(make_key("bob"), 50) == NoRoom(NoRoomReason.FULL)
@@ -552,7 +554,7 @@ class TestLeases:
         assert stats.wasted == {WasteReason.LEASE_EXPIRED: 1}
 
     def test_each_request_of_a_set_holds_the_prefix(self) -> None:
-        world = World(hbm_pages=7)
+        world = CacheWorld(hbm_pages=7)
         world.store(make_key("ann"))
         for request_id in ("r1", "r2"):
             assert world.cache.lease(make_key("ann"), request_id, 100)
@@ -563,7 +565,7 @@ class TestLeases:
         world.store(make_key("bob"))
 
     def test_a_lease_taken_while_filling_holds_what_is_published(self) -> None:
-        world = World(hbm_pages=7)
+        world = CacheWorld(hbm_pages=7)
         fill = world.reserve(make_key("ann"))
         assert world.cache.lease(make_key("ann"), "r1", 100)
         world.write(fill, make_key("ann"), fill.tokens)
@@ -573,21 +575,21 @@ class TestLeases:
         world.cache.release(handle)
         assert world.cache.stats().hbm.leased == 7
 
-    def test_a_lease_moved_to_a_later_time_does_not_end_at_the_earlier(self, world: World) -> None:
+    def test_a_lease_moved_to_a_later_time_does_not_end_at_the_earlier(self, world: CacheWorld) -> None:
         world.store(make_key())
         world.cache.lease(make_key(), "r1", 100)
         world.cache.lease(make_key(), "r1", 200)
         assert world.cache.expire_leases(150) == 0
         assert world.cache.expire_leases(200) == 1
 
-    def test_a_lease_protects_the_end_of_its_prefix_from_a_changed_history(self, world: World) -> None:
+    def test_a_lease_protects_the_end_of_its_prefix_from_a_changed_history(self, world: CacheWorld) -> None:
         world.store(make_key(length=200))
         world.cache.lease(make_key(length=200), "r1", 100)
         world.store(make_key(length=200, changed_at=150))
         assert world.hit(make_key(length=200)).complete
         assert world.hit(make_key(length=200, changed_at=150)).complete
 
-    def test_a_lease_given_while_a_changed_history_is_computed_wins_over_it(self, world: World) -> None:
+    def test_a_lease_given_while_a_changed_history_is_computed_wins_over_it(self, world: CacheWorld) -> None:
         """The growth had begun before the lease, and took the leased end away when it was published."""
         world.store(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
@@ -603,7 +605,7 @@ class TestLeases:
         world.store(changed)
         assert world.hit(changed).complete and world.hit(make_key(length=200)).complete
 
-    def test_a_lease_on_what_both_histories_share_lets_the_growth_go_on(self, world: World) -> None:
+    def test_a_lease_on_what_both_histories_share_lets_the_growth_go_on(self, world: CacheWorld) -> None:
         world.store(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
         fill = world.reserve(changed)
@@ -633,7 +635,7 @@ class TestLeases:
 
     @pytest.mark.parametrize("expires", [False, True])
     def test_a_pre_infer_is_not_wasted_while_another_request_may_still_use_it(
-        self, world: World, expires: bool
+        self, world: CacheWorld, expires: bool
     ) -> None:
         world.store(make_key())
         world.cache.lease(make_key(), "r1", 100)
@@ -647,7 +649,7 @@ class TestLeases:
         world.cache.expire_leases(200)
         assert world.cache.stats().wasted == {}
 
-    def test_a_pre_infer_that_served_a_ranking_is_not_wasted(self, world: World) -> None:
+    def test_a_pre_infer_that_served_a_ranking_is_not_wasted(self, world: CacheWorld) -> None:
         world.store(make_key())
         world.cache.release(world.hit(make_key()))
         world.cache.invalidate_user("ann")
@@ -657,7 +659,7 @@ class TestLeases:
 class TestAppend:
     """13. Appending behind a gap attended to rows of another history."""
 
-    def test_growth_computes_only_the_tail(self, world: World) -> None:
+    def test_growth_computes_only_the_tail(self, world: CacheWorld) -> None:
         world.store(make_key(length=94))
         before = world.cache.stats().hbm.free
         fill = world.reserve(make_key(length=130))
@@ -669,7 +671,7 @@ class TestAppend:
         world.check_reads(handle, make_key(length=130))
         assert world.cache.stats().appends == 1
 
-    def test_a_partial_tail_page_that_nobody_reads_grows_in_place(self, world: World) -> None:
+    def test_a_partial_tail_page_that_nobody_reads_grows_in_place(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=105))
         assert fill.copy_page is None
@@ -677,7 +679,7 @@ class TestAppend:
         fill.abort()
         assert world.hit(make_key(length=100)).complete
 
-    def test_a_partial_tail_page_that_others_read_is_copied(self, world: World) -> None:
+    def test_a_partial_tail_page_that_others_read_is_copied(self, world: CacheWorld) -> None:
         reader = world.compute(make_key(length=100))
         fill = world.reserve(make_key(length=130))
         assert fill.copy_page is not None
@@ -694,7 +696,7 @@ class TestAppend:
         check_invariants(world.cache)
         world.check_reads(handle, make_key(length=130))
 
-    def test_the_extender_s_own_handle_does_not_make_the_page_shared(self, world: World) -> None:
+    def test_the_extender_s_own_handle_does_not_make_the_page_shared(self, world: CacheWorld) -> None:
         handle = world.compute(make_key(length=100))
         fill = world.cache.extend(handle, make_key(length=105), 1)
         assert isinstance(fill, Fill) and fill.copy_page is None
@@ -705,7 +707,7 @@ class TestAppend:
         world.check_reads(grown, make_key(length=105))
         world.check_reads(handle, make_key(length=100))
 
-    def test_behind_a_gap_the_tail_is_computed_from_the_last_equal_block(self, world: World) -> None:
+    def test_behind_a_gap_the_tail_is_computed_from_the_last_equal_block(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         moved_on = make_key(length=300, changed_at=90)
         assert world.hit(moved_on).behaviours == 64
@@ -718,7 +720,7 @@ class TestAppend:
         slid = make_key(length=100, changed_at=0)
         assert world.cache.acquire(slid, 1) == Miss(MissReason.OTHER_HISTORY)
 
-    def test_growth_from_inside_leaves_the_old_end_until_it_is_published(self, world: World) -> None:
+    def test_growth_from_inside_leaves_the_old_end_until_it_is_published(self, world: CacheWorld) -> None:
         world.store(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
         fill = world.reserve(changed)
@@ -728,7 +730,7 @@ class TestAppend:
         assert world.hit(make_key(length=200)).complete
         check_invariants(world.cache)
 
-    def test_growth_from_inside_does_not_overwrite_readers(self, world: World) -> None:
+    def test_growth_from_inside_does_not_overwrite_readers(self, world: CacheWorld) -> None:
         reader = world.compute(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
         handle = world.compute(changed)
@@ -738,7 +740,7 @@ class TestAppend:
 
 
 class TestTiers:
-    def test_a_spilled_prefix_comes_back_as_it_was(self, world: World) -> None:
+    def test_a_spilled_prefix_comes_back_as_it_was(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         assert world.cache.acquire(make_key(), 0) == Miss(MissReason.IN_DRAM, 100)
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
@@ -748,7 +750,7 @@ class TestTiers:
         handle = world.hit(make_key())
         assert (handle.complete, handle.source) == (True, PrefixSource.DRAM)
 
-    def test_a_prefix_is_spilled_once_and_then_only_its_grown_tail(self, world: World) -> None:
+    def test_a_prefix_is_spilled_once_and_then_only_its_grown_tail(self, world: CacheWorld) -> None:
         world.store(make_key(length=94))
         assert world.cache.transfers.spill(make_key(length=94)) is SpillOutcome.STARTED
         assert world.cache.transfers.spill(make_key(length=94)) is SpillOutcome.UNDER_WAY
@@ -765,7 +767,7 @@ class TestTiers:
         world.mover.run()
         assert world.hit(make_key(length=130)).complete
 
-    def test_a_reload_of_a_grown_history_is_completed_by_an_append(self, world: World) -> None:
+    def test_a_reload_of_a_grown_history_is_completed_by_an_append(self, world: CacheWorld) -> None:
         world.spilled(make_key(length=100))
         world.cache.transfers.start_reload(make_key(length=110), 100, 0)
         world.mover.run()
@@ -780,7 +782,7 @@ class TestTiers:
         world.check_reads(handle, make_key(length=110))
 
     def test_no_room_in_hbm_starts_no_reload(self) -> None:
-        world = World(hbm_pages=7)
+        world = CacheWorld(hbm_pages=7)
         world.spilled(make_key("ann"))
         pinned = world.compute(make_key("bob"))
         assert world.cache.transfers.start_reload(make_key("ann"), 100, 0) == NoRoom(NoRoomReason.FULL)
@@ -788,7 +790,7 @@ class TestTiers:
         world.cache.release(pinned)
         check_invariants(world.cache)
 
-    def test_a_refused_copy_fails_the_reload_and_keeps_dram(self, world: World) -> None:
+    def test_a_refused_copy_fails_the_reload_and_keeps_dram(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         world.mover.refuses = True
         assert world.cache.transfers.start_reload(make_key(), 100, 0) == Declined(DeclineReason.QUEUE_FULL)
@@ -796,7 +798,7 @@ class TestTiers:
         world.mover.refuses = False
         assert isinstance(world.cache.transfers.start_reload(make_key(), 100, 0), PendingPrefix)
 
-    def test_a_reload_that_saves_less_than_it_costs_is_declined(self, world: World) -> None:
+    def test_a_reload_that_saves_less_than_it_costs_is_declined(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         size_bytes = 7 * GEOMETRY.page_bytes
         copy_us = world.mover.forecast(size_bytes, CopyPriority.RELOAD).copy_us
@@ -837,7 +839,7 @@ class TestTiers:
         self, length: int, num_layers: int, pays: bool
     ) -> None:
         """110: what is in DRAM is a part of the prefix, which is not ranked on before all of it is there."""
-        world = World(layer_wise=True, num_layers=num_layers)
+        world = CacheWorld(layer_wise=True, num_layers=num_layers)
         world.spilled(make_key(length=100))
         copy_us = world.mover.forecast(7 * num_layers * GEOMETRY.page_bytes, CopyPriority.RELOAD).copy_us
         answer = world.cache.transfers.start_reload(
@@ -850,7 +852,7 @@ class TestTiers:
 
     def test_a_reload_that_somebody_joins_who_needs_it_earlier_goes_first(self) -> None:
         """It kept the place of the job that had begun it, behind reloads that were needed later."""
-        world = World(hbm_pages=35, limits=CopyLimits(max_in_flight=1))
+        world = CacheWorld(hbm_pages=35, limits=CopyLimits(max_in_flight=1))
         users = ("ann", "bob", "cid")
         for user in users:
             world.spilled(make_key(user))
@@ -883,7 +885,7 @@ class TestTiers:
         cache.close()
 
     def test_demoted_prefixes_go_first_unless_they_are_used_again(self) -> None:
-        world = World(hbm_pages=21)
+        world = CacheWorld(hbm_pages=21)
         for now_us, user in enumerate(("ann", "bob", "cid")):
             world.store(make_key(user), now_us)
         assert world.cache.demote(lambda user: user in {"bob", "cid"}) == 2
@@ -895,7 +897,7 @@ class TestTiers:
         assert world.cache.demote(["nobody", "ann"]) == 1
 
     def test_a_newer_prefix_of_the_user_makes_the_older_one_go_first(self) -> None:
-        world = World(hbm_pages=21)
+        world = CacheWorld(hbm_pages=21)
         world.store(make_key("zoe"), 0)
         world.store(make_key("ann"), 1)
         world.store(make_key("ann", feature=8), 2)
@@ -906,7 +908,7 @@ class TestTiers:
 
 class TestPolicies:
     def test_under_ttl_what_nobody_used_in_time_is_gone_but_for_what_is_held(self) -> None:
-        world = World(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
+        world = CacheWorld(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
         for user in ("ann", "bob", "cid"):
             world.store(make_key(user, 60), now_us=0)
             world.cache.transfers.spill(make_key(user, 60))
@@ -923,7 +925,7 @@ class TestPolicies:
 
     def test_cost_weighs_by_what_the_cache_was_told_that_a_hit_saves(self) -> None:
         """Time grows with the square of the length: the short prefix goes, though it was used last."""
-        world = World(hbm_pages=20, policies=TierPolicies(PolicyName.COST, PolicyName.COST))
+        world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.COST, PolicyName.COST))
         world.cache.weigh_by(lambda tokens: float(tokens**2))
         for user, length in (("long", 150), ("short", 50)):
             world.store(make_key(user, length))
@@ -932,7 +934,7 @@ class TestPolicies:
         assert world.cache.peek(make_key("short", 50)).hbm_behaviours == 0
 
     def test_what_s3fifo_evicted_too_early_is_remembered_across_its_eviction(self) -> None:
-        world = World(hbm_pages=20, policies=TierPolicies(PolicyName.S3FIFO, PolicyName.S3FIFO))
+        world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.S3FIFO, PolicyName.S3FIFO))
         users = [f"u{number}" for number in range(12)]
         for now_us, user in enumerate(users[:10]):
             world.store(make_key(user, 30), now_us)
@@ -943,7 +945,7 @@ class TestPolicies:
         assert world.cache.peek(make_key(users[0], 30)).hbm_behaviours == 30
 
 
-def test_release_takes_effect_when_the_device_has_passed(world: World) -> None:
+def test_release_takes_effect_when_the_device_has_passed(world: CacheWorld) -> None:
     handle = world.compute(make_key())
     event = Later()
     world.cache.release(handle, after=event)
@@ -952,7 +954,7 @@ def test_release_takes_effect_when_the_device_has_passed(world: World) -> None:
     assert world.cache.stats().hbm.pinned == 0
 
 
-def test_nothing_is_cached_of_no_behaviours(world: World) -> None:
+def test_nothing_is_cached_of_no_behaviours(world: CacheWorld) -> None:
     assert world.cache.reserve(make_key(length=0), 0) == NoRoom(NoRoomReason.NOTHING_TO_CACHE)
     assert world.cache.acquire(make_key(length=0), 0) == Miss(MissReason.ABSENT)
 
@@ -964,7 +966,7 @@ def test_events_tell_each_operation_in_order() -> None:
         def on_event(self, event: CacheEvent) -> None:
             told.append(event)
 
-    world = World(listener=Recorder().on_event)
+    world = CacheWorld(listener=Recorder().on_event)
     world.store(make_key())
     world.hit(make_key())
     world.cache.invalidate_user("ann")
@@ -1002,7 +1004,7 @@ def _lines_run(call) -> int:  # type: ignore[no-untyped-def]
 @pytest.mark.slow
 def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
     """12. LRU touches walked a list."""
-    small, large = World(hbm_pages=10), World(hbm_pages=100_000)
+    small, large = CacheWorld(hbm_pages=10), CacheWorld(hbm_pages=100_000)
     chain = make_key(length=3).chain
     for world, users in ((small, 10), (large, 100_000)):
         for user in range(users):
@@ -1043,7 +1045,7 @@ def test_bytes_do_not_know_the_books() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_page_tables_say_where_each_token_lies(world: World) -> None:
+def test_page_tables_say_where_each_token_lies(world: CacheWorld) -> None:
     handle = world.compute(make_key(length=100))
     assert handle.pages.dtype == np.int32
     assert handle.pages.size == -(-handle.tokens // PAGE_TOKENS)

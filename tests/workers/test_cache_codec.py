@@ -16,7 +16,7 @@ from relaygr.worker.cache.build import build_cache
 from relaygr.worker.cache.codec import PageCodec, make_codec
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
-from tests.workers.cache_world import LAYOUT, make_key
+from tests.worlds.cache import LAYOUT, make_key
 
 LOSSY = [
     (KvDtype.FLOAT32, DramKvDtype.BFLOAT16),

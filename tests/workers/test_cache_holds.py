@@ -12,8 +12,8 @@ from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.work import PrefixWork
 from relaygr.worker.kv import DramGeometry
-from tests.workers.cache_world import GEOMETRY, LAYOUT, Later, World, make_key
-from tests.workers.overlap_world import OverlapWorld, worst
+from tests.worlds.cache import GEOMETRY, LAYOUT, CacheWorld, Later, make_key
+from tests.worlds.overlap import OverlapWorld, worst
 
 KEY = make_key(length=100)
 SECOND_US = 1_000_000
@@ -21,7 +21,7 @@ SECOND_US = 1_000_000
 
 def test_a_leaked_handle_is_taken_away_after_its_time_and_counted() -> None:
     """11. A reader that died kept its pages for good."""
-    world = World()
+    world = CacheWorld()
     world.compute(KEY, now_us=0)
     assert world.cache.revoke_overdue(LONGEST_HOLD_US - 1) == 0
     assert world.cache.stats().hbm.pinned == 7
@@ -34,7 +34,7 @@ def test_a_leaked_handle_is_taken_away_after_its_time_and_counted() -> None:
 
 def test_full_of_leaked_handles_there_is_room_again() -> None:
     """1. All pages pinned by users who never came back: no room, for ever."""
-    world = World(hbm_pages=8)
+    world = CacheWorld(hbm_pages=8)
     world.compute(KEY)
     other = make_key("bob", 100)
     assert isinstance(world.cache.reserve(other, SECOND_US), NoRoom)
@@ -44,7 +44,7 @@ def test_full_of_leaked_handles_there_is_room_again() -> None:
 
 
 def test_the_holder_sees_that_it_holds_nothing_and_its_release_is_counted_not_an_error() -> None:
-    world = World()
+    world = CacheWorld()
     handle = world.compute(KEY)
     assert handle.is_held
     world.cache.revoke_overdue(LONGEST_HOLD_US)
@@ -56,7 +56,7 @@ def test_the_holder_sees_that_it_holds_nothing_and_its_release_is_counted_not_an
 
 
 def test_pages_that_a_forward_reads_are_not_free_before_it_has_ended() -> None:
-    world, forward = World(hbm_pages=8), Later()
+    world, forward = CacheWorld(hbm_pages=8), Later()
     handle = world.compute(KEY)
     world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     assert (world.cache.stats().hbm.pinned, handle.is_held) == (7, False)
@@ -72,7 +72,7 @@ def test_pages_that_a_forward_reads_are_not_free_before_it_has_ended() -> None:
 
 
 def test_a_handle_in_time_is_left_alone_when_an_older_one_goes() -> None:
-    world = World()
+    world = CacheWorld()
     world.compute(KEY, now_us=0)
     young = world.hit(KEY, now_us=LONGEST_HOLD_US // 2)
     assert world.cache.revoke_overdue(LONGEST_HOLD_US) == 1
@@ -85,7 +85,7 @@ def test_a_handle_in_time_is_left_alone_when_an_older_one_goes() -> None:
 
 
 def test_the_pages_of_an_invalidated_prefix_go_too_when_its_last_handle_is_taken_away() -> None:
-    world = World()
+    world = CacheWorld()
     world.compute(KEY)
     world.cache.invalidate_user("ann")
     assert world.cache.stats().hbm.pinned == 7
@@ -96,7 +96,7 @@ def test_the_pages_of_an_invalidated_prefix_go_too_when_its_last_handle_is_taken
 
 def test_copies_hold_their_pages_however_long_they_take() -> None:
     """The device may be writing: only the copy's own end says that it is not."""
-    world = World()
+    world = CacheWorld()
     world.store(KEY)
     world.cache.transfers.spill(KEY)
     assert world.cache.revoke_overdue(100 * LONGEST_HOLD_US) == 0
@@ -107,7 +107,7 @@ def test_copies_hold_their_pages_however_long_they_take() -> None:
 
 def test_a_leaked_fill_fails_after_its_time_and_others_may_compute_the_prefix() -> None:
     """A computation that nobody ended kept its pages, and its user joined it in vain, for ever."""
-    world = World()
+    world = CacheWorld()
     fill = world.reserve(KEY, now_us=0)
     waiting = world.cache.acquire(KEY, 0)
     assert isinstance(waiting, PendingPrefix)
@@ -124,7 +124,7 @@ def test_a_leaked_fill_fails_after_its_time_and_others_may_compute_the_prefix() 
 
 
 def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> None:
-    world, forward = World(hbm_pages=8), Later()
+    world, forward = CacheWorld(hbm_pages=8), Later()
     fill = world.reserve(KEY)
     world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     assert world.cache.stats().hbm.in_flight == 7
@@ -146,7 +146,7 @@ def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> 
 
 
 def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_page_with_the_next() -> None:
-    world, forward, grown = World(), Later(), make_key(length=105)
+    world, forward, grown = CacheWorld(), Later(), make_key(length=105)
     world.store(KEY)
     leaked = world.reserve(grown)
     assert leaked.copy_page is None, "it grows in place, in the last page"
@@ -169,7 +169,7 @@ def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_pag
 
 
 def test_a_fill_in_time_is_left_alone_when_an_older_handle_goes() -> None:
-    world = World()
+    world = CacheWorld()
     world.compute(KEY, now_us=0)
     other = make_key("bob")
     young = world.reserve(other, now_us=LONGEST_HOLD_US // 2)
@@ -183,7 +183,7 @@ def test_a_fill_in_time_is_left_alone_when_an_older_handle_goes() -> None:
 
 
 def test_a_fill_of_what_was_invalidated_goes_too() -> None:
-    world = World()
+    world = CacheWorld()
     world.reserve(KEY)
     world.cache.invalidate_user("ann")
     assert world.cache.stats().hbm.in_flight == 7

@@ -16,9 +16,9 @@ from relaygr.worker.cache.build import build_cache
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.executor.context import DeviceCompletion
 from relaygr.worker.kv import DramGeometry, DramKvDtype
-from tests.workers.cache_world import GEOMETRY, LAYOUT, make_key
-from tests.workers.overlap_world import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 from tests.workers.simulated_device import SimulatedDevice, SimulatedStream
+from tests.worlds.cache import GEOMETRY, LAYOUT, make_key
+from tests.worlds.overlap import LAYER_US, LAYERS, PAGES, OverlapWorld, worst
 
 TOLERANCE = 2e-5
 COPY_US = 100

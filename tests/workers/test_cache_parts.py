@@ -27,7 +27,7 @@ from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
-from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
+from tests.worlds.cache import GEOMETRY, LAYOUT, CacheWorld, history, make_key
 
 
 class TestPages:
@@ -467,7 +467,7 @@ def test_threads_that_race_keep_every_invariant() -> None:
 
 
 def test_metrics_are_what_the_stats_say() -> None:
-    world, registry = World(), CollectorRegistry()
+    world, registry = CacheWorld(), CollectorRegistry()
     collector = CacheCollector(world.cache.stats, registry)
     world.store(make_key())
     world.cache.acquire(make_key("nobody"), 0)
@@ -488,7 +488,7 @@ def test_metrics_are_what_the_stats_say() -> None:
 
 
 def test_a_key_without_behaviours_still_matches_at_block_ends() -> None:
-    world = World()
+    world = CacheWorld()
     world.store(make_key(length=150))
     key = make_key(length=190)
     bare = PrefixKey(key.user_id, key.namespace, key.chain)

@@ -32,7 +32,7 @@ from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate
-from tests.workers.cache_world import LAYOUT, PAGE_TOKENS, Later, World, make_key, stamps
+from tests.worlds.cache import LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(hbm_pages=st.integers(10, 40), dram_pages=st.integers(0, 40), max_jobs=st.integers(1, 6))
     def start(self, hbm_pages: int, dram_pages: int, max_jobs: int) -> None:
-        self.world = World(
+        self.world = CacheWorld(
             hbm_pages,
             dram_pages,
             TierPolicies(self.policy, self.policy, ttl_us=2 * VISIT_US),

@@ -30,7 +30,7 @@ from relaygr.worker.cache.trace import (
     sketch_of,
 )
 from relaygr.worker.kv import DramGeometry, DramKvDtype
-from tests.workers.cache_world import GEOMETRY, LAYOUT, World, history, make_key
+from tests.worlds.cache import GEOMETRY, LAYOUT, CacheWorld, history, make_key
 
 HEADER = TraceHeader(
     geometry=DramGeometry(GEOMETRY, DramKvDtype.INT8),
@@ -51,7 +51,7 @@ class Recording:
         self.path = path
         self.registry = CollectorRegistry()
         self.recorder = TraceRecorder(path, max_bytes, self.registry)
-        self.world = World(listener=self.recorder.on_event)
+        self.world = CacheWorld(listener=self.recorder.on_event)
 
     def counted(self, outcome: str) -> float:
         return self.registry.get_sample_value("relaygr_cache_trace_events_total", {"outcome": outcome}) or 0.0

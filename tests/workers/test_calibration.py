@@ -25,7 +25,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.model.null_engine import NullEngine
 from relaygr.worker.model.options import ComputeDtype, Family
-from tests.workers.model_world import make_world, small_config
+from tests.worlds.model import make_world, small_config
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from relaygr.worker.model.convert.conversion import convert_state_dict
 from relaygr.worker.model.convert.options import ConvertOptions, SourceFeature, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import Task, TaskKind
-from tests.workers.source_world import dlrm_state_dict, item_features, load
 from tests.workers.vector_models import make_dlrm
-from tests.workers.vector_world import Made
+from tests.worlds.converted import dlrm_state_dict, item_features, load
+from tests.worlds.vectors import Made
 
 GATE_TOKENS = 4
 TASKS = (Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION))

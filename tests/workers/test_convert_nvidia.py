@@ -15,7 +15,7 @@ from relaygr.worker.model.convert.conversion import convert_state_dict
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout, SourceFeature, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import Task
-from tests.workers.source_world import Nvidia, Tensors, load, make_nvidia
+from tests.worlds.converted import Nvidia, Tensors, load, make_nvidia
 
 COLLECTION = "_embedding_collection._data_parallel_embedding_collection.embeddings."
 CANDIDATES = np.array([3, 19, 3, 0])

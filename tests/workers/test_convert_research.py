@@ -14,8 +14,8 @@ from relaygr.worker.model.convert.conversion import convert_state_dict
 from relaygr.worker.model.convert.options import ConvertOptions, SourceKind
 from relaygr.worker.model.convert.state_dict import StateDict
 from relaygr.worker.model.options import Task, TaskKind
-from tests.workers.source_world import Tensors, load, tensors
 from tests.workers.vector_models import make_research, research_rows
+from tests.worlds.converted import Tensors, load, tensors
 
 D, SIZE, ITEMS = 6, 10, 15
 QUERY_S = 2_000_000

@@ -24,7 +24,7 @@ from relaygr.worker.model.options import ContextualFeature
 from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
-from tests.workers.model_world import small_config
+from tests.worlds.model import small_config
 
 PAGE_TOKENS = 16
 

@@ -23,7 +23,8 @@ from relaygr.worker.model.interface import PrefixChunk, TooLongError
 from relaygr.worker.model.null_engine import null_scores
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.workers.engine_kinds import KINDS
-from tests.workers.model_world import (
+from tests.workers.reference import full_inference
+from tests.worlds.model import (
     ARENA_PAGES,
     MAX_PREFIX,
     VOCABULARY,
@@ -31,7 +32,6 @@ from tests.workers.model_world import (
     random_behaviours,
     small_config,
 )
-from tests.workers.reference import full_inference
 
 TOLERANCE = 2e-5
 NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)

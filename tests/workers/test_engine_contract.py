@@ -30,9 +30,9 @@ from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.rules import RuleError
 from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 from tests.workers.engine_kinds import BACKENDS, KINDS
-from tests.workers.model_world import ARENA_PAGES, VOCABULARY, configs
 from tests.workers.reference import full_inference
 from tests.workers.reference.encodings import positions_from_end
+from tests.worlds.model import ARENA_PAGES, VOCABULARY, configs
 
 TOLERANCE = 2e-5
 UNWRITTEN = 0xFF
@@ -71,7 +71,7 @@ class User:
     pages: NDArray[np.int32]
 
 
-class World:
+class ContractWorld:
     """A random model in an engine on a back end, with an arena."""
 
     def __init__(
@@ -171,7 +171,7 @@ def error(ours: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
     return float(np.abs(ours - expected).max() / np.abs(expected).max())
 
 
-def assert_exact(world: World, user: User, scores: NDArray[np.float32]) -> None:
+def assert_exact(world: ContractWorld, user: User, scores: NDArray[np.float32]) -> None:
     """A norm over nearly equal values magnifies float32's own rounding, with the cache or without, and so do scores
     that cancel: what the last bits of the weights would move is allowed there, four times over."""
     expected = world.exact(user)
@@ -200,7 +200,7 @@ def test_cached_inference_is_full_inference(
     cuts: list[int],
     seed: int,
 ) -> None:
-    world = World(kind, backend, seed, page_tokens)
+    world = ContractWorld(kind, backend, seed, page_tokens)
     user = world.user(behaviours, candidates)
     prefix = world.prefix_of(behaviours, suffix)
     world.pre_infer(user, prefix, cuts)
@@ -220,7 +220,7 @@ def test_cached_inference_is_full_inference(
 def test_so_it_is_for_any_combination_of_options(
     config: ModelConfig, page_tokens: int, behaviours: int, suffix: int, cuts: list[int], seed: int
 ) -> None:
-    world = World(config, seed=seed, page_tokens=page_tokens)
+    world = ContractWorld(config, seed=seed, page_tokens=page_tokens)
     user = world.user(behaviours)
     prefix = world.prefix_of(behaviours, suffix)
     world.pre_infer(user, prefix, cuts)
@@ -233,7 +233,7 @@ def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backe
     """Tiles are of 256 rows and 512 keys; groups of candidates, windows and the diagonal cross their edges."""
     config = KINDS[kind].model_copy(update={"max_prefix_behaviours": 600, "max_candidates": 300})
     # The second size is of pages larger than a tile's keys.
-    world = World(config, backend, 1, page_tokens)
+    world = ContractWorld(config, backend, 1, page_tokens)
     user = world.user(560, 290)
     prefix = world.prefix_of(560, 16)
     world.pre_infer(user, prefix, [301])
@@ -251,7 +251,7 @@ def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backe
 def test_an_appended_prefix_is_the_longer_prefix(
     kind: str, backend: str, first: int, appended: list[int], cut: int, seed: int
 ) -> None:
-    world = World(kind, backend, seed)
+    world = ContractWorld(kind, backend, seed)
     if not world.engine.rules.grows:
         return
     length = first + sum(appended)
@@ -264,7 +264,7 @@ def test_an_appended_prefix_is_the_longer_prefix(
 
 @each_kind
 def test_a_user_at_every_limit_is_ranked_with_one_who_has_nothing(kind: str) -> None:
-    world = World(kind, seed=6, page_tokens=13)
+    world = ContractWorld(kind, seed=6, page_tokens=13)
     limits, grows = world.engine.limits, world.engine.rules.grows
     most = world.user(
         limits.max_prefix_behaviours + (limits.max_suffix_behaviours if grows else 0), limits.max_candidates
@@ -281,10 +281,10 @@ def test_a_user_at_every_limit_is_ranked_with_one_who_has_nothing(kind: str) -> 
     assert of_unasked.scores.shape == (0, world.engine.num_tasks)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if World(kind).engine.rules.uses_query_time])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ContractWorld(kind).engine.rules.uses_query_time])
 @pytest.mark.parametrize("times_ms", [(5, 4, 3), (0, 0, 2**62), (-(2**63), 2**63 - 1, -1)])
 def test_times_may_fall_lie_ahead_and_be_as_far_as_numbers_go(kind: str, times_ms: tuple[int, ...]) -> None:
-    world = World(kind, seed=7)
+    world = ContractWorld(kind, seed=7)
     user = world.user(3)
     history = Behaviours(user.history.items, user.history.actions, np.array(times_ms))
     user = replace(user, history=history, query_time_ms=1_700_000_000_000)
@@ -294,8 +294,8 @@ def test_times_may_fall_lie_ahead_and_be_as_far_as_numbers_go(kind: str, times_m
 
 @each_case
 def test_one_forward_of_chunks_and_requests_is_each_of_them_alone(kind: str, backend: str) -> None:
-    def setting() -> tuple[World, list[PrefixChunk], list[RankInputs], list[User]]:
-        world = World(kind, backend, 3)
+    def setting() -> tuple[ContractWorld, list[PrefixChunk], list[RankInputs], list[User]]:
+        world = ContractWorld(kind, backend, 3)
         users = [world.user(length, 3 + length % 5) for length in (17, 0, 9, 26, 14)]
         begun, whole, *ranked = users
         first, *rest = world.chunks(begun, 0, 17, [7])
@@ -325,7 +325,7 @@ def test_one_forward_of_chunks_and_requests_is_each_of_them_alone(kind: str, bac
 
 @each_case
 def test_candidates_see_nobody_outside_their_group(kind: str, backend: str) -> None:
-    world = World(kind, backend, 4)
+    world = ContractWorld(kind, backend, 4)
     user = world.user(20, 10)
     world.pre_infer(user, 20, [])
     scores = world.engine.rank([world.request(user, 20)])[0].scores
@@ -339,7 +339,7 @@ def test_candidates_see_nobody_outside_their_group(kind: str, backend: str) -> N
 def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backend: str) -> None:
     ours = theirs = 0.0
     for seed in range(4):
-        world = World(kind, backend, seed, kv_dtype=KvDtype.BFLOAT16, compute_dtype=ComputeDtype.BFLOAT16)
+        world = ContractWorld(kind, backend, seed, kv_dtype=KvDtype.BFLOAT16, compute_dtype=ComputeDtype.BFLOAT16)
         user = world.user(40, 16)
         prefix = world.prefix_of(40, 8)
         world.pre_infer(user, prefix, [11, 30])
@@ -353,7 +353,7 @@ def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backen
 @each_case
 def test_each_layer_says_that_it_comes_before_it_reads_the_pages(kind: str, backend: str) -> None:
     """A prefix that is still on its way is ranked layer by layer, as its K,V arrive."""
-    world = World(kind, backend, 5)
+    world = ContractWorld(kind, backend, 5)
     user = world.user(20)
     world.pre_infer(user, 20, [])
     expected = world.engine.rank([world.request(user, 20)])[0].scores
@@ -410,7 +410,7 @@ def test_tiles_of_the_mask_are_the_mask(
 
 @each_kind
 def test_places_are_those_of_the_definition(kind: str) -> None:
-    world = World(kind)
+    world = ContractWorld(kind)
     user, config = world.user(25), world.config
     rows = world.engine.prefix_inputs(user.features, user.history, user.query_time_ms).rows
     places = np.concatenate((rows[:, Column.PLACE], world.request(user, 25).rows[:, Column.PLACE]))
@@ -425,7 +425,7 @@ def test_places_are_those_of_the_definition(kind: str) -> None:
 
 
 def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
-    said = {kind: World(kind).engine.rules for kind in KINDS}
+    said = {kind: ContractWorld(kind).engine.rules for kind in KINDS}
     assert [kind for kind, rules in said.items() if not rules.grows] == [
         "research",
         "soft-max with every mask option",
@@ -451,10 +451,10 @@ def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not World(kind).engine.rules.grows])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not ContractWorld(kind).engine.rules.grows])
 def test_what_a_prefix_that_does_not_grow_would_get_wrong(kind: str) -> None:
     """One behaviour more changes K,V of rows that were there; so there is no append, and a suffix is refused."""
-    world = World(kind)
+    world = ContractWorld(kind)
     user = world.user(20)
     with pytest.raises(RuleError, match="cannot be followed by a suffix"):
         world.request(user, 19)
@@ -467,9 +467,9 @@ def test_what_a_prefix_that_does_not_grow_would_get_wrong(kind: str) -> None:
     assert not torch.equal(world.arena.view(torch.float32)[written], before.view(torch.float32)[written])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if World(kind).engine.rules.uses_query_time])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ContractWorld(kind).engine.rules.uses_query_time])
 def test_where_the_query_time_is_in_the_key_it_changes_kv_or_scores(kind: str) -> None:
-    world = World(kind)
+    world = ContractWorld(kind)
     user = world.user(20)
     world.pre_infer(user, 20, [])
     before = world.arena.clone()
@@ -478,9 +478,9 @@ def test_where_the_query_time_is_in_the_key_it_changes_kv_or_scores(kind: str) -
     assert not torch.equal(world.arena, before)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not World(kind).engine.rules.chunks])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not ContractWorld(kind).engine.rules.chunks])
 def test_a_chunk_is_refused_where_rows_see_later_ones(kind: str) -> None:
-    world = World(kind)
+    world = ContractWorld(kind)
     user = world.user(20)
     inputs = world.engine.prefix_inputs(user.features, user.history, user.query_time_ms)
     for start, end in ((0, 10), (10, inputs.tokens)):
@@ -491,7 +491,7 @@ def test_a_chunk_is_refused_where_rows_see_later_ones(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["research", "interleaved with bias by time"])
 def test_a_bias_by_time_without_the_prefix_s_times_is_refused(kind: str) -> None:
-    world = World(kind)
+    world = ContractWorld(kind)
     user = world.user(20)
     tokens = world.engine.layout.tokens(20)
     for times in (None, user.history[:10].timestamps_ms):
@@ -500,7 +500,7 @@ def test_a_bias_by_time_without_the_prefix_s_times_is_refused(kind: str) -> None
 
 
 def test_pages_that_do_not_hold_a_prefix_are_refused_before_anything_is_written() -> None:
-    world = World("meta")
+    world = ContractWorld("meta")
     user = world.user(20)
     other = world.user(5)
     chunk, *_ = world.chunks(other, 0, 5, [])

@@ -2,295 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from relaygr.admission.latency import Corrector, LatencyModel, Stage
-from relaygr.admission.settings import AdmissionSettings
-from relaygr.consumer import Received, Token
-from relaygr.runtime.clock import ManualClock
+from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.digest import digest_chain
-from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
-    Behaviours,
     FailureReason,
-    History,
     HistoryVersion,
-    LatencyCoefficients,
     Path,
     PrefixSource,
-    PreInferJob,
-    RankingRequest,
 )
-from relaygr.worker.cache import CacheConfig, Hit, MissReason, PendingKind, PrefixCache, PrefixKey, WasteReason
-from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
 from relaygr.worker.cache.invariants import check_invariants
-from relaygr.worker.device import CpuDevice, Device
-from relaygr.worker.executor.admission import JobAdmission
-from relaygr.worker.executor.context import ExecutorParts
-from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
-from relaygr.worker.history.resolve import StoredHistory
-from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
-from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
-from relaygr.worker.model.rules import PrefixRules
-from relaygr.worker.settings import WorkerSettings
-
-PAGE_TOKENS = 16
-TOKEN_US = 10
-HIT_US = 1_000
-GEOMETRY = KvGeometry(1, 1, 4, 4, PAGE_TOKENS, KvDtype.FLOAT32)
-LAYOUT = PrefixLayout(0, 1)
-LIMITS = EngineLimits(512, 64, 100)
-COEFFICIENTS = LatencyCoefficients(
-    a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=0, c1=HIT_US / 10, c2=0, d0=100, d1=0
+from relaygr.worker.executor.work import JobOutcome
+from tests.worlds.executor import (
+    COEFFICIENTS,
+    GEOMETRY,
+    HIT_US,
+    LIMITS,
+    PAGE_TOKENS,
+    TOKEN_US,
+    ExecutorWorld,
+    history_of,
+    world_with_a_in_dram,
 )
-
-
-@dataclass
-class Inputs:
-    tokens: int
-    unknown_items: int = 0
-
-
-@dataclass
-class Request:
-    prefix_tokens: int
-    candidates: int
-    unknown_items: int = 0
-
-
-@dataclass
-class FakeEngine:
-    """Takes TOKEN_US a prefix token and HIT_US a ranking. Records the chunks and batches that it computed."""
-
-    clock: ManualClock
-    geometry: KvGeometry = GEOMETRY
-    layout: PrefixLayout = LAYOUT
-    limits: EngineLimits = LIMITS
-    namespace: bytes = b"model-1"
-    revision: str = "model-1"
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    mixed: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens of the chunk, and requests, of each forward that had both."""
-    fail_mixed: bool = False
-    fail_next: Exception | None = None
-    fail_candidates: int | None = None
-    rules: PrefixRules = field(default_factory=PrefixRules)
-    device: Device = field(default_factory=CpuDevice)
-
-    def shown_features(self, features, behaviours, candidates):
-        return features
-
-    def prefix_inputs(self, features, behaviours, query_time_ms):
-        return Inputs(len(behaviours))
-
-    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms):
-        if candidates.size > self.limits.max_candidates:
-            raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
-        assert len(pages) * PAGE_TOKENS >= prefix_tokens
-        return Request(prefix_tokens, candidates.size)
-
-    def pre_infer(self, chunk: PrefixChunk) -> None:
-        if self.fail_next is not None:
-            error, self.fail_next = self.fail_next, None
-            raise error
-        assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
-        self.chunks.append((chunk.start, chunk.end))
-        self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
-
-    def forward(self, chunks, requests):
-        if self.fail_mixed:
-            raise RuntimeError("kernel failed")
-        self.mixed.append((sum(chunk.end - chunk.start for chunk in chunks), len(requests)))
-        for chunk in chunks:
-            self.pre_infer(chunk)
-        return self.rank(requests)
-
-    def rank(self, batch):
-        if any(request.candidates == self.fail_candidates for request in batch):
-            raise RuntimeError("kernel failed")
-        self.batches.append(len(batch))
-        self.clock.advance_us(HIT_US * len(batch))
-        return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
-
-
-@dataclass
-class HeldMover:
-    """Copies only when the test calls `finish`."""
-
-    waiting: list[CopyRequest] = field(default_factory=list)
-
-    def submit(self, request: CopyRequest) -> bool:
-        self.waiting.append(request)
-        return True
-
-    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
-        return CopyForecast(0.0, 100.0)
-
-    def close(self) -> None:
-        self.finish(False)
-
-    def finish(self, ok: bool = True) -> None:
-        waiting, self.waiting = self.waiting, []
-        for request in waiting:
-            request.on_done(ok)
-
-
-@dataclass
-class Outbox:
-    ranked_works: list[RankingWork] = field(default_factory=list)
-    expired_works: list[RankingWork] = field(default_factory=list)
-    failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
-    jobs: list[JobOutcome] = field(default_factory=list)
-
-    def ranked(self, work, outputs):
-        assert outputs.scores.shape == (work.request.candidates.size, 1)
-        self.ranked_works.append(work)
-
-    def expired(self, work):
-        self.expired_works.append(work)
-
-    def failed(self, work, reason, detail):
-        self.failures.append((work, reason, detail))
-
-    def job_done(self, received, outcome):
-        self.jobs.append(outcome)
-
-    @property
-    def paths(self) -> list[Path]:
-        return [work.path for work in self.ranked_works]
-
-    @property
-    def answers(self) -> int:
-        return len(self.ranked_works) + len(self.expired_works) + len(self.failures)
-
-
-class Store:
-    def __init__(self):
-        self.histories: dict[str, StoredHistory] = {}
-        self.loading = False
-
-    def put(self, user_id: str, length: int, number: int = 1) -> HistoryVersion:
-        history = history_of(user_id, length, number)
-        self.histories[user_id] = StoredHistory(history, history.chain())
-        return history.version()
-
-    def get(self, user_id):
-        return self.histories.get(user_id)
-
-    def is_loading(self, partition):
-        return self.loading
-
-
-def behaviours_of(length: int) -> Behaviours:
-    return Behaviours(np.arange(length, dtype="<i8"), np.ones(length, "<u2"), np.arange(length, dtype="<i8"))
-
-
-def history_of(user_id: str, length: int, number: int = 1) -> History:
-    return History(user_id, number, np.empty(0, "<i8"), behaviours_of(length))
-
-
-class World:
-    """An executor with fakes around it, and the calls that tests make."""
-
-    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, **settings):
-        self.clock = ManualClock(monotonic_us=1_000_000)
-        self.engine = FakeEngine(self.clock)
-        self.mover = HeldMover()
-        self.cache = PrefixCache(
-            CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages), self.mover
-        )
-        self.store = Store()
-        self.outbox = Outbox()
-        self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
-        admission = AdmissionSettings(
-            lease_margin_ms=lease_margin_ms, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
-        )
-        capacity = hbm_pages * self.engine.geometry.page_bytes
-        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
-        self.copied = []
-        self.copy_page = self.copied.append
-        self.registry = CollectorRegistry()
-        self.executor = Executor(
-            self.engine,
-            ExecutorParts(
-                cache=self.cache,
-                scratch_pages=np.arange(hbm_pages, hbm_pages + 512 // PAGE_TOKENS, dtype=np.int32),
-                histories=self.store,
-                copy_page=lambda copy: self.copy_page(copy),
-                corrector=self.corrector,
-                settings=self.settings,
-                admission_settings=admission,
-                results=self.outbox,
-                metrics=WorkerMetrics(self.registry),
-                clock=self.clock,
-                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
-            ),
-        )
-        self._offset = 0
-
-    def _received(self, topic: str) -> Received:
-        self._offset += 1
-        token = Token(topic, 0, self._offset, 0)
-        return Received(topic, 0, self._offset, b"", b"", [], 0, self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
-
-    def job(self, user_id="u", version=None, request_id="r", lead_us=100_000, budget_ms=50, history=None):
-        wall_us = self.clock.wall_us()
-        message = PreInferJob(
-            request_id, user_id, wall_us, wall_us + lead_us, budget_ms, 10, 0, wall_us, version, history
-        )
-        expected_us = self.clock.monotonic_us() + lead_us
-        self.executor.take_job(
-            JobWork(message, self._received("preinfer"), expected_us, expected_us + budget_ms * 1000)
-        )
-        self.executor.take_mail()
-
-    def rank(self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None):
-        wall_us = self.clock.wall_us()
-        request = RankingRequest(
-            request_id, user_id, wall_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
-            history,
-        )  # fmt: skip
-        reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
-        deadline_us = self.clock.monotonic_us() + budget_us
-        work = RankingWork(request, reply, self._received("ranking"), wall_us, deadline_us, deadline_us)
-        self.executor.take_ranking(work)
-        self.executor.take_mail()
-        return work
-
-    def run(self, steps: int = 1_000):
-        """Steps until the executor has nothing to do."""
-        for _ in range(steps):
-            if self.executor.step() != 0 and not self.executor.has_mail:
-                break
-        check_invariants(self.cache)
-
-    def idle_until(self, time_us: int):
-        self.clock.advance_us(max(0, time_us - self.clock.monotonic_us()))
-        self.run()
-
-
-def world_with_a_in_dram() -> tuple[World, HistoryVersion]:
-    """User a was ranked and spilled to DRAM. Then user b took all of HBM."""
-    world = World(hbm_pages=32)
-    first = world.store.put("a", 400)
-    world.rank("a", first, "r1")
-    world.run()
-    world.mover.finish()
-    world.rank("b", world.store.put("b", 400), "r2")
-    world.run()
-    world.mover.finish()
-    return world, first
 
 
 def test_a_prefix_computed_ahead_is_hit_in_hbm():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
     world.run()
@@ -303,7 +45,7 @@ def test_a_prefix_computed_ahead_is_hit_in_hbm():
 
 
 def test_without_a_job_the_request_takes_the_full_path_and_leaves_its_prefix():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version)
     world.run()
@@ -313,7 +55,7 @@ def test_without_a_job_the_request_takes_the_full_path_and_leaves_its_prefix():
 
 
 def test_a_grown_history_computes_only_its_tail_and_stays_on_the_hbm_path():
-    world = World()
+    world = ExecutorWorld()
     world.rank(version=world.store.put("u", 100))
     world.run()
     world.engine.chunks.clear()
@@ -326,7 +68,7 @@ def test_a_grown_history_computes_only_its_tail_and_stays_on_the_hbm_path():
 
 
 def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
     world.rank(version=version)
@@ -337,7 +79,7 @@ def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
 
 
 def test_a_request_that_finds_its_job_begun_waits_for_it():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 300)
     world.job(version=version)
     world.executor.step()
@@ -348,7 +90,7 @@ def test_a_request_that_finds_its_job_begun_waits_for_it():
 
 
 def test_a_job_that_comes_after_its_request_was_answered_is_dropped():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version)
     world.run()
@@ -402,7 +144,7 @@ def test_a_job_for_a_prefix_in_dram_is_the_signal_to_reload_it():
 
 
 def test_a_history_that_does_not_fit_the_deadline_is_cut_to_its_newest_part_and_says_so():
-    world = World()
+    world = ExecutorWorld()
     work = world.rank(version=world.store.put("u", 500), budget_us=3_000)
     world.run()
     assert world.outbox.paths == [Path.TRUNCATED]
@@ -414,13 +156,13 @@ def test_a_history_that_does_not_fit_the_deadline_is_cut_to_its_newest_part_and_
 
 
 def test_a_request_that_nothing_can_serve_in_time_is_refused_at_once():
-    world = World()
+    world = ExecutorWorld()
     world.rank(version=world.store.put("u", 500), budget_us=500)
     assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED]
 
 
 def test_an_expired_request_costs_no_device_time():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version, budget_us=-10_000)
     world.run()
@@ -429,7 +171,7 @@ def test_an_expired_request_costs_no_device_time():
 
 
 def test_without_any_history_the_request_is_ranked_with_what_it_carries():
-    world = World()
+    world = ExecutorWorld()
     work = world.rank("stranger")
     world.run()
     assert world.outbox.paths == [Path.FULL]
@@ -438,7 +180,7 @@ def test_without_any_history_the_request_is_ranked_with_what_it_carries():
 
 
 def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused():
-    world = World()
+    world = ExecutorWorld()
     carried = history_of("u", 80)
     world.rank(history=carried, version=carried.version())
     world.rank(history=carried, version=HistoryVersion(1, 80, bytes(16)), request_id="r2")
@@ -448,7 +190,7 @@ def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused(
 
 
 def test_a_request_of_a_version_that_is_not_here_yet_waits_for_it():
-    world = World()
+    world = ExecutorWorld()
     world.store.put("u", 100)
     newer = history_of("u", 120, number=2).version()
     work = world.rank(version=newer)
@@ -462,7 +204,7 @@ def test_a_request_of_a_version_that_is_not_here_yet_waits_for_it():
 
 
 def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits():
-    world = World()
+    world = ExecutorWorld()
     world.store.put("u", 100)
     newer = history_of("u", 120, number=2).version()
     work = world.rank(version=newer)
@@ -474,7 +216,7 @@ def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits
 
 
 def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
-    world = World()
+    world = ExecutorWorld()
     world.job(version=history_of("u", 120, number=2).version())
     world.run()
     assert world.outbox.jobs == []
@@ -483,7 +225,7 @@ def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
 
 
 def test_what_waits_for_a_version_is_bounded():
-    world = World(parked_jobs_max=2)
+    world = ExecutorWorld(parked_jobs_max=2)
     version = history_of("u", 120, number=2).version()
     for number in range(3):
         world.job(version=version, request_id=f"r{number}")
@@ -491,7 +233,7 @@ def test_what_waits_for_a_version_is_bounded():
 
 
 def test_requests_of_different_users_are_ranked_in_one_batch():
-    world = World()
+    world = ExecutorWorld()
     for user in ("a", "b", "c"):
         world.rank(user, world.store.put(user, 50), f"{user}1")
     world.run()
@@ -503,7 +245,7 @@ def test_requests_of_different_users_are_ranked_in_one_batch():
 
 
 def test_no_batch_grows_so_long_that_its_first_request_is_late():
-    world = World()
+    world = ExecutorWorld()
     for number in range(5):
         world.rank(f"u{number}", budget_us=3_500, request_id=f"r{number}")
     world.run()
@@ -511,7 +253,7 @@ def test_no_batch_grows_so_long_that_its_first_request_is_late():
 
 
 def test_one_request_that_fails_in_a_batch_does_not_fail_its_neighbours():
-    world = World()
+    world = ExecutorWorld()
     world.engine.fail_candidates = 7
     for number, candidates in enumerate((5, 7, 9)):
         world.rank(f"u{number}", request_id=f"r{number}", candidates=candidates)
@@ -523,7 +265,7 @@ def test_one_request_that_fails_in_a_batch_does_not_fail_its_neighbours():
 
 
 def test_a_failed_chunk_fails_its_request_and_frees_its_pages():
-    world = World()
+    world = ExecutorWorld()
     world.engine.fail_next = MemoryError("device out of memory")
     version = world.store.put("u", 100)
     world.rank(version=version)
@@ -536,7 +278,7 @@ def test_a_failed_chunk_fails_its_request_and_frees_its_pages():
 
 
 def test_too_many_candidates_are_refused_with_the_limit():
-    world = World()
+    world = ExecutorWorld()
     world.rank(candidates=101)
     assert [(reason, detail) for _, reason, detail in world.outbox.failures] == [
         (FailureReason.TOO_LONG, "101 candidates, the model takes 100")
@@ -544,7 +286,7 @@ def test_too_many_candidates_are_refused_with_the_limit():
 
 
 def test_without_room_in_the_cache_full_inference_runs_on_the_scratch_pages_one_by_one():
-    world = World(hbm_pages=8)
+    world = ExecutorWorld(hbm_pages=8)
     for user in ("a", "b"):
         world.rank(user, world.store.put(user, 200), f"r-{user}")
     world.run()
@@ -553,14 +295,14 @@ def test_without_room_in_the_cache_full_inference_runs_on_the_scratch_pages_one_
 
 
 def test_without_room_a_job_ends_and_says_so():
-    world = World(hbm_pages=8)
+    world = ExecutorWorld(hbm_pages=8)
     world.job(version=world.store.put("u", 200))
     world.run()
     assert world.outbox.jobs in ([JobOutcome.NO_ROOM], [JobOutcome.OVER_FOOTPRINT])
 
 
 def test_the_baseline_reuses_nothing():
-    world = World(reuse_prefixes=False)
+    world = ExecutorWorld(reuse_prefixes=False)
     version = world.store.put("u", 100)
     world.job(version=version)
     for number in range(2):
@@ -571,7 +313,7 @@ def test_the_baseline_reuses_nothing():
 
 
 def test_a_prefix_waits_leased_for_its_request_and_is_not_evicted_by_others():
-    world = World(hbm_pages=32)
+    world = ExecutorWorld(hbm_pages=32)
     version = world.store.put("a", 300)
     world.job("a", version, "r1")
     world.run()
@@ -585,7 +327,7 @@ def test_a_prefix_waits_leased_for_its_request_and_is_not_evicted_by_others():
 
 
 def test_a_lease_that_nobody_ends_is_freed():
-    world = World()
+    world = ExecutorWorld()
     world.job(version=world.store.put("u", 100), lead_us=10_000, budget_ms=10)
     world.run()
     assert world.cache.stats().hbm.leased > 0
@@ -594,7 +336,7 @@ def test_a_lease_that_nobody_ends_is_freed():
 
 
 def test_a_deleted_user_leaves_nothing_in_the_cache():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version)
     world.run()
@@ -605,7 +347,7 @@ def test_a_deleted_user_leaves_nothing_in_the_cache():
 
 
 def test_a_user_deleted_in_mid_computation_is_still_answered_and_leaves_nothing():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 300)
     world.rank(version=version)
     world.executor.step()
@@ -615,7 +357,7 @@ def test_a_user_deleted_in_mid_computation_is_still_answered_and_leaves_nothing(
 
 
 def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():
-    world = World(preinfer_queue_max=2)
+    world = ExecutorWorld(preinfer_queue_max=2)
     for user, length in (("a", 300), ("b", 20), ("c", 200)):
         world.job(user, world.store.put(user, length), f"r-{user}")
     assert world.outbox.jobs == [JobOutcome.SHED]
@@ -625,7 +367,7 @@ def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():
 
 
 def test_beyond_its_bound_the_job_queue_drops_what_has_expired_first():
-    world = World(preinfer_queue_max=2)
+    world = ExecutorWorld(preinfer_queue_max=2)
     world.job("a", world.store.put("a", 300), "r-a", lead_us=1_000, budget_ms=1)
     world.job("b", world.store.put("b", 20), "r-b")
     world.clock.advance_us(10_000)
@@ -635,7 +377,9 @@ def test_beyond_its_bound_the_job_queue_drops_what_has_expired_first():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
-    world = World(hbm_pages=40, dram_pages=40, preinfer_queue_max=3, parked_jobs_max=3, mix_chunks=seed % 2 == 0)
+    world = ExecutorWorld(
+        hbm_pages=40, dram_pages=40, preinfer_queue_max=3, parked_jobs_max=3, mix_chunks=seed % 2 == 0
+    )
     random = np.random.default_rng(seed)
     lengths = {f"u{user}": int(random.integers(1, 400)) for user in range(8)}
     asked = jobs = 0
@@ -675,7 +419,7 @@ def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
 
 def test_the_digest_of_a_shortened_history_is_never_looked_up():
     """The prefix of a truncated request must not enter the cache, where the key stands for the whole prefix."""
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 500)
     world.rank(version=version, budget_us=3_000)
     world.run()
@@ -686,7 +430,7 @@ def test_the_digest_of_a_shortened_history_is_never_looked_up():
 
 
 def test_a_request_whose_version_is_ready_does_not_wait_while_a_newer_one_is_computed():
-    world = World()
+    world = ExecutorWorld()
     older = world.store.put("u", 64)
     world.rank(version=older, request_id="r0")
     world.run()
@@ -700,7 +444,7 @@ def test_a_request_whose_version_is_ready_does_not_wait_while_a_newer_one_is_com
 
 
 def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with_the_rest_as_suffix():
-    world = World(hbm_pages=8)
+    world = ExecutorWorld(hbm_pages=8)
     world.rank(version=world.store.put("u", 64), request_id="r0")
     world.run()
     world.job("v", world.store.put("v", 64), "r1")
@@ -714,7 +458,7 @@ def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with
 
 
 def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_nothing_of_it_kept():
-    world = World()
+    world = ExecutorWorld()
     world.rank(version=world.store.put("u", 400), request_id="r0")
     world.run()
     grown = world.store.put("u", 440, number=2)
@@ -729,7 +473,7 @@ def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_nothing
 
 
 def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference_and_says_so():
-    world = World(hbm_pages=8)
+    world = ExecutorWorld(hbm_pages=8)
     world.rank(version=world.store.put("u", 64), request_id="r0")
     world.run()
     world.job("v", world.store.put("v", 64), "r1")
@@ -742,7 +486,7 @@ def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference
 
 
 def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():
-    world = World(max_clock_skew_ms=0)
+    world = ExecutorWorld(max_clock_skew_ms=0)
     version = world.store.put("u", 480)
     world.job(version=version)
     world.executor.step()
@@ -755,7 +499,7 @@ def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():
 
 
 def test_a_prefix_that_another_request_uses_is_not_wasted_because_its_own_went_before():
-    world = World(max_clock_skew_ms=0)
+    world = ExecutorWorld(max_clock_skew_ms=0)
     version = world.store.put("u", 480)
     world.job(version=version)
     world.executor.step()
@@ -767,7 +511,7 @@ def test_a_prefix_that_another_request_uses_is_not_wasted_because_its_own_went_b
 
 
 def test_a_prefix_that_is_taken_away_before_its_request_came_is_wasted_as_invalidated():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
     world.run()
@@ -776,7 +520,7 @@ def test_a_prefix_that_is_taken_away_before_its_request_came_is_wasted_as_invali
 
 
 def test_a_lease_ends_a_margin_after_the_request_should_have_come_and_its_prefix_is_wasted():
-    world = World(lease_margin_ms=30)
+    world = ExecutorWorld(lease_margin_ms=30)
     asked_us = world.clock.monotonic_us()
     world.job(version=world.store.put("u", 100), lead_us=40_000, budget_ms=20)
     world.run()
@@ -791,7 +535,7 @@ def test_a_lease_ends_a_margin_after_the_request_should_have_come_and_its_prefix
 
 
 def test_a_job_from_a_clock_that_runs_ahead_holds_its_prefix_for_a_minute_at_most():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version, request_id="r0")
     world.run()
@@ -803,7 +547,7 @@ def test_a_job_from_a_clock_that_runs_ahead_holds_its_prefix_for_a_minute_at_mos
 
 
 def test_a_history_just_above_the_models_longest_keeps_most_of_it():
-    world = World()
+    world = ExecutorWorld()
     work = world.rank(version=world.store.put("u", LIMITS.max_prefix_behaviours + 1))
     world.run()
     assert work.path is Path.FULL
@@ -811,7 +555,7 @@ def test_a_history_just_above_the_models_longest_keeps_most_of_it():
 
 
 def test_a_user_deleted_before_the_computation_began_leaves_nothing_behind():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank(version=version)
     world.executor.user_deleted("u")
@@ -821,7 +565,7 @@ def test_a_user_deleted_before_the_computation_began_leaves_nothing_behind():
 
 
 def test_a_job_of_a_deleted_user_is_not_computed():
-    world = World()
+    world = ExecutorWorld()
     world.job(version=world.store.put("u", 100))
     world.executor.user_deleted("u")
     world.run()
@@ -830,7 +574,7 @@ def test_a_job_of_a_deleted_user_is_not_computed():
 
 
 def test_whatever_breaks_a_prefix_ends_it_alone():
-    world = World()
+    world = ExecutorWorld()
     world.copy_page = None  # A copy that cannot be made.
     world.rank(version=world.store.put("u", 100))
     world.run()
@@ -857,7 +601,7 @@ def test_a_job_for_a_prefix_in_dram_is_charged_the_pages_that_it_takes():
 
 
 def test_a_job_that_waits_for_another_version_is_charged_once():
-    world = World()
+    world = ExecutorWorld()
     charged = []
     refuse = world.executor._parts.admission.refuse
 
@@ -875,7 +619,7 @@ def test_a_job_that_waits_for_another_version_is_charged_once():
 
 def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_triggers():
     """Triggers admit impressions that full inference would make late. With the times of a faster device, none were."""
-    world = World()
+    world = ExecutorWorld()
     slow = replace(COEFFICIENTS, a0=COEFFICIENTS.a0 / 2, a1=COEFFICIENTS.a1 / 2)
     world.corrector.recalibrate(LatencyModel(slow))
     for number in range(200):
@@ -888,7 +632,7 @@ def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_trigger
 
 
 def test_an_append_says_nothing_of_full_inference():
-    world = World()
+    world = ExecutorWorld()
     world.rank(version=world.store.put("u", 100))
     world.run()
     before = world.corrector.factor(Stage.FULL)
@@ -900,7 +644,7 @@ def test_an_append_says_nothing_of_full_inference():
 
 
 def test_triggers_are_told_what_a_prefix_takes_in_its_chunks():
-    world = World(chunk_ms=1.0)
+    world = ExecutorWorld(chunk_ms=1.0)
     world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b0=200.0)))
     # Pieces of 80 tokens: five pages in a millisecond, the fixed part paid for each.
     expected = LIMITS.max_prefix_behaviours * TOKEN_US + 7 * 200
@@ -911,13 +655,13 @@ class PrefixKeys:
     """The keys that the worker makes."""
 
     @staticmethod
-    def of(world: World, user_id: str) -> PrefixKey:
+    def of(world: ExecutorWorld, user_id: str) -> PrefixKey:
         stored = world.store.histories[user_id]
         return PrefixKey(user_id, world.engine.namespace, stored.chain, stored.history.behaviours)
 
 
 def test_a_request_that_expired_says_so_of_its_unused_prefix():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
     world.run()
@@ -927,7 +671,7 @@ def test_a_request_that_expired_says_so_of_its_unused_prefix():
 
 
 def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
-    world = World()
+    world = ExecutorWorld()
     world.rank(version=world.store.put("u", 100))
     world.run()
     grown = world.store.put("u", 130, number=2)
@@ -939,7 +683,7 @@ def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
 
 def test_each_request_is_one_look_up_and_counted_as_what_it_found_first():
     """A request that waits or computes looks its prefix up again. Counted again, full inference was half a hit."""
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 300)
     world.rank(version=version, request_id="full")
     world.run()
@@ -975,7 +719,7 @@ def test_a_prefix_that_comes_back_from_dram_is_one_look_up():
 
 def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():
     """Once, the request that had them stood behind more waiting prefixes than a batch passes over: a deadlock."""
-    world = World(hbm_pages=8, max_batch_requests=4)
+    world = ExecutorWorld(hbm_pages=8, max_batch_requests=4)
     for number in range(30):
         user = f"u{number}"
         world.rank(user, world.store.put(user, 300), f"r{number}", budget_us=60_000_000)

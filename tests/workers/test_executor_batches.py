@@ -13,19 +13,18 @@ from relaygr.schemas.messages import FailureReason, HistoryVersion, Path
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.device import CpuDevice, Event
 from relaygr.worker.executor.work import JobOutcome
-from tests.workers.test_executor import COEFFICIENTS, HIT_US, TOKEN_US, World
-from tests.workers.test_executor_rules import World as RealWorld
-from tests.workers.test_executor_rules import behaviours_of
+from tests.worlds.executor import COEFFICIENTS, HIT_US, TOKEN_US, ExecutorWorld
+from tests.worlds.real_executor import RealExecutorWorld, behaviours_of
 
 
-def device_us(world: World, work_class: str) -> float:
+def device_us(world: ExecutorWorld, work_class: str) -> float:
     name = "relaygr_worker_device_seconds_total"
     return 1e6 * (world.registry.get_sample_value(name, {"work_class": work_class}) or 0.0)
 
 
-def world_with_a_ready_request_and_a_job_begun(budget_us: int = 50_000, **settings) -> World:
+def world_with_a_ready_request_and_a_job_begun(budget_us: int = 50_000, **settings) -> ExecutorWorld:
     """User a's prefix is cached and its request is ready; one chunk of user b's prefix is computed."""
-    world = World(**{"mix_chunks": True, **settings})
+    world = ExecutorWorld(**{"mix_chunks": True, **settings})
     cached = world.store.put("a", 100)
     world.rank("a", cached, "a1")
     world.run()
@@ -47,7 +46,7 @@ def test_the_next_chunk_of_pre_infer_runs_beside_a_request_that_can_spare_its_ti
 
 
 def test_a_prefix_that_has_not_begun_may_begin_beside_a_request():
-    world = World(mix_chunks=True)
+    world = ExecutorWorld(mix_chunks=True)
     cached = world.store.put("a", 100)
     world.rank("a", cached, "a1")
     world.run()
@@ -87,8 +86,8 @@ def test_what_runs_beside_a_batch_does_not_make_those_late_that_wait_behind_it()
     assert world.outbox.failures == []
 
 
-def world_with_a_cached_prefix(**settings) -> tuple[World, HistoryVersion]:
-    world = World(**settings)
+def world_with_a_cached_prefix(**settings) -> tuple[ExecutorWorld, HistoryVersion]:
+    world = ExecutorWorld(**settings)
     cached = world.store.put("a", 100)
     world.rank("a", cached, "a1")
     world.run()
@@ -147,7 +146,7 @@ def test_device_time_of_ranking_leaves_less_for_jobs():
 
 def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
     """Otherwise they would wait for the whole chunk."""
-    world = World(mix_chunks=True)
+    world = ExecutorWorld(mix_chunks=True)
     cached = world.store.put("a", 100)
     world.rank("a", cached, "a1")
     world.run()
@@ -214,7 +213,7 @@ def test_a_request_that_fails_beside_a_chunk_fails_alone():
 @pytest.mark.parametrize("kind", ["plain", "interleaved actions", "positions from the end", "contextual mask"])
 def test_mixed_passes_score_as_full_inference_and_leave_exact_prefixes(kind):
     torch.set_num_threads(1)
-    world = RealWorld(kind, mix_chunks=True)
+    world = RealExecutorWorld(kind, mix_chunks=True)
     versions = {user: world.put(user, 150, seed) for seed, user in enumerate("abc")}
     world.rank("a", versions["a"], "a0")
     mixed: list[int] = []
@@ -293,8 +292,8 @@ class LateDevice(CpuDevice):
         self.log.append("waited for all")
 
 
-def world_on_a_late_device() -> tuple[World, LateDevice]:
-    world = World(mix_chunks=False)
+def world_on_a_late_device() -> tuple[ExecutorWorld, LateDevice]:
+    world = ExecutorWorld(mix_chunks=False)
     world.engine.device = device = LateDevice()
     world.executor.serve_with(world.engine)
     return world, device

@@ -8,7 +8,7 @@ import pytest
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.model.interface import RankOutputs
-from tests.workers.test_executor import LIMITS, World
+from tests.worlds.executor import LIMITS, ExecutorWorld
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ class BrokenError(RuntimeError):
     pass
 
 
-def break_once(world: World, name: str) -> None:
+def break_once(world: ExecutorWorld, name: str) -> None:
     """The next call of this method of the engine raises."""
     whole = getattr(world.engine, name)
 
@@ -29,7 +29,7 @@ def break_once(world: World, name: str) -> None:
 
 
 def test_a_job_whose_inputs_cannot_be_made_fails_alone():
-    world = World()
+    world = ExecutorWorld()
     version, other = world.store.put("u", 100), world.store.put("v", 100)
     break_once(world, "prefix_inputs")
     world.job("u", version, "r1")
@@ -39,7 +39,7 @@ def test_a_job_whose_inputs_cannot_be_made_fails_alone():
 
 
 def test_a_job_that_breaks_after_it_waited_for_its_history_fails_alone():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.store.histories.clear()
     world.job("u", version)
@@ -51,7 +51,7 @@ def test_a_job_that_breaks_after_it_waited_for_its_history_fails_alone():
 
 
 def test_a_job_that_breaks_after_it_waited_for_another_version_fails_alone():
-    world = World()
+    world = ExecutorWorld()
     world.job("u", world.store.put("u", 100), "r1")
     world.job("u", world.store.put("u", 200, number=2), "r2")
     break_once(world, "prefix_inputs")
@@ -60,7 +60,7 @@ def test_a_job_that_breaks_after_it_waited_for_another_version_fails_alone():
 
 
 def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.store.histories.clear()
     world.rank("u", version)
@@ -75,7 +75,7 @@ def test_a_request_that_breaks_after_it_waited_for_its_history_is_answered():
 
 @pytest.mark.parametrize("hbm_pages", [128, 4], ids=["in the cache", "on the scratch pages"])
 def test_a_request_that_breaks_once_its_prefix_is_there_fails_alone(hbm_pages):
-    world = World(hbm_pages)
+    world = ExecutorWorld(hbm_pages)
     world.rank("u", world.store.put("u", 100), "r1")
     break_once(world, "rank_inputs")
     world.rank("v", world.store.put("v", 100), "r2")
@@ -87,7 +87,7 @@ def test_a_request_that_breaks_once_its_prefix_is_there_fails_alone(hbm_pages):
 
 def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_that_wait_with_it():
     """Once, the requests before it had been sent another way already, and were answered twice."""
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 480)
     for name in ("r1", "r2", "r3"):
         world.rank("u", version, name, budget_us=7_000 if name != "r3" else 50_000)
@@ -109,10 +109,10 @@ def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_th
     assert world.executor.ranking_outstanding == 0
 
 
-@pytest.mark.parametrize("submit", [World.job, World.rank])
+@pytest.mark.parametrize("submit", [ExecutorWorld.job, ExecutorWorld.rank])
 def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit):
     """Once, the cached part stayed pinned until the cache revoked the handle, three minutes later."""
-    world = World()
+    world = ExecutorWorld()
     world.job("u", world.store.put("u", 100), "r1")
     world.run()
     world.cache.end_lease("r1")
@@ -127,7 +127,7 @@ def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_scores_that_are_no_numbers_fail_the_request_and_what_is_cached_of_the_user_goes(value):
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     whole = world.engine.rank
     world.engine.rank = lambda batch: [
@@ -145,7 +145,7 @@ def test_scores_that_are_no_numbers_fail_the_request_and_what_is_cached_of_the_u
 
 
 def test_scores_that_are_no_numbers_do_not_fail_the_neighbours_in_the_batch():
-    world = World()
+    world = ExecutorWorld()
     versions = [world.store.put(user, 50) for user in "uvw"]
     for user, version in zip("uvw", versions, strict=True):
         world.rank(user, version, f"first-{user}")
@@ -166,7 +166,7 @@ def test_scores_that_are_no_numbers_do_not_fail_the_neighbours_in_the_batch():
 
 
 def test_too_many_candidates_are_refused_before_anything_is_computed():
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.rank("u", version, candidates=LIMITS.max_candidates + 1, budget_us=1)
     world.run()

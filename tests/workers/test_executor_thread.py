@@ -29,7 +29,7 @@ class Executor:
         self.last_progress_us = self.clock.monotonic_us()
 
 
-class World:
+class WatchedDevice:
     """A device thread that was not started, checked four times a second."""
 
     def __init__(self) -> None:
@@ -47,23 +47,23 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> WatchedDevice:
+    return WatchedDevice()
 
 
-def test_a_device_that_does_not_move_hangs_though_nothing_more_is_queued(world: World) -> None:
+def test_a_device_that_does_not_move_hangs_though_nothing_more_is_queued(world: WatchedDevice) -> None:
     """Once, a single request hung in the device, and nobody noticed until another came."""
     assert not world.look_for(WATCHDOG_S)
     assert world.look_for(0.25)
 
 
-def test_a_device_that_moves_does_not_hang(world: World) -> None:
+def test_a_device_that_moves_does_not_hang(world: WatchedDevice) -> None:
     for _ in range(100):
         assert not world.look_for(WATCHDOG_S / 2)
         world.executor.last_progress_us = world.clock.monotonic_us()
 
 
-def test_after_a_stop_of_the_whole_process_it_is_watched_anew(world: World) -> None:
+def test_after_a_stop_of_the_whole_process_it_is_watched_anew(world: WatchedDevice) -> None:
     """With Exit.STUCK a supervisor would start a process again whose id another process may have by now."""
     world.look_for(1)
     world.clock.advance_us(3600 * 10**6)

@@ -15,7 +15,7 @@ from relaygr.worker.model.fused import FusedNorm, FusedOutput, OutputShape, fuse
 from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
 from relaygr.worker.model.layer_parts import LayerNorm
 from relaygr.worker.model.options import Activated, OutputForm
-from tests.workers.triton_world import DEVICE, INTERPRETED
+from tests.worlds.triton import DEVICE, INTERPRETED
 
 WIDTH = 12
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -24,9 +24,9 @@ from relaygr.worker.model.layers import LayerStack, build_layers
 from relaygr.worker.model.paged_engine import PagedEngine
 from relaygr.worker.model.triton.attention import TritonAttention
 from relaygr.worker.model.triton.plan import PlanShape
-from tests.workers.attention_world import RaggedForward, SegmentRows
-from tests.workers.model_world import ARENA_PAGES, random_behaviours, small_config
-from tests.workers.triton_world import BLOCKS, DEVICE, choose_triton
+from tests.worlds.attention import RaggedForward, SegmentRows
+from tests.worlds.model import ARENA_PAGES, random_behaviours, small_config
+from tests.worlds.triton import BLOCKS, DEVICE, choose_triton
 
 pytestmark = pytest.mark.slow
 

@@ -50,7 +50,7 @@ class Sink:
         self.jobs.append(work)
 
 
-class World:
+class HandlerWorld:
     def __init__(self) -> None:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.sink = Sink()
@@ -120,11 +120,11 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> HandlerWorld:
+    return HandlerWorld()
 
 
-def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: World):
+def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: HandlerWorld):
     message = world.rank(world.headers(deadline_us=world.clock.wall_us() + 40_000))
     (work,) = world.sink.rankings
     assert work.deadline_us == world.clock.monotonic_us() + 40_000
@@ -133,26 +133,26 @@ def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: 
     assert not world.producer.sent and not world.finished and not world.letters.written
 
 
-def test_a_deadline_years_away_is_taken_for_the_longest_budget(world: World):
+def test_a_deadline_years_away_is_taken_for_the_longest_budget(world: HandlerWorld):
     world.rank(world.headers(deadline_us=2**63 - 1))
     (work,) = world.sink.rankings
     assert work.deadline_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
 
 
-def test_a_job_years_away_is_taken_for_one_of_the_longest_budget(world: World):
+def test_a_job_years_away_is_taken_for_one_of_the_longest_budget(world: HandlerWorld):
     world.send(PREINFER, codec.encode(world.job(lead_us=2**55)))
     (work,) = world.sink.jobs
     assert work.expires_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
 
 
 @pytest.mark.parametrize(("late_us", "is_work"), [(SKEW_US, True), (SKEW_US + 1, False)])
-def test_a_request_counts_as_expired_only_past_the_skew(world: World, late_us: int, is_work: bool):
+def test_a_request_counts_as_expired_only_past_the_skew(world: HandlerWorld, late_us: int, is_work: bool):
     world.rank(world.headers(deadline_us=world.clock.wall_us() - late_us))
     assert bool(world.sink.rankings) is is_work
     assert [result.outcome for result in world.results] == ([] if is_work else [Outcome.EXPIRED])
 
 
-def test_an_expired_request_is_answered_without_its_body_being_read(world: World):
+def test_an_expired_request_is_answered_without_its_body_being_read(world: HandlerWorld):
     headers = world.headers(deadline_us=world.clock.wall_us() - 1_000_000)
     world.send(RANKING, b"not a message", headers=headers.encode())
     (result,) = world.results
@@ -163,14 +163,14 @@ def test_an_expired_request_is_answered_without_its_body_being_read(world: World
     assert len(world.finished) == 1
 
 
-def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: World):
+def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: HandlerWorld):
     world.rank(world.headers(deadline_us=1))
     (produced,) = world.producer.sent
     assert (produced.topic, produced.partition, produced.key) == ("relaygr.results", 3, b"g.0.1")
     assert dict(produced.headers) == {"request_id": b"g.0.1", "gateway_id": b"g"}
 
 
-def test_without_reply_headers_there_is_nobody_to_answer(world: World):
+def test_without_reply_headers_there_is_nobody_to_answer(world: HandlerWorld):
     message = world.send(RANKING, codec.encode(world.request(world.headers())))
     ((raw, reason, detail),) = world.letters.written
     assert raw == message.message
@@ -183,14 +183,14 @@ def test_without_reply_headers_there_is_nobody_to_answer(world: World):
 @pytest.mark.parametrize(
     "topic", ["other.results", "relaygrx.results", "results", "relaygr", "relaygr.history", RANKING]
 )
-def test_answers_go_to_the_results_topic_only(world: World, topic: str):
+def test_answers_go_to_the_results_topic_only(world: HandlerWorld, topic: str):
     world.rank(world.headers(reply_topic=topic))
     assert len(world.letters.written) == 1
     assert not world.producer.sent and not world.sink.rankings
 
 
 @pytest.mark.parametrize("value", [None, b"", b"\x01", b"\x63abc", b"\xff" * 20])
-def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: World, value: bytes | None):
+def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: HandlerWorld, value: bytes | None):
     message = world.send(RANKING, value, headers=world.headers().encode())
     assert len(world.letters.written) == 1
     assert not world.producer.sent, "first the letter is safe"
@@ -204,14 +204,14 @@ def test_an_undecodable_request_is_a_dead_letter_and_then_answered(world: World,
 
 
 @pytest.mark.parametrize("change", [{"request_id": "g.0.2"}, {"deadline_us": 2**60}])
-def test_headers_that_disagree_with_the_body_are_undecodable(world: World, change: dict[str, object]):
+def test_headers_that_disagree_with_the_body_are_undecodable(world: HandlerWorld, change: dict[str, object]):
     value = codec.encode(world.request(world.headers()))
     world.send(RANKING, value, headers=world.headers(**change).encode())
     world.letters.report()
     assert [result.reason for result in world.results] == [FailureReason.UNDECODABLE]
 
 
-def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(world: World):
+def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(world: HandlerWorld):
     message = world.send(PREINFER, b"garbage")
     for _ in range(3):
         world.letters.report(False)
@@ -225,7 +225,7 @@ def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(wo
 
 
 @pytest.mark.parametrize("fields", [{"partition": 0}, {"key": b"someone-else"}, {"key": None}])
-def test_a_misrouted_request_is_told_where_it_belongs(world: World, fields: dict[str, object]):
+def test_a_misrouted_request_is_told_where_it_belongs(world: HandlerWorld, fields: dict[str, object]):
     user = next(user for user in map(str, range(100)) if partition_for(user.encode(), PARTITIONS) != 0)
     message = world.rank(user_id=user, **fields)
     (result,) = world.results
@@ -236,14 +236,14 @@ def test_a_misrouted_request_is_told_where_it_belongs(world: World, fields: dict
     assert not world.sink.rankings
 
 
-def test_a_misrouted_job_is_dropped_and_counted(world: World):
+def test_a_misrouted_job_is_dropped_and_counted(world: HandlerWorld):
     message = world.send(PREINFER, codec.encode(world.job()), key=b"someone-else")
     assert world.finished == [message.token]
     assert world.count("relaygr_worker_preinfer_jobs_total", outcome="misrouted") == 1
     assert not world.sink.jobs
 
 
-def test_a_job_becomes_work_and_an_expired_one_does_not(world: World):
+def test_a_job_becomes_work_and_an_expired_one_does_not(world: HandlerWorld):
     job = world.job()
     world.send(PREINFER, codec.encode(job))
     (work,) = world.sink.jobs
@@ -255,7 +255,7 @@ def test_a_job_becomes_work_and_an_expired_one_does_not(world: World):
     assert len(world.sink.jobs) == 1
 
 
-def test_an_undecodable_job_is_a_dead_letter_and_counted(world: World):
+def test_an_undecodable_job_is_a_dead_letter_and_counted(world: HandlerWorld):
     message = world.send(PREINFER, b"\x02")
     ((_, reason, _),) = world.letters.written
     assert reason
@@ -264,7 +264,7 @@ def test_an_undecodable_job_is_a_dead_letter_and_counted(world: World):
     assert world.finished == [message.token]
 
 
-def test_a_new_assignment_is_told_and_a_revocation_changes_nothing(world: World):
+def test_a_new_assignment_is_told_and_a_revocation_changes_nothing(world: HandlerWorld):
     world.handler.on_assigned(frozenset({1, 2}), 1)
     world.handler.on_revoked(frozenset({1, 2}))
     world.handler.on_lost(frozenset({1}))
@@ -284,7 +284,7 @@ def test_a_new_assignment_is_told_and_a_revocation_changes_nothing(world: World)
     ),
 )
 def test_no_message_raises_and_each_ends_once(topic, value, key, headers):
-    world = World()
+    world = HandlerWorld()
     message = received(topic, value, key, headers)
     world.handler.on_message(message)
     world.letters.report()

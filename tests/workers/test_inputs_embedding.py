@@ -16,8 +16,8 @@ from relaygr.worker.model.inputs.embedding import TokenEmbedding
 from relaygr.worker.model.inputs.lookup import TokenLookup
 from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
-from tests.workers.model_world import small_config
-from tests.workers.vector_world import Floats, norm, sigmoid
+from tests.worlds.model import small_config
+from tests.worlds.vectors import Floats, norm, sigmoid
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 VALUES = np.array([1, 4, 0])

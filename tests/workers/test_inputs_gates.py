@@ -10,7 +10,7 @@ from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import StoredHistory, resolve
 from relaygr.worker.model.inputs.lookup import FeatureGates
 from relaygr.worker.model.options import ContextualFeature
-from tests.workers.model_world import make_world, random_behaviours, small_config
+from tests.worlds.model import make_world, random_behaviours, small_config
 
 FEATURES = (
     ContextualFeature(name="user_id", cardinality=9, min_tokens=6),

@@ -11,7 +11,7 @@ from relaygr.worker.model.inputs.encodings import FromEnd, FromStart, age_rows
 from relaygr.worker.model.inputs.lookup import FeatureRows, TokenLookup, Vocabulary
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, PositionOrigin, TimeEncoding
-from tests.workers.model_world import small_config
+from tests.worlds.model import small_config
 
 FEATURES = (ContextualFeature(name="country", cardinality=3), ContextualFeature(name="tags", cardinality=5, tokens=2))
 HISTORY = Behaviours(np.array([7, 50, 9]), np.array([2, 0, 9], np.uint16), np.array([1_000, 61_999, 120_000]))

@@ -23,7 +23,7 @@ from relaygr.worker.model.checkpoint import (
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureRows, Vocabulary
 from relaygr.worker.model.options import ContextualFeature, Family
-from tests.workers.model_world import VOCABULARY, configs, small_config
+from tests.worlds.model import VOCABULARY, configs, small_config
 
 
 @settings(max_examples=15, deadline=None)

@@ -17,8 +17,8 @@ from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import Activated, Family, InputForm, Preset, ReadoutForm
-from tests.workers.model_world import random_behaviours
 from tests.workers.reference import full_inference
+from tests.worlds.model import random_behaviours
 
 SIZES = "--dim 16 --layers 2 --heads 2 --vocabulary 40 --max-prefix 64 --max-suffix 8"
 FEATURES = np.array([3])

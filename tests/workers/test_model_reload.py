@@ -29,8 +29,8 @@ from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, rando
 from relaygr.worker.model.engine import build_engine, load_engine
 from relaygr.worker.process.reloading import ModelReloading, ReloadOutcome, ReloadRefusedError, load_beside
 from relaygr.worker.settings import WorkerSettings
-from tests.workers.model_world import small_config
-from tests.workers.test_executor_rules import KINDS, PAGE_TOKENS, World, behaviours_of
+from tests.worlds.model import small_config
+from tests.worlds.real_executor import KINDS, PAGE_TOKENS, RealExecutorWorld, behaviours_of
 
 COEFFICIENTS = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 
@@ -182,7 +182,7 @@ def test_a_new_calibration_begins_without_the_corrections_of_the_old_one():
 # -- the swap -------------------------------------------------------------------------------------
 
 
-def second_model(world: World, kind: str = "plain"):
+def second_model(world: RealExecutorWorld, kind: str = "plain"):
     """Another checkpoint of the same shape, and its engine on the world's arena."""
     checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=4)
     engine = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
@@ -190,7 +190,7 @@ def second_model(world: World, kind: str = "plain"):
     return engine, checkpoint
 
 
-def assert_of(world: World, request_id: str, checkpoint, behaviours) -> None:
+def assert_of(world: RealExecutorWorld, request_id: str, checkpoint, behaviours) -> None:
     work, _ = world.outbox.answered[request_id]
     assert work.prefix.revision == checkpoint.revision
     world.assert_exact(work, behaviours, checkpoint)
@@ -198,7 +198,7 @@ def assert_of(world: World, request_id: str, checkpoint, behaviours) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "contextual mask", "positions from the end and times"])
 def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_of_the_new_model(kind):
-    world = World(kind)
+    world = RealExecutorWorld(kind)
     version = world.put("u", 100)
     world.rank("u", version, "r1")
     engine, successor = second_model(world, kind)
@@ -215,7 +215,7 @@ def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_of_the_new_model
 @pytest.mark.parametrize("steps", range(9))
 def test_work_in_flight_begins_again_with_the_new_model(steps):
     """Jobs, a half-computed prefix, requests that wait for it, ready requests, and one on the scratch pages."""
-    world = World("plain", hbm_pages=16)
+    world = RealExecutorWorld("plain", hbm_pages=16)
     versions = {user: world.put(user, 150, seed) for seed, user in enumerate("abc")}
     world.rank("a", versions["a"], "r0")
     for user, version in versions.items():
@@ -242,7 +242,7 @@ def test_work_in_flight_begins_again_with_the_new_model(steps):
 
 
 def test_a_job_in_flight_is_computed_for_the_new_model():
-    world = World("plain")
+    world = RealExecutorWorld("plain")
     version = world.put("u", 150)
     world.run = lambda: None  # type: ignore[method-assign]
     world.job("u", version, "r")
@@ -256,7 +256,7 @@ def test_a_job_in_flight_is_computed_for_the_new_model():
 
 
 def test_a_model_of_another_shape_can_not_take_over():
-    world = World("plain")
+    world = RealExecutorWorld("plain")
     other = build_engine(random_checkpoint(small_config(num_layers=3), 0), CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
     with pytest.raises(ValueError, match="another form"):
         world.executor.serve_with(other)
@@ -265,7 +265,7 @@ def test_a_model_of_another_shape_can_not_take_over():
 
 def test_the_old_models_memory_is_freed_at_the_swap():
     """The garbage collector would not free it: after the start it no longer visits old objects."""
-    world = World("plain")
+    world = RealExecutorWorld("plain")
     world.rank("u", world.put("u", 50), "r1")
     gc.disable()
     try:

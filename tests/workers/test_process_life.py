@@ -132,7 +132,7 @@ class LeftError(Exception):
     """Raised in the place of os._exit."""
 
 
-class World:
+class ProcessWorld:
     """A standby whose lock is free, and the supervisor's end of its link."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,21 +186,21 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessWorld]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def leave(code: int) -> None:
         raise LeftError(code)
 
     monkeypatch.setattr("os._exit", leave)
-    world = World(tmp_path, monkeypatch)
+    world = ProcessWorld(tmp_path, monkeypatch)
     yield world
     world.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slow(world: World) -> None:
+def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slow(world: ProcessWorld) -> None:
     """Its supervisor would kill a silent standby, which is the last process that is left."""
     heard: list[Heartbeat | None] = []
     world.handover.on_begin = lambda: heard.append(world.heard())
@@ -209,7 +209,7 @@ def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slo
     assert heartbeat is not None and heartbeat.phase is ChildPhase.PREPARING
 
 
-def test_a_worker_that_drains_sends_heartbeats(world: World) -> None:
+def test_a_worker_that_drains_sends_heartbeats(world: ProcessWorld) -> None:
     """The active process got SIGTERM from somebody else: its supervisor did not ask for it and expects heartbeats."""
     heard: list[Heartbeat | None] = []
 
@@ -223,7 +223,7 @@ def test_a_worker_that_drains_sends_heartbeats(world: World) -> None:
     assert [heartbeat and heartbeat.phase for heartbeat in heard] == [None, ChildPhase.ACTIVE, ChildPhase.ACTIVE]
 
 
-def test_a_worker_that_is_fenced_while_it_drains_sends_nothing_more(world: World) -> None:
+def test_a_worker_that_is_fenced_while_it_drains_sends_nothing_more(world: ProcessWorld) -> None:
     """A stopped process that wakes up finds its supervisor gone and its id taken, in either order."""
 
     def join() -> bool:
@@ -236,7 +236,7 @@ def test_a_worker_that_is_fenced_while_it_drains_sends_nothing_more(world: World
     assert not world.parts.sent_the_rest
 
 
-def test_a_worker_that_is_stopped_drains(world: World) -> None:
+def test_a_worker_that_is_stopped_drains(world: ProcessWorld) -> None:
     drains: list[float] = []
     world.loop.on_stop = drains.append
     assert world.process.run() is Exit.DONE
@@ -244,7 +244,7 @@ def test_a_worker_that_is_stopped_drains(world: World) -> None:
     assert world.parts.sent_the_rest
 
 
-def test_a_worker_whose_device_thread_died_does_not_drain(world: World) -> None:
+def test_a_worker_whose_device_thread_died_does_not_drain(world: ProcessWorld) -> None:
     """It can finish no work: a successor, which waits for the lock, gets its messages again."""
     drains: list[float] = []
     world.loop.on_start = lambda: world.parts.on_end.device_thread()
@@ -253,7 +253,7 @@ def test_a_worker_whose_device_thread_died_does_not_drain(world: World) -> None:
     assert drains == [0.0]
 
 
-def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: World) -> None:
+def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: ProcessWorld) -> None:
     def fail_twice() -> None:
         world.parts.on_end.loop(LoopState.FENCED)
         world.parts.on_end.device_thread()

@@ -22,8 +22,8 @@ from relaygr.worker.model.options import (
     TimePeriod,
 )
 from relaygr.worker.model.readout import Readout
-from tests.workers.model_world import small_config
-from tests.workers.vector_world import Floats, norm, sigmoid, silu
+from tests.worlds.model import small_config
+from tests.worlds.vectors import Floats, norm, sigmoid, silu
 
 TODAY = 1_700_000_123
 ROWS = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)

@@ -12,7 +12,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention import rec_sdk
 from relaygr.worker.model.attention.rec_sdk import RecSdkAttention, load_operators
 from tests.workers import fake_rec_sdk
-from tests.workers.attention_world import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
+from tests.worlds.attention import LAYER, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
 
 
 @pytest.fixture(autouse=True, scope="module")

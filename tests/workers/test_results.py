@@ -31,7 +31,7 @@ SKEW_US = 5_000
 BUDGET_US = 50_000
 
 
-class World:
+class ResultsWorld:
     def __init__(self) -> None:
         self.clock = ManualClock(monotonic_us=1_000_000)
         self.producer = FakeProducer()
@@ -84,11 +84,11 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> ResultsWorld:
+    return ResultsWorld()
 
 
-def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: World):
+def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: ResultsWorld):
     work = world.work()
     work.path, work.prefix_source, work.tokens_cached = Path.DRAM, PrefixSource.DRAM, 8
     world.clock.advance_us(700)
@@ -111,7 +111,7 @@ def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: World):
     assert world.count("relaygr_worker_ranked_total", path="dram") == 1
 
 
-def test_time_to_compute_is_not_counted_as_time_to_wait(world: World):
+def test_time_to_compute_is_not_counted_as_time_to_wait(world: ResultsWorld):
     work = world.work()
     work.looked_up_us = world.clock.monotonic_us()
     world.clock.advance_us(2_000)
@@ -120,13 +120,13 @@ def test_time_to_compute_is_not_counted_as_time_to_wait(world: World):
     assert (world.result.timings.wait_us, world.result.timings.pre_infer_us) == (800, 1_200)
 
 
-def test_without_a_prefix_no_source_is_named(world: World):
+def test_without_a_prefix_no_source_is_named(world: ResultsWorld):
     world.rank(tokens=0)
     assert world.result.prefix_source is None
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_scores_that_are_no_numbers_become_a_failure(world: World, value: float):
+def test_scores_that_are_no_numbers_become_a_failure(world: ResultsWorld, value: float):
     scores = np.ones((4, 2), np.float32)
     scores[2, 1] = value
     world.rank(scores)
@@ -134,7 +134,7 @@ def test_scores_that_are_no_numbers_become_a_failure(world: World, value: float)
     assert world.count("relaygr_worker_unranked_total", outcome="device_error") == 1
 
 
-def test_the_offset_is_finished_when_the_answer_is_delivered_and_not_before(world: World):
+def test_the_offset_is_finished_when_the_answer_is_delivered_and_not_before(world: ResultsWorld):
     work = world.rank()
     world.tick()
     assert not world.finished
@@ -142,7 +142,7 @@ def test_the_offset_is_finished_when_the_answer_is_delivered_and_not_before(worl
     assert world.finished == [work.received.token]
 
 
-def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: World):
+def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: ResultsWorld):
     work = world.rank()
     for _ in range(2):
         world.producer.report(KafkaError._MSG_TIMED_OUT)
@@ -157,7 +157,7 @@ def test_a_failed_delivery_is_tried_again_until_it_succeeds(world: World):
     assert world.count("relaygr_worker_results_undelivered_total") == 0
 
 
-def test_a_full_queue_is_a_failed_delivery(world: World):
+def test_a_full_queue_is_a_failed_delivery(world: ResultsWorld):
     world.producer.raises = BufferError("queue full")
     work = world.rank()
     assert not world.finished
@@ -166,7 +166,7 @@ def test_a_full_queue_is_a_failed_delivery(world: World):
     assert world.finished == [work.received.token]
 
 
-def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_free(world: World):
+def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_free(world: ResultsWorld):
     work = world.rank()
     world.clock.advance_us(BUDGET_US + SKEW_US)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
@@ -179,7 +179,7 @@ def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_fre
     assert len(world.producer.sent) == 1
 
 
-def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: World):
+def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: ResultsWorld):
     work = world.rank(budget_us=2**50)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
     world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + 1)
@@ -190,7 +190,7 @@ def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: World):
 @pytest.mark.parametrize("code", [KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION])
 @pytest.mark.parametrize("at_once", [True, False], ids=["produce raises", "the report says so"])
 def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
-    world: World, code: int, at_once: bool
+    world: ResultsWorld, code: int, at_once: bool
 ) -> None:
     """A broker that has just started does not know its topics yet."""
 
@@ -210,7 +210,7 @@ def test_a_reply_topic_that_stays_unknown_is_given_up_soon_but_not_at_once(
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 
 
-def test_many_undelivered_answers_are_each_tried_once_a_tick(world: World):
+def test_many_undelivered_answers_are_each_tried_once_a_tick(world: ResultsWorld):
     for _ in range(100):
         world.rank()
     world.producer.report(KafkaError._ALL_BROKERS_DOWN)
@@ -224,7 +224,7 @@ def test_many_undelivered_answers_are_each_tried_once_a_tick(world: World):
     ("detail", "said"),
     [("a\nb\x00c", "a b c"), ("", None), ("ü" * 600, "ü" * 250), ("\ud800", " ")],
 )
-def test_details_are_made_to_fit_their_field(world: World, detail: str, said: str | None):
+def test_details_are_made_to_fit_their_field(world: ResultsWorld, detail: str, said: str | None):
     world.writer.failed(world.work(), FailureReason.OVERLOADED, detail)
     assert world.result.detail == said
     assert world.result.reason is FailureReason.OVERLOADED
@@ -233,13 +233,13 @@ def test_details_are_made_to_fit_their_field(world: World, detail: str, said: st
     assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
 
 
-def test_expired_work_is_said_and_counted(world: World):
+def test_expired_work_is_said_and_counted(world: ResultsWorld):
     world.writer.expired(world.work())
     assert (world.result.outcome, world.result.reason) == (Outcome.EXPIRED, None)
     assert world.count("relaygr_worker_unranked_total", outcome="expired") == 1
 
 
-def test_a_job_is_counted_by_its_outcome_and_its_offset_finished(world: World):
+def test_a_job_is_counted_by_its_outcome_and_its_offset_finished(world: ResultsWorld):
     message = received("relaygr.preinfer", b"", b"u")
     world.writer.job_done(message, JobOutcome.NO_ROOM)
     assert world.finished == [message.token]

@@ -1,6 +1,6 @@
 """A worker that was killed and came back: what it finds in its arena, and what it never shows.
 
-The cache is the real one over a toy arena (`shared_world`); every hit is compared with the stamps of its prefix.
+The cache is the real one over a toy arena (`tests.worlds.shared`); every hit is compared with the stamps of its prefix.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from relaygr.worker.shared.index import HEADER_BYTES, ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import map_file
 from relaygr.worker.shared.record import IndexRecord, pack
-from tests.workers.cache_world import GEOMETRY, PAGE_TOKENS, World, make_key
-from tests.workers.shared_world import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
 from tests.workers.test_shared_index import records
+from tests.worlds.cache import GEOMETRY, PAGE_TOKENS, CacheWorld, make_key
+from tests.worlds.shared import DRAM_PAGES, MODEL, SHAPE, SharedWorld, holds
 
 ANN, BOB = make_key("ann", 100), make_key("bob", 60)
 
 
-def reload(world: World, key: PrefixKey) -> None:
+def reload(world: CacheWorld, key: PrefixKey) -> None:
     """Reloads the prefix from DRAM and reads every row."""
     pending = world.cache.transfers.start_reload(key, deadline_us=10**9, now_us=0)
     assert isinstance(pending, PendingPrefix), pending
@@ -45,7 +45,7 @@ def reload(world: World, key: PrefixKey) -> None:
     world.cache.release(world.hit(key))
 
 
-def reload_fails(world: World, key: PrefixKey) -> None:
+def reload_fails(world: CacheWorld, key: PrefixKey) -> None:
     pending = world.cache.transfers.start_reload(key, deadline_us=10**9, now_us=0)
     assert isinstance(pending, PendingPrefix)
     world.mover.run()

@@ -30,9 +30,9 @@ from relaygr.worker.shared.arena import ArenaJournal, SharedArena, TornPageError
 from relaygr.worker.shared.index import ArenaIndex
 from relaygr.worker.shared.lock import ArenaLock
 from relaygr.worker.shared.mapped_file import MappedFile, map_file
-from tests.workers import shared_world
-from tests.workers.cache_world import PAGE_TOKENS, make_key
-from tests.workers.shared_world import MODEL, SHAPE, GuardedMover, SharedWorld, holds
+from tests.worlds import shared as shared_world
+from tests.worlds.cache import PAGE_TOKENS, make_key
+from tests.worlds.shared import MODEL, SHAPE, GuardedMover, SharedWorld, holds
 
 WATCHED = (*relaygr.worker.shared.__path__, *relaygr.worker.cache.__path__, shared_world.__file__)
 # Few pages, so that nearly every spill takes another prefix's.
@@ -180,7 +180,7 @@ def test_kills_happen_during_copies_and_during_records(tmp_path: Path) -> None:
     steps: list[Step] = [("spill", user, 4 * PAGE_TOKENS, None) for user in ("ann", "bob", "cas")]
     states, keys, inode = live_through(tmp_path / "life", steps)
     places = {state.where.partition(":")[0] for state in states}
-    assert places >= {"index.py", "shared_world.py"}
+    assert places >= {"index.py", "shared.py"}
     coroner = Successor(tmp_path / "after", inode)
     assert {coroner.check(state, keys) for state in states} == {0, 1, 2}
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from relaygr.worker.cache.invariants import check_invariants
-from tests.workers.cache_world import make_key
-from tests.workers.shared_world import SharedWorld, holds
+from tests.worlds.cache import make_key
+from tests.worlds.shared import SharedWorld, holds
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 BUSY = """
 import random, sys
 from pathlib import Path
-from tests.workers.cache_world import make_key
-from tests.workers.shared_world import SharedWorld
+from tests.worlds.cache import make_key
+from tests.worlds.shared import SharedWorld
 world = SharedWorld(Path(sys.argv[1]))
 random.seed(int(sys.argv[2]))
 for round in range(10**9):

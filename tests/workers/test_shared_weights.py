@@ -13,7 +13,7 @@ from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import PrefixChunk
-from tests.workers.model_world import small_config
+from tests.worlds.model import small_config
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from relaygr.schemas.messages import Path
-from tests.workers.test_executor import HIT_US, TOKEN_US, World, world_with_a_in_dram
+from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld, world_with_a_in_dram
 
 CROWD = 20
 
 
-def crowd(world: World, version, count: int = CROWD, budget_us: int = 200_000):  # type: ignore[no-untyped-def]
+def crowd(world: ExecutorWorld, version, count: int = CROWD, budget_us: int = 200_000):  # type: ignore[no-untyped-def]
     return [world.rank("a", version, f"r{index}", budget_us=budget_us) for index in range(count)]
 
 
-def computed_tokens(world: World) -> int:
+def computed_tokens(world: ExecutorWorld) -> int:
     return sum(end - start for start, end in world.engine.chunks)
 
 
 def test_a_crowd_of_requests_computes_a_prefix_once() -> None:
-    world = World()
+    world = ExecutorWorld()
     works = crowd(world, world.store.put("a", 400))
     world.run()
     assert all(work.done for work in works)
@@ -25,7 +25,7 @@ def test_a_crowd_of_requests_computes_a_prefix_once() -> None:
 
 
 def test_a_crowd_and_its_job_compute_a_prefix_once() -> None:
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("a", 400)
     world.job("a", version, "r0")
     world.executor.step()
@@ -36,7 +36,7 @@ def test_a_crowd_and_its_job_compute_a_prefix_once() -> None:
 
 
 def test_a_crowd_appends_to_a_prefix_once() -> None:
-    world = World()
+    world = ExecutorWorld()
     world.rank("a", world.store.put("a", 320), "first")
     world.run()
     works = crowd(world, world.store.put("a", 400, number=2))
@@ -61,7 +61,7 @@ def test_a_crowd_reloads_a_prefix_once() -> None:
 
 def test_one_that_can_not_wait_leaves_and_the_others_get_what_was_computed() -> None:
     """7. The first waiter's time-out cancelled the work of all."""
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("a", 400)
     world.job("a", version, "job")
     world.executor.step()
@@ -88,7 +88,7 @@ def test_the_first_waiter_for_a_reload_gives_up_and_the_second_hits() -> None:
 
 
 def test_a_request_that_overtakes_its_job_takes_the_work_over_and_the_job_finds_it_done() -> None:
-    world = World()
+    world = ExecutorWorld()
     version = world.store.put("a", 400)
     world.job("a", version, "r")
     work = world.rank("a", version, "r")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 30.0
 
 
-class World:
+class SupervisorWorld:
     """A supervisor in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,8 +76,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with closing(World(tmp_path)) as world:
+def world(tmp_path: Path) -> Iterator[SupervisorWorld]:
+    with closing(SupervisorWorld(tmp_path)) as world:
         yield world
 
 
@@ -93,7 +93,7 @@ def is_alive(pid: int) -> bool:
     return state_of(pid) != "Z"
 
 
-def test_a_killed_active_child_is_followed_by_the_standby_and_a_new_standby_comes_up(world: World) -> None:
+def test_a_killed_active_child_is_followed_by_the_standby_and_a_new_standby_comes_up(world: SupervisorWorld) -> None:
     active, standby = world.both()
     os.kill(active, signal.SIGKILL)
     world.wait(lambda: world.children().get("active") == standby)
@@ -105,7 +105,7 @@ def test_a_killed_active_child_is_followed_by_the_standby_and_a_new_standby_come
     assert b"relaygr_supervisor_replaced_total 1.0" in world.get("/metrics")
 
 
-def test_a_stopped_active_child_is_killed_before_the_standby_takes_over(world: World) -> None:
+def test_a_stopped_active_child_is_killed_before_the_standby_takes_over(world: SupervisorWorld) -> None:
     active, standby = world.both()
     os.kill(active, signal.SIGSTOP)
     world.wait(lambda: world.children().get("active") == standby)
@@ -116,7 +116,7 @@ def test_a_first_child_that_was_killed_while_it_loaded_is_followed_by_another_fi
     """A first child acquires the lock before it loads, and calibrates. A standby would do neither."""
     loading = tmp_path / "loading"
     loading.touch()
-    with closing(World(tmp_path)) as world:
+    with closing(SupervisorWorld(tmp_path)) as world:
         world.wait(lambda: "preparing" in world.children())
         os.kill(world.children()["preparing"], signal.SIGKILL)
         loading.unlink()
@@ -124,14 +124,14 @@ def test_a_first_child_that_was_killed_while_it_loaded_is_followed_by_another_fi
         assert world.said("took first") == [active]
 
 
-def test_a_dead_standby_is_replaced_and_the_active_one_stays(world: World) -> None:
+def test_a_dead_standby_is_replaced_and_the_active_one_stays(world: SupervisorWorld) -> None:
     active, standby = world.both()
     os.kill(standby, signal.SIGKILL)
     world.wait(lambda: world.children().get("standby") not in (standby, None))
     assert world.both()[0] == active
 
 
-def test_a_fenced_child_ends_all_of_it_with_its_code(world: World) -> None:
+def test_a_fenced_child_ends_all_of_it_with_its_code(world: SupervisorWorld) -> None:
     active, standby = world.both()
     (world.folder / f"end-{int(Exit.FENCED)}").touch()
     assert world.process.wait(TIMEOUT_S) == Exit.FENCED
@@ -139,7 +139,7 @@ def test_a_fenced_child_ends_all_of_it_with_its_code(world: World) -> None:
     assert not is_alive(standby)
 
 
-def test_a_stop_ends_the_standby_first_so_that_it_takes_over_nothing(world: World) -> None:
+def test_a_stop_ends_the_standby_first_so_that_it_takes_over_nothing(world: SupervisorWorld) -> None:
     active, standby = world.both()
     world.process.terminate()
     assert world.process.wait(TIMEOUT_S) == Exit.DONE
@@ -147,7 +147,7 @@ def test_a_stop_ends_the_standby_first_so_that_it_takes_over_nothing(world: Worl
     assert stops == [f"{standby} stopped standby", f"{active} stopped active"]
 
 
-def test_a_hangup_reaches_both(world: World) -> None:
+def test_a_hangup_reaches_both(world: SupervisorWorld) -> None:
     pids = world.both()
     world.process.send_signal(signal.SIGHUP)
     world.wait(lambda: sorted(world.said("hangup")) == sorted(pids))
@@ -155,7 +155,7 @@ def test_a_hangup_reaches_both(world: World) -> None:
 
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World, stopped: int) -> None:
+def test_children_whose_supervisor_is_gone_stop_by_themselves(world: SupervisorWorld, stopped: int) -> None:
     """Stopped children too: they would keep the lock for ever, or wake up later and write."""
     pids = world.both()
     for pid in pids[:stopped]:
@@ -166,7 +166,7 @@ def test_children_whose_supervisor_is_gone_stop_by_themselves(world: World, stop
     world.wait(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def test_it_is_ready_when_the_active_child_is_and_never_imports_torch(world: World) -> None:
+def test_it_is_ready_when_the_active_child_is_and_never_imports_torch(world: SupervisorWorld) -> None:
     world.both()
     world.wait(lambda: json.loads(world.get("/readyz"))["ok"])
     assert json.loads(world.get("/healthz"))["ok"]

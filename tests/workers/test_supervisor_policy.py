@@ -13,7 +13,7 @@ SECOND = 1_000_000
 NOTHING = Action()
 
 
-class World:
+class RestartWorld:
     """A restart policy, and children in the phases that a test sets."""
 
     def __init__(self) -> None:
@@ -52,17 +52,17 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> RestartWorld:
+    return RestartWorld()
 
 
-def with_both(world: World) -> None:
+def with_both(world: RestartWorld) -> None:
     world.start(1, ChildPhase.ACTIVE)
     world.start(2, ChildPhase.STANDBY)
     assert world.decide() == NOTHING
 
 
-def test_the_first_child_is_started_at_once_and_the_second_when_the_first_is_active(world: World) -> None:
+def test_the_first_child_is_started_at_once_and_the_second_when_the_first_is_active(world: RestartWorld) -> None:
     assert world.decide() == Action(start=True)
     world.start(1)
     assert world.pass_s(30) == NOTHING
@@ -73,7 +73,7 @@ def test_the_first_child_is_started_at_once_and_the_second_when_the_first_is_act
     assert world.pass_s(100) == NOTHING
 
 
-def test_an_active_child_that_was_killed_is_replaced_once_the_other_is_active(world: World) -> None:
+def test_an_active_child_that_was_killed_is_replaced_once_the_other_is_active(world: RestartWorld) -> None:
     with_both(world)
     world.die(1, -9)
     assert world.pass_s(5) == NOTHING  # The standby has not taken over yet, so no second child is started.
@@ -81,7 +81,7 @@ def test_an_active_child_that_was_killed_is_replaced_once_the_other_is_active(wo
     assert world.pass_s(1) == Action(start=True)
 
 
-def test_a_dead_child_is_replaced_after_a_pause_that_doubles(world: World) -> None:
+def test_a_dead_child_is_replaced_after_a_pause_that_doubles(world: RestartWorld) -> None:
     world.start(1, ChildPhase.ACTIVE)
     pauses_s = []
     for number in (2, 3, 4):
@@ -93,7 +93,7 @@ def test_a_dead_child_is_replaced_after_a_pause_that_doubles(world: World) -> No
     assert pauses_s == [1, 2, 4]
 
 
-def test_too_many_deaths_leave_the_active_one_alone_until_they_are_long_ago(world: World) -> None:
+def test_too_many_deaths_leave_the_active_one_alone_until_they_are_long_ago(world: RestartWorld) -> None:
     """A standby that does not fit into memory must not end the active worker."""
     world.start(1, ChildPhase.ACTIVE)
     for number in range(2, 2 + SETTINGS.restarts_max + 1):
@@ -103,7 +103,7 @@ def test_too_many_deaths_leave_the_active_one_alone_until_they_are_long_ago(worl
     assert world.pass_s(30) == Action(start=True)
 
 
-def test_too_many_deaths_without_an_active_child_end_it(world: World) -> None:
+def test_too_many_deaths_without_an_active_child_end_it(world: RestartWorld) -> None:
     for number in range(1, 1 + SETTINGS.restarts_max + 1):
         world.start(number, ChildPhase.STANDBY)
         world.die(number, 1)
@@ -111,34 +111,34 @@ def test_too_many_deaths_without_an_active_child_end_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("code", [Exit.FAILED, 2])
-def test_a_first_child_that_refuses_to_start_ends_it(world: World, code: int) -> None:
+def test_a_first_child_that_refuses_to_start_ends_it(world: RestartWorld, code: int) -> None:
     world.start(1)
     world.die(1, code)
     assert world.decide() == Action(end=Exit.FAILED)
 
 
-def test_a_first_child_that_was_killed_while_it_loaded_is_replaced(world: World) -> None:
+def test_a_first_child_that_was_killed_while_it_loaded_is_replaced(world: RestartWorld) -> None:
     world.start(1)
     world.die(1, -9)
     assert world.pass_s(2) == Action(start=True)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_fenced_child_ends_it_for_good(world: World, number: int) -> None:
+def test_a_fenced_child_ends_it_for_good(world: RestartWorld, number: int) -> None:
     with_both(world)
     world.die(number, Exit.FENCED)
     assert world.decide() == Action(end=Exit.FENCED)
 
 
 @pytest.mark.parametrize("code", [Exit.STUCK, Exit.FAILED, Exit.DONE, -9])
-def test_a_child_that_ends_otherwise_is_replaced(world: World, code: int) -> None:
+def test_a_child_that_ends_otherwise_is_replaced(world: RestartWorld, code: int) -> None:
     with_both(world)
     world.die(2, code)
     assert world.pass_s(2) == Action(start=True)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_child_that_falls_silent_is_killed_once(world: World, number: int) -> None:
+def test_a_child_that_falls_silent_is_killed_once(world: RestartWorld, number: int) -> None:
     with_both(world)
     world.quiet.add(number)
     began_us = world.now_us
@@ -147,13 +147,13 @@ def test_a_child_that_falls_silent_is_killed_once(world: World, number: int) -> 
     assert world.pass_s(30) == NOTHING
 
 
-def test_a_child_that_loads_its_model_may_be_silent_for_longer(world: World) -> None:
+def test_a_child_that_loads_its_model_may_be_silent_for_longer(world: RestartWorld) -> None:
     world.start(1)
     assert world.pass_s(59) == NOTHING
     assert world.pass_s(2) == Action(kill=(1,))
 
 
-def test_a_standby_that_takes_over_may_be_silent_until_it_is_active(world: World) -> None:
+def test_a_standby_that_takes_over_may_be_silent_until_it_is_active(world: RestartWorld) -> None:
     """It may restore a large tier. A kill would end the last child that is left."""
     with_both(world)
     world.die(1, -9)
@@ -175,14 +175,14 @@ def test_any_number_of_deaths_makes_the_longest_pause() -> None:
     assert policy.decide(60 * SECOND) == Action(start=True)
 
 
-def test_a_child_that_the_supervisor_killed_while_it_loaded_does_not_end_it(world: World) -> None:
+def test_a_child_that_the_supervisor_killed_while_it_loaded_does_not_end_it(world: RestartWorld) -> None:
     world.start(1)
     assert world.pass_s(70) == Action(kill=(1,))
     world.die(1, 1)
     assert world.pass_s(2) == Action(start=True)
 
 
-def test_a_supervisor_that_was_stopped_itself_kills_no_child(world: World) -> None:
+def test_a_supervisor_that_was_stopped_itself_kills_no_child(world: RestartWorld) -> None:
     """The whole machine slept, for example: no heartbeat could be received, so a missing one means nothing."""
     with_both(world)
     world.now_us += 3600 * SECOND

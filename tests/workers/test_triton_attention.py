@@ -31,8 +31,8 @@ from relaygr.worker.model.triton.launch import (
     tuned_attend,
 )
 from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pack
-from tests.workers.attention_world import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
-from tests.workers.triton_world import BLOCKS, DEVICE, INTERPRETED
+from tests.worlds.attention import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
+from tests.worlds.triton import BLOCKS, DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.vectors import KINDS, CaseResult, CaseVerdict, VectorCase, check_case, read_vectors
 from tests.workers.vector_models import make_dlrm, make_research
-from tests.workers.vector_world import Made, make_cached, make_mask, make_nv, make_pos, make_stu, write
+from tests.worlds.vectors import Made, make_cached, make_mask, make_nv, make_pos, make_stu, write
 
 CASES: dict[str, Callable[[], Made]] = {
     "stu_plain": make_stu,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.workers.vector_world import Floats, Made, attend, mask_of, norm, sigmoid, silu, stu_layer, stu_weights
+from tests.worlds.vectors import Floats, Made, attend, mask_of, norm, sigmoid, silu, stu_layer, stu_weights
 
 
 def research_rows(

@@ -1,7 +1,7 @@
 """A toy cache whose DRAM tier lies in a shared arena, and what a successor finds there.
 
-`World` with three additions: copies to DRAM are made page by page (so that a death may come in between), are sealed
-when they are complete, and reloads are verified first.
+`CacheWorld` with three additions: copies to DRAM are made page by page, so that a death may come in between; they are
+sealed when they are complete; and reloads are verified first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import DramGeometry
 from relaygr.worker.shared.arena import ArenaShape, NotTheWriterError, SharedArena, TornPageError
 from relaygr.worker.shared.lock import ArenaLock
-from tests.workers.cache_world import GEOMETRY, LAYOUT, PAGE_TOKENS, SteppedMover, World, stamps
+from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, SteppedMover, stamps
 
 MODEL = b"model-1"
 DRAM_PAGES = 64
@@ -48,7 +48,7 @@ class GuardedMover(SteppedMover):
             self.guard.seal(request.target_pages)
 
 
-class SharedWorld(World):
+class SharedWorld(CacheWorld):
     """One process with its arena. A successor is another `SharedWorld` on the same folder, after `die`."""
 
     def __init__(

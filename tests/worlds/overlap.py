@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from relaygr.consumer import Received, Token
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import (
     Behaviours,
-    FailureReason,
     History,
     HistoryVersion,
     LatencyCoefficients,
@@ -38,8 +37,9 @@ from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs, RankOutputs
 from relaygr.worker.settings import WorkerSettings
-from tests.workers.model_world import VOCABULARY, small_config
 from tests.workers.simulated_device import SimulatedDevice
+from tests.worlds.model import VOCABULARY, small_config
+from tests.worlds.outbox import Outbox
 
 PAGE_TOKENS = 8
 LAYERS = 4
@@ -77,24 +77,6 @@ class TimedEngine:
         return ready
 
 
-@dataclass
-class Outbox:
-    answered: dict[str, tuple[RankingWork, np.ndarray]] = field(default_factory=dict)  # type: ignore[type-arg]
-    failures: list[tuple[FailureReason, str]] = field(default_factory=list)
-
-    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
-        self.answered[work.request.request_id] = (work, outputs.scores)
-
-    def expired(self, work: RankingWork) -> None:
-        raise AssertionError(f"{work.request.request_id} expired")
-
-    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
-        self.failures.append((reason, detail))
-
-    def job_done(self, received: object, outcome: object) -> None:
-        raise AssertionError("no jobs here")
-
-
 class OverlapWorld:
     """Copies take `copy_us_per_layer` of a whole prefix of BEHAVIOURS behaviours."""
 
@@ -117,7 +99,7 @@ class OverlapWorld:
         )
         self.cache: PrefixCache = self.built.cache
         self.engine.bind(self.built.hbm_arena)
-        self.outbox = Outbox()
+        self.outbox = Outbox(may_expire=False, takes_jobs=False)
         self.registry = CollectorRegistry()
         self.histories: dict[str, StoredHistory] = {}
         admission = AdmissionSettings()

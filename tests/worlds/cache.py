@@ -130,7 +130,7 @@ class SteppedMover:
         return self.copies - before
 
 
-class World:
+class CacheWorld:
     """A cache, its stamped arenas and its stepped mover."""
 
     def __init__(

@@ -112,7 +112,7 @@ def random_behaviours(random: np.random.Generator, count: int) -> Behaviours:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class ModelWorld:
     """An engine over an arena of ARENA_PAGES pages."""
 
     checkpoint: Checkpoint
@@ -140,10 +140,12 @@ class World:
         return self.engine.rank([request])[0].scores
 
 
-def make_world(config: ModelConfig, seed: int = 0, dtype: KvDtype = KvDtype.FLOAT32, page_tokens: int = 8) -> World:
+def make_world(
+    config: ModelConfig, seed: int = 0, dtype: KvDtype = KvDtype.FLOAT32, page_tokens: int = 8
+) -> ModelWorld:
     """A random model in an engine of its own."""
     checkpoint = random_checkpoint(config, seed)
     engine = build_engine(checkpoint, CpuDevice(), dtype, page_tokens)
     arena = torch.zeros((ARENA_PAGES, engine.geometry.page_bytes), dtype=torch.uint8)
     engine.bind(arena)
-    return World(checkpoint, engine, arena)
+    return ModelWorld(checkpoint, engine, arena)

@@ -19,7 +19,7 @@ from relaygr.worker.model.checkpoint import Checkpoint, compute_revision
 from relaygr.worker.model.convert.conversion import Converted
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine, PrefixChunk
-from tests.workers.vector_world import Floats, Made, attend, mask_of, norm, silu
+from tests.worlds.vectors import Floats, Made, attend, mask_of, norm, silu
 
 _INT64 = np.dtype(np.int64)
 Tensors = dict[str, torch.Tensor]

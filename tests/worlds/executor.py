@@ -1,0 +1,269 @@
+"""An executor that tests step: over a fake engine, whose work alone moves the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import Received, Token
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import (
+    Behaviours,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    PreInferJob,
+    RankingRequest,
+)
+from relaygr.worker.cache import CacheConfig, PrefixCache
+from relaygr.worker.cache.copies import CopyForecast, CopyPriority, CopyRequest
+from relaygr.worker.cache.invariants import check_invariants
+from relaygr.worker.device import CpuDevice, Device
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import JobWork, RankingWork
+from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.interface import EngineLimits, PrefixChunk, RankOutputs, TooLongError
+from relaygr.worker.model.rules import PrefixRules
+from relaygr.worker.settings import WorkerSettings
+from tests.worlds.outbox import Outbox
+
+PAGE_TOKENS = 16
+TOKEN_US = 10
+HIT_US = 1_000
+GEOMETRY = KvGeometry(1, 1, 4, 4, PAGE_TOKENS, KvDtype.FLOAT32)
+LAYOUT = PrefixLayout(0, 1)
+LIMITS = EngineLimits(512, 64, 100)
+COEFFICIENTS = LatencyCoefficients(
+    a0=HIT_US, a1=TOKEN_US, a2=0, b0=0, b1=TOKEN_US, b2=0, c0=0, c1=HIT_US / 10, c2=0, d0=100, d1=0
+)
+
+
+@dataclass
+class Inputs:
+    tokens: int
+    unknown_items: int = 0
+
+
+@dataclass
+class Request:
+    prefix_tokens: int
+    candidates: int
+    unknown_items: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Takes TOKEN_US a prefix token and HIT_US a ranking. Records the chunks and batches that it computed."""
+
+    clock: ManualClock
+    geometry: KvGeometry = GEOMETRY
+    layout: PrefixLayout = LAYOUT
+    limits: EngineLimits = LIMITS
+    namespace: bytes = b"model-1"
+    revision: str = "model-1"
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    mixed: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens of the chunk, and requests, of each forward that had both."""
+    fail_mixed: bool = False
+    fail_next: Exception | None = None
+    fail_candidates: int | None = None
+    rules: PrefixRules = field(default_factory=PrefixRules)
+    device: Device = field(default_factory=CpuDevice)
+
+    def shown_features(self, features, behaviours, candidates):
+        return features
+
+    def prefix_inputs(self, features, behaviours, query_time_ms):
+        return Inputs(len(behaviours))
+
+    def rank_inputs(self, prefix_tokens, pages, suffix, candidates, query_time_ms, prefix_timestamps_ms):
+        if candidates.size > self.limits.max_candidates:
+            raise TooLongError(f"{candidates.size} candidates, the model takes {self.limits.max_candidates}")
+        assert len(pages) * PAGE_TOKENS >= prefix_tokens
+        return Request(prefix_tokens, candidates.size)
+
+    def pre_infer(self, chunk: PrefixChunk) -> None:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        assert len(chunk.pages) * PAGE_TOKENS >= chunk.end
+        self.chunks.append((chunk.start, chunk.end))
+        self.clock.advance_us((chunk.end - chunk.start) * TOKEN_US)
+
+    def forward(self, chunks, requests):
+        if self.fail_mixed:
+            raise RuntimeError("kernel failed")
+        self.mixed.append((sum(chunk.end - chunk.start for chunk in chunks), len(requests)))
+        for chunk in chunks:
+            self.pre_infer(chunk)
+        return self.rank(requests)
+
+    def rank(self, batch):
+        if any(request.candidates == self.fail_candidates for request in batch):
+            raise RuntimeError("kernel failed")
+        self.batches.append(len(batch))
+        self.clock.advance_us(HIT_US * len(batch))
+        return [RankOutputs(np.zeros((request.candidates, 1), np.float32)) for request in batch]
+
+
+@dataclass
+class HeldMover:
+    """Copies only when the test calls `finish`."""
+
+    waiting: list[CopyRequest] = field(default_factory=list)
+
+    def submit(self, request: CopyRequest) -> bool:
+        self.waiting.append(request)
+        return True
+
+    def forecast(self, size_bytes: int, priority: CopyPriority) -> CopyForecast:
+        return CopyForecast(0.0, 100.0)
+
+    def close(self) -> None:
+        self.finish(False)
+
+    def finish(self, ok: bool = True) -> None:
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            request.on_done(ok)
+
+
+class Store:
+    def __init__(self):
+        self.histories: dict[str, StoredHistory] = {}
+        self.loading = False
+
+    def put(self, user_id: str, length: int, number: int = 1) -> HistoryVersion:
+        history = history_of(user_id, length, number)
+        self.histories[user_id] = StoredHistory(history, history.chain())
+        return history.version()
+
+    def get(self, user_id):
+        return self.histories.get(user_id)
+
+    def is_loading(self, partition):
+        return self.loading
+
+
+def behaviours_of(length: int) -> Behaviours:
+    return Behaviours(np.arange(length, dtype="<i8"), np.ones(length, "<u2"), np.arange(length, dtype="<i8"))
+
+
+def history_of(user_id: str, length: int, number: int = 1) -> History:
+    return History(user_id, number, np.empty(0, "<i8"), behaviours_of(length))
+
+
+class DrivenExecutor:
+    """An executor that a test steps itself. A subclass makes `executor`, `cache` and `clock`."""
+
+    executor: Executor
+    cache: PrefixCache
+    clock: ManualClock
+    _offset = 0
+
+    def received(self, topic: str) -> Received:
+        """The next message of a topic."""
+        self._offset += 1
+        token = Token(topic, 0, self._offset, 0)
+        return Received(topic, 0, self._offset, b"", b"", [], 0, self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
+
+    def take_job(self, job: PreInferJob, expected_in_us: int, budget_us: int) -> None:
+        expected_us = self.clock.monotonic_us() + expected_in_us
+        self.executor.take_job(JobWork(job, self.received("preinfer"), expected_us, expected_us + budget_us))
+        self.executor.take_mail()
+
+    def take_ranking(self, request: RankingRequest, budget_us: int) -> RankingWork:
+        reply = RankingHeaders(request.request_id, "g", "relaygr.results", 0, request.deadline_us)
+        deadline_us = self.clock.monotonic_us() + budget_us
+        work = RankingWork(request, reply, self.received("ranking"), self.clock.wall_us(), deadline_us, deadline_us)
+        self.executor.take_ranking(work)
+        self.executor.take_mail()
+        return work
+
+    def run(self, steps: int = 1_000) -> None:
+        """Steps until the executor has nothing to do."""
+        for _ in range(steps):
+            if self.executor.step() != 0 and not self.executor.has_mail:
+                break
+        check_invariants(self.cache)
+
+
+class ExecutorWorld(DrivenExecutor):
+    """An executor over a fake engine, with fakes around it, and the calls that tests make."""
+
+    def __init__(self, hbm_pages: int = 128, dram_pages: int = 128, lease_margin_ms: int = 0, **settings):
+        self.clock = ManualClock(monotonic_us=1_000_000)
+        self.engine = FakeEngine(self.clock)
+        self.mover = HeldMover()
+        self.cache = PrefixCache(
+            CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages), self.mover
+        )
+        self.store = Store()
+        self.outbox = Outbox(tasks=1)
+        self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
+        admission = AdmissionSettings(
+            lease_margin_ms=lease_margin_ms, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
+        )
+        capacity = hbm_pages * self.engine.geometry.page_bytes
+        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
+        self.copied = []
+        self.copy_page = self.copied.append
+        self.registry = CollectorRegistry()
+        self.executor = Executor(
+            self.engine,
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + 512 // PAGE_TOKENS, dtype=np.int32),
+                histories=self.store,
+                copy_page=lambda copy: self.copy_page(copy),
+                corrector=self.corrector,
+                settings=self.settings,
+                admission_settings=admission,
+                results=self.outbox,
+                metrics=WorkerMetrics(self.registry),
+                clock=self.clock,
+                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+            ),
+        )
+
+    def job(self, user_id="u", version=None, request_id="r", lead_us=100_000, budget_ms=50, history=None):
+        wall_us = self.clock.wall_us()
+        message = PreInferJob(
+            request_id, user_id, wall_us, wall_us + lead_us, budget_ms, 10, 0, wall_us, version, history
+        )
+        self.take_job(message, lead_us, budget_ms * 1000)
+
+    def rank(self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None):
+        wall_us = self.clock.wall_us()
+        request = RankingRequest(
+            request_id, user_id, wall_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
+            history,
+        )  # fmt: skip
+        return self.take_ranking(request, budget_us)
+
+    def idle_until(self, time_us: int):
+        self.clock.advance_us(max(0, time_us - self.clock.monotonic_us()))
+        self.run()
+
+
+def world_with_a_in_dram() -> tuple[ExecutorWorld, HistoryVersion]:
+    """User a was ranked and spilled to DRAM. Then user b took all of HBM."""
+    world = ExecutorWorld(hbm_pages=32)
+    first = world.store.put("a", 400)
+    world.rank("a", first, "r1")
+    world.run()
+    world.mover.finish()
+    world.rank("b", world.store.put("b", 400), "r2")
+    world.run()
+    world.mover.finish()
+    return world, first

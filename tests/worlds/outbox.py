@@ -1,0 +1,52 @@
+"""What an executor hands over, in the place of the ResultWriter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relaygr.schemas.messages import FailureReason, Path
+from relaygr.worker.executor.work import JobOutcome, RankingWork
+from relaygr.worker.model.interface import RankOutputs
+
+
+@dataclass
+class Outbox:
+    """Every result and every end of a job, in order."""
+
+    tasks: int | None = None
+    """Scores that each candidate must have, if that is known."""
+    may_expire: bool = True
+    takes_jobs: bool = True
+    ranked_works: list[RankingWork] = field(default_factory=list)
+    answered: dict[str, tuple[RankingWork, np.ndarray]] = field(default_factory=dict)  # type: ignore[type-arg]
+    """The work and the scores of each ranked request."""
+    expired_works: list[RankingWork] = field(default_factory=list)
+    failures: list[tuple[RankingWork, FailureReason, str]] = field(default_factory=list)
+    jobs: list[JobOutcome] = field(default_factory=list)
+
+    def ranked(self, work: RankingWork, outputs: RankOutputs) -> None:
+        if self.tasks is not None:
+            assert outputs.scores.shape == (work.request.candidates.size, self.tasks)
+        self.ranked_works.append(work)
+        self.answered[work.request.request_id] = (work, outputs.scores)
+
+    def expired(self, work: RankingWork) -> None:
+        assert self.may_expire, f"{work.request.request_id} expired"
+        self.expired_works.append(work)
+
+    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        self.failures.append((work, reason, detail))
+
+    def job_done(self, received: object, outcome: JobOutcome) -> None:
+        assert self.takes_jobs, "no jobs here"
+        self.jobs.append(outcome)
+
+    @property
+    def paths(self) -> list[Path | None]:
+        return [work.path for work in self.ranked_works]
+
+    @property
+    def answers(self) -> int:
+        return len(self.ranked_works) + len(self.expired_works) + len(self.failures)

@@ -1,0 +1,167 @@
+"""An executor over a real engine on the CPU, for models of every kind of prefix."""
+
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from relaygr.admission.latency import Corrector, LatencyModel
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.messages import (
+    Behaviours,
+    History,
+    HistoryVersion,
+    LatencyCoefficients,
+    PreInferJob,
+    RankingRequest,
+)
+from relaygr.worker.cache import CacheConfig
+from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache.build import build_cache
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.work import RankingWork
+from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.kv import DramGeometry, KvDtype
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
+from relaygr.worker.settings import WorkerSettings
+from tests.workers.reference import full_inference
+from tests.worlds.executor import DrivenExecutor
+from tests.worlds.model import VOCABULARY, small_config
+from tests.worlds.outbox import Outbox
+
+PAGE_TOKENS = 16
+HBM_PAGES = 64
+TOLERANCE = 2e-5
+HOUR_MS = 3_600_000
+COEFFICIENTS = LatencyCoefficients(0, 1, 0, b0=0, b1=1, b2=0, c0=1, c1=0, c2=0, d0=100, d1=0)
+
+FEATURES = (ContextualFeature(name="country", cardinality=8), ContextualFeature(name="age", cardinality=8))
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "interleaved actions": {"inputs": InputForm.INTERLEAVED, "num_positions": 600},
+    "window": {"max_attn_len": 24},
+    "relative positions": {"relative_bias": RelativeBias(positions=300)},
+    "time encoding": {"time_encoding": TimeEncoding.SQRT, "num_times": 64},
+    "positions from the end": {"position_origin": PositionOrigin.END},
+    "positions from the end and times": {
+        "position_origin": PositionOrigin.END, "time_encoding": TimeEncoding.LOG, "num_times": 64,
+    },
+    "contextual mask": {"contextual_features": FEATURES, "contextual_mask": True},
+    "full attention near the end": {"max_attn_len": 24, "min_full_attn_len": 8},
+    "relative times": {"relative_bias": RelativeBias(positions=300, time_buckets=64)},
+}  # fmt: skip
+
+
+def behaviours_of(count: int, seed: int = 0, start: int = 0) -> Behaviours:
+    random = np.random.default_rng(seed)
+    items, actions = random.integers(0, VOCABULARY, 1_000), random.integers(0, 4, 1_000)
+    part = slice(start, start + count)
+    times = (np.cumsum(random.integers(1, 50, 1_000)) * 1_000).astype("<i8")
+    return Behaviours(items[part].astype("<i8"), actions[part].astype("<u2"), times[part])
+
+
+class RealExecutorWorld(DrivenExecutor):
+    """An executor over a real engine on the CPU."""
+
+    def __init__(self, kind: str, hbm_pages: int = HBM_PAGES, **settings) -> None:
+        self.checkpoint: Checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=3)
+        device = CpuDevice()
+        self.engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
+        longest = self.engine.geometry.pages_for(self.engine.layout.tokens(self.engine.limits.max_prefix_behaviours))
+        config = CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages)
+        built = build_cache(device, config, extra_hbm_pages=longest)
+        self.arena, self.cache = built.hbm_arena, built.cache
+        self.engine.bind(self.arena)
+        self.clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
+        self.outbox = Outbox(may_expire=False)
+        self.histories: dict[str, StoredHistory] = {}
+        values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "dram_bytes": 0} | settings
+        self.settings = WorkerSettings(**values)
+        admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
+        capacity = hbm_pages * self.engine.geometry.page_bytes
+        self.corrector = Corrector(LatencyModel(COEFFICIENTS))
+        self.executor = Executor(
+            self.engine,
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
+                histories=self,
+                copy_page=lambda copy: copy_page(self.arena, copy),
+                corrector=self.corrector,
+                settings=self.settings,
+                admission_settings=admission,
+                results=self.outbox,
+                metrics=WorkerMetrics(CollectorRegistry()),
+                clock=self.clock,
+                admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
+            ),
+        )
+
+    # -- the history store, as the executor sees it
+
+    def get(self, user_id: str) -> StoredHistory | None:
+        return self.histories.get(user_id)
+
+    def is_loading(self, partition: int) -> bool:
+        return False
+
+    def put(self, user_id: str, count: int, seed: int = 0) -> HistoryVersion:
+        history = History(user_id, count, np.array([seed % 8, 1], "<i8"), behaviours_of(count, seed))
+        self.histories[user_id] = StoredHistory(history, history.chain())
+        return history.version()
+
+    # -- what tests do
+
+    def job(self, user_id: str, version: HistoryVersion, request_id: str = "r", at_ms: int = 10 * HOUR_MS, suffix=0):
+        message = PreInferJob(
+            request_id, user_id, at_ms * 1000, at_ms * 1000 + 100_000, 50, 10, suffix, at_ms * 1000, version
+        )
+        self.take_job(message, 100_000, 50_000)
+        self.run()
+
+    def rank(
+        self,
+        user_id: str,
+        version: HistoryVersion | None,
+        request_id: str = "r",
+        at_ms: int = 10 * HOUR_MS,
+        suffix: Behaviours | None = None,
+        candidates: int = 9,
+        budget_us: int = 1_000_000,
+    ) -> RankingWork:
+        self.submit(user_id, version, request_id, at_ms, suffix, candidates, budget_us)
+        self.run()
+        return self.outbox.answered[request_id][0]
+
+    def submit(self, user_id, version, request_id, at_ms=10 * HOUR_MS, suffix=None, candidates=9, budget_us=1_000_000):
+        wall_us = self.clock.wall_us()
+        items = np.random.default_rng(candidates).integers(0, VOCABULARY, candidates)
+        request = RankingRequest(
+            request_id, user_id, wall_us, wall_us + budget_us, at_ms, items,
+            Behaviours.empty() if suffix is None else suffix, version,
+        )  # fmt: skip
+        self.take_ranking(request, budget_us)
+
+    def expected(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> np.ndarray:
+        """Scores of full inference over these behaviours, by this model (none: the world's)."""
+        request = work.request
+        stored = self.histories.get(request.user_id)
+        features = stored.history.features if stored is not None else np.empty(0, "<i8")
+        outputs = full_inference(
+            checkpoint or self.checkpoint, features, behaviours, request.candidates, request.query_time_ms
+        )
+        self.executor.take_mail()
+        return outputs.scores.numpy()
+
+    def assert_exact(self, work: RankingWork, behaviours: Behaviours, checkpoint: Checkpoint | None = None) -> None:
+        scores = self.outbox.answered[work.request.request_id][1]
+        expected = self.expected(work, behaviours, checkpoint)
+        assert np.abs(scores - expected).max() <= TOLERANCE * np.abs(expected).max()
+        assert np.ptp(expected[:, 1]) > 0
