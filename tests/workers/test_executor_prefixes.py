@@ -14,7 +14,7 @@ from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
-from tests.workers.test_executor import World
+from tests.worlds.executor import ExecutorWorld
 
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
@@ -37,7 +37,7 @@ class PrefixWorld:
     """Prefixes without an executor around them."""
 
     def __init__(self, hbm_pages: int = 128) -> None:
-        self.world = World(hbm_pages=hbm_pages)
+        self.world = ExecutorWorld(hbm_pages=hbm_pages)
         self.posted: list[object] = []
         self.context = ExecutorContext(self.world.engine, self.world.executor._parts, self.posted.append)
         self.prefixes = Prefixes(self.context)
