@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WAIT_S = 10.0
 LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that Python starts once and keeps."""
 PER_THREAD = Path("/proc/self/task")
+_owned: list[Callable[[], set[int]]] = []
+
+
+@contextmanager
+def owned_by_a_fixture(process_ids: Callable[[], set[int]]) -> Iterator[None]:
+    """Within it, these processes are no leftovers: a fixture of a module owns them, and its tests restart them."""
+    _owned.append(process_ids)
+    yield
+    _owned.remove(process_ids)
 
 
 def running_threads() -> set[threading.Thread]:
@@ -47,7 +58,8 @@ class Leftovers:
     def found(self) -> list[str]:
         """Each new thread and child process, in words."""
         threads = [f"thread {thread.name}" for thread in running_threads() - self._threads]
-        commands = {process: _command_of(process) for process in child_processes() - self._processes}
+        owned = set[int]().union(*(process_ids() for process_ids in _owned))
+        commands = {process: _command_of(process) for process in child_processes() - self._processes - owned}
         processes = [
             f"process {process}: {command[:200]}"
             for process, command in commands.items()

@@ -28,6 +28,7 @@ from relaygr.schemas.messages import History, Path, PreInferJob, RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
+from tests.leftovers import owned_by_a_fixture
 from tests.workers.reference import full_inference
 from tests.worlds.relay import (
     PARTITIONS,
@@ -158,7 +159,7 @@ def world(module_kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory)
         worker = relay.start_worker()
         relay.await_ready(worker)
         raw = RawGateway(relay.kafka)
-        with relay.client() as client:
+        with relay.client() as client, owned_by_a_fixture(relay.process_ids):
             yield ReloadWorld(relay, worker, client, raw, model, {first.revision: first})
         raw.close()
 

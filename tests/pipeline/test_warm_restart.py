@@ -17,6 +17,7 @@ from relaygr.kafka.topic_identity import identify_topics
 from relaygr.schemas.messages import Path as ServedBy
 from relaygr.schemas.messages import PrefixSource, RankingResult
 from relaygr.schemas.topics import Topic
+from tests.leftovers import owned_by_a_fixture
 from tests.worlds.relay import (
     Relay,
     candidates_of,
@@ -125,7 +126,8 @@ def assert_same_scores(one: RankingResult, other: RankingResult) -> None:
 @pytest.fixture(scope="module")
 def life(relay: Relay) -> Iterator[Life]:
     life = Life(relay)
-    yield life
+    with owned_by_a_fixture(relay.process_ids):
+        yield life
     life.client.close()
 
 
@@ -136,7 +138,8 @@ def embedded_life(
     """Damage of files does not depend on the broker, so the embedded one is enough."""
     with own_topics(embedded_broker) as kafka, Relay(kafka, tmp_path_factory.mktemp("torn"), model) as relay:
         life = Life(relay)
-        yield life
+        with owned_by_a_fixture(relay.process_ids):
+            yield life
         life.client.close()
 
 

@@ -178,6 +178,10 @@ class Relay:
         """It ended in a way that the test expects."""
         self.processes.stop([child])
 
+    def process_ids(self) -> set[int]:
+        """Of the processes that run."""
+        return {child.process.pid for child in self.processes.running}
+
     def client(self, **callbacks: Any) -> RelayClient:
         """A gateway's client, not yet started."""
         return RelayClient(self.kafka, f"gw-{uuid.uuid4().hex[:6]}", registry=CollectorRegistry(), **callbacks)
