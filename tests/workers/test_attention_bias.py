@@ -25,9 +25,9 @@ def test_a_time_falls_into_the_bucket_of_the_formula(buckets: int, log_base: flo
 
 
 def test_edges_of_the_most_buckets_take_no_time() -> None:
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     bucket_edges(RelativeBias(positions=1, time_buckets=65_536, log_base=1e-4))
-    assert time.perf_counter() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_a_base_that_float32_takes_for_nothing_is_refused() -> None:
