@@ -87,4 +87,4 @@ def received(
 ) -> Received:
     """A message as the consumer loop hands it over."""
     token = Token(topic, partition, offset, 0)
-    return Received(topic, partition, offset, key, value, list(headers), 0, received_us, 1, token, f"raw {offset}")
+    return Received(topic, partition, offset, key, value, list(headers), received_us, 1, token, f"raw {offset}")

@@ -175,7 +175,7 @@ class DrivenExecutor:
         """The next message of a topic."""
         self._offset += 1
         token = Token(topic, 0, self._offset, 0)
-        return Received(topic, 0, self._offset, b"", b"", [], 0, self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
+        return Received(topic, 0, self._offset, b"", b"", [], self.clock.monotonic_us(), 1, token, None)  # type: ignore[arg-type]
 
     def take_job(self, job: PreInferJob, expected_in_us: int, budget_us: int) -> None:
         expected_us = self.clock.monotonic_us() + expected_in_us

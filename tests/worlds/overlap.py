@@ -152,7 +152,7 @@ class OverlapWorld:
         )
         self._offset += 1
         token = Token("ranking", 0, self._offset, 0)
-        received = Received("ranking", 0, self._offset, b"", b"", [], 0, 0, 1, token, None)  # type: ignore[arg-type]
+        received = Received("ranking", 0, self._offset, b"", b"", [], 0, 1, token, None)  # type: ignore[arg-type]
         reply = RankingHeaders(request_id, "g", "relaygr.results", 0, request.deadline_us)
         deadline_us = self.device.monotonic_us() + budget_us
         work = RankingWork(request, reply, received, wall_us, deadline_us, deadline_us)

@@ -47,7 +47,6 @@ class Received:
     key: bytes | None
     value: bytes | None
     headers: RawHeaders
-    timestamp_ms: int
     received_us: int
     """Monotonic."""
     assignment_epoch: int

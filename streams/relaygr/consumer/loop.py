@@ -329,7 +329,6 @@ class ConsumerLoop:
                 key=_as_bytes(message.key()),
                 value=_as_bytes(message.value()),
                 headers=headers_of(message),
-                timestamp_ms=message.timestamp()[1],
                 received_us=now_us,
                 assignment_epoch=self._epoch,
                 token=Token(topic, partition, offset, self._tracker.generation(tp)),

@@ -32,14 +32,14 @@ BUDGET_MS = 1_000
 CANDIDATES = 128
 HISTORY = 512
 PARTITIONS = 8
-"""The least for one worker."""
+"""The least number of partitions for one worker."""
 CARRIED_SHARE = 0.999
 _STARTS = "relaygr_worker_preinfer_start_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class RateFigures:
-    """One rate's run. Latencies in ms; CPU in seconds a second of wall time."""
+    """The figures of one rate. Latencies are in ms, CPU in seconds in a second of wall time."""
 
     measured_at: str
     machine: str
@@ -52,7 +52,7 @@ class RateFigures:
     p99_ms: float
     p999_ms: float
     growth_ms: float
-    """Median latency of the last tenth less that of the middle fifth."""
+    """Median latency of the last tenth of the requests minus that of the middle fifth."""
     preinfer_jobs: int
     preinfer_start_p50_ms: float
     preinfer_start_p99_ms: float
@@ -85,7 +85,7 @@ def measure_rates(rates: Sequence[float], seconds: float, warm_up_s: float, brok
 def measure(
     console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, warm_up_s: float
 ) -> RateFigures:
-    """One run at one rate, with fresh processes and topics."""
+    """One run at one rate, with new processes and topics."""
     settings = _settings(broker, folder, rate_per_s, seconds)
     records = folder / "records.jsonl"
     half = [f"gateway.rate_per_s={rate_per_s / 2}", f"gateway.duration_s={warm_up_s}"]
@@ -124,10 +124,10 @@ def measure(
 
 
 class MeasuredWindow:
-    """What is counted of a run: CPU of each process of the stack and of the broker, and the worker's own counts."""
+    """The measured part of a run: CPU time of each process and of the broker, and the worker's metrics at its start."""
 
     def __init__(self, stack: DemoStack, records: Path) -> None:
-        """The window opens with the first record."""
+        """The window begins with the first record."""
         self._stack = stack
         self._records = records
         self._processes: dict[psutil.Process, str] = {}
@@ -135,10 +135,10 @@ class MeasuredWindow:
         self._last: dict[psutil.Process, tuple[float, float]] = {}
         self._next_s = 0.0
         self.before = Reading()
-        """The worker's metrics when it opened."""
+        """The metrics of the worker at the beginning."""
 
     def sample(self) -> None:
-        """Once a second, since looking costs too: what every process has used so far."""
+        """Reads the CPU time of every process, at most once a second, because reading takes CPU time too."""
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + 1.0
@@ -163,7 +163,7 @@ class MeasuredWindow:
             self._processes[process] = "gateway" if role == "records" else role
 
     def cpu_per_second(self) -> dict[str, float]:
-        """CPU seconds a second of wall time, by role; the process seen longest stands for the wall time."""
+        """CPU seconds in a second of wall time, by role. The longest sampled process gives the wall time."""
         wall_s = max((self._last[process][0] - self._first[process][0] for process in self._last), default=0.0)
         used: dict[str, float] = {}
         for process, last in self._last.items():
@@ -173,7 +173,7 @@ class MeasuredWindow:
 
 
 def _settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
-    """A null model, and a calibration by which every impression is at risk and feasible."""
+    """Settings with a null model and a calibration by which every impression is at risk and feasible."""
     config = ModelConfig(
         family=Family.NULL,
         embedding_dim=64,
@@ -233,7 +233,7 @@ def _percentile(values: np.ndarray, share: float) -> float:
 
 
 def _histogram_percentile(before: Reading, after: Reading, share: float) -> float:
-    """Of the pre-infer starts between two readings, interpolated in its bucket, in ms; NaN of nothing."""
+    """The percentile of the pre-infer starts between two readings, in ms, interpolated in its bucket."""
     earlier = before.by_label(f"{_STARTS}_bucket", "le")
     later = after.by_label(f"{_STARTS}_bucket", "le")
     buckets = sorted((float(bound), count - earlier.get(bound, 0.0)) for bound, count in later.items())
