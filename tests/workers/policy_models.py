@@ -1,4 +1,4 @@
-"""Slow models of the eviction orders: lists, walked from the start every time, written from their papers."""
+"""Slow models of the eviction orders, written from their papers: lists that are walked from the start each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line:
 
 
 class SlowOrder(Protocol):
-    """What the models share with an `EvictionOrder`; `drain_order` is the order in which all would go."""
+    """The part of `EvictionOrder` that the models have in common. `drain_order` is the order in which all entries go."""
 
     def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None: ...
     def touch(self, entry_id: int, now_us: int) -> None: ...
@@ -35,7 +35,7 @@ def _find(lines: list[Line], entry_id: int) -> Line | None:
 
 
 class SlowLru:
-    """Also the order of TTL."""
+    """The model of LRU, and of the order of TTL."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []

@@ -1,12 +1,12 @@
 """A CPU device with streams, in virtual time: copies and computations overlap, and every run of a test is the same.
 
-Each stream is a thread. What it is given takes `delay_us` and its bytes over the link's `bytes_per_us`; it runs, and
-its bytes change, at the virtual moment at which it ends, so whoever reads too early reads what was there before.
-All streams share one link.
+Each stream is a thread. A piece of work takes `delay_us` and its bytes over the link's `bytes_per_us`. It runs, and its
+bytes change, at the virtual time at which it ends, so a reader that is too early reads the old bytes. All streams share
+one link.
 
-Time moves only when the thread that made the device (the driver: the test, which is also the device thread) spends it,
-advances it, or waits for an event. Other threads that wait are woken when it is there; `await_waiters` lets the driver
-wait, in real time, until so many have begun to. Work that raises makes the events after it raise, until one has.
+Time moves only when the driver (the thread that made the device: the test, which is also the device thread) spends it,
+advances it, or waits for an event. An event wakes other threads that wait for it. `await_waiters` makes the driver
+wait, in real time, until a number of threads wait. After work that raises, the next event raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Work:
 
 
 class SimulatedEvent(Event):
-    """Ends when the timeline says so."""
+    """An event that the timeline completes."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -52,7 +52,7 @@ class SimulatedEvent(Event):
 
 
 class Timeline:
-    """Virtual time, and what the streams of one device have to do."""
+    """Virtual time, and the work of the streams of one device."""
 
     def __init__(self) -> None:
         self._driver = threading.current_thread()
@@ -64,7 +64,7 @@ class Timeline:
         self._failing: set[int] = set()
 
     def advance(self, duration_us: float) -> None:
-        """So much time passes, with all that ends in it."""
+        """Advances the time, and ends the work whose time has come."""
         until_us = self.now_us + duration_us
         with self._changed:
             while self._end_next(until_us):
@@ -73,20 +73,20 @@ class Timeline:
             self._changed.notify_all()
 
     def fail(self, *works: int) -> None:
-        """Of the works from now on these fail: 0 is the next."""
+        """Makes the named pieces of work fail, counted from now on: 0 is the next."""
         self._failing = set(works)
 
     def stall_link(self, duration_us: float) -> None:
-        """For so long from now no copy starts."""
+        """Starts no copy for that long from now."""
         self._link_free_us = self.now_us + duration_us
 
     def step(self) -> bool:
-        """Time passes until the next work ends; False if there is none."""
+        """Advances the time until the next work ends. False if there is none."""
         with self._changed:
             return self._end_next(float("inf"))
 
     def finish(self) -> None:
-        """Time passes until nothing is left to do."""
+        """Advances the time until no work is left."""
         with self._changed:
             while self._end_next(float("inf")):
                 pass
@@ -107,7 +107,7 @@ class Timeline:
                 self._waiters -= 1
 
     def await_waiters(self, count: int = 1) -> None:
-        """In real time: until so many threads wait for events that are not there yet."""
+        """Waits in real time until that many threads wait for events that are not complete."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._waiters >= count, _REAL_PATIENCE_S), "nobody waits"
 
@@ -140,7 +140,7 @@ class Timeline:
                     moved = True
 
     def _end_next(self, until_us: float) -> bool:
-        """Ends the work that ends first, if it does so by then."""
+        """Ends the work that ends first, if it ends by that time."""
         self._settle()
         first: tuple[float, SimulatedStream, _Work] | None = None
         for stream in self._streams:
@@ -175,7 +175,7 @@ class Timeline:
 
 
 class SimulatedStream(Stream):
-    """Its work runs on another thread than the caller's."""
+    """A stream whose work runs on another thread than the caller's."""
 
     def __init__(self, timeline: Timeline, delay_us: float, bytes_per_us: float) -> None:
         self._timeline = timeline

@@ -1025,7 +1025,7 @@ def test_a_hit_costs_as_many_steps_among_1e5_users_as_among_ten() -> None:
 
 
 @pytest.mark.slow
-def test_books_need_no_torch_and_no_arena() -> None:
+def test_metadata_needs_no_torch_and_no_arena() -> None:
     """18. Metadata could not be tested where the accelerator's library was broken."""
     code = (
         "import sys; sys.modules['torch'] = None; import relaygr.worker.cache, relaygr.worker.cache.mover; "
@@ -1035,7 +1035,7 @@ def test_books_need_no_torch_and_no_arena() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_do_not_know_the_books() -> None:
+def test_bytes_do_not_know_the_metadata() -> None:
     code = (
         "import sys, types; sys.modules['relaygr.worker.cache'] = types.ModuleType('relaygr.worker.cache'); "
         "sys.modules['relaygr.worker.cache'].__path__ = [__import__('relaygr.worker').worker.__path__[0] + '/cache']; "

@@ -1,4 +1,4 @@
-"""DRAM pages in fewer bytes: what comes back, how far off, and how many more prefixes fit."""
+"""DRAM pages in fewer bytes: the decoded numbers, their error, and how many more prefixes fit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def random_pages(kv: KvGeometry, seed: int, pages: int = 4) -> torch.Tensor:
 
 
 def round_trip(kv: KvGeometry, dtype: DramKvDtype, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is stored, and what comes back."""
+    """The stored pages, and the decoded ones."""
     dram = DramGeometry(kv, dtype)
     stored = torch.zeros((pages.shape[0], kv.num_layers, dram.layer_bytes), dtype=torch.uint8)
     back = torch.zeros_like(pages)
@@ -110,7 +110,7 @@ def test_zeros_stay_zeros(dtype: KvDtype, dram: DramKvDtype) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so_and_spoils_its_own_row_only(value: float) -> None:
-    """A laundered NaN would turn a broken prefix into plausible scores."""
+    """A NaN that became a number would turn a broken prefix into plausible scores."""
     kv = geometry(KvDtype.FLOAT32)
     clean = random_pages(kv, 1)
     spoilt = clean.clone()
@@ -214,7 +214,7 @@ def test_a_prefix_comes_back_from_smaller_pages_as_the_codec_says(dtype: KvDtype
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    """For the copy threads."""
+    """Waits for the copy threads."""
     step = threading.Event()
     for _ in range(2000):
         if condition():

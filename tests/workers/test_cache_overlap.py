@@ -1,6 +1,6 @@
 """Copies that overlap rankings, races and time-outs, in virtual time: spill, reload layer by layer, release, close.
 
-The device is simulated (`simulated_device`), the threads that copy are real.
+The device is simulated (`simulated_device`); the copy threads are real.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def world() -> Iterator[OverlapWorld]:
 
 @pytest.fixture
 def stored(world: OverlapWorld) -> HistoryVersion:
-    """Of user ann, whose prefix lies in DRAM only."""
+    """A world in which the prefix of user ann is in DRAM only."""
     version = world.put("ann", 1)
     world.spill_and_evict("ann", version)
     return version
@@ -85,7 +85,7 @@ class TestTheDevice:
 
 class TestReloadByLayers:
     def reload(self, world: OverlapWorld, version: HistoryVersion, layer_us: float = COPY_US) -> float:
-        """A request is submitted, ranked and answered: virtual µs that it took."""
+        """Submits a request and runs it to its answer. Returns the virtual time in µs."""
         began_us = world.device.timeline.now_us
         self.begin(world, version, layer_us)
         world.run()
@@ -93,7 +93,7 @@ class TestReloadByLayers:
         return world.device.timeline.now_us - began_us
 
     def begin(self, world: OverlapWorld, version: HistoryVersion, layer_us: float = COPY_US) -> None:
-        """As far as the first layer's arrival, which the device thread has been told of."""
+        """Runs until the device thread knows that the first layer has arrived."""
         world.submit("ann", version, "again")
         world.run()
         world.device.timeline.await_waiters()

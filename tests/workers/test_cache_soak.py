@@ -1,7 +1,7 @@
-"""A long life of a cache: very many operations, users who come and go, faults now and then, and memory stays flat.
+"""Very many operations on one cache, with changing users and occasional faults: memory stays flat.
 
-A million operations by default; RELAYGR_TEST_SOAK_OPERATIONS for more. Content is not looked at here (the random
-sequences of `test_cache_stateful` do that): what is wanted is time, and that nothing is left behind.
+A million operations by default; RELAYGR_TEST_SOAK_OPERATIONS sets another number. This test does not check contents
+(the random sequences of `test_cache_stateful` do). It checks that nothing is left behind over time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ USERS = 5_000
 
 @dataclass(slots=True)
 class Holder:
-    """What the soak's users hold at the moment."""
+    """Handles and fills that the users hold now."""
 
     handles: list[Handle] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Soak:
         self.models = [b"model-1", b"model-2"]
 
     def key(self) -> PrefixKey:
-        """Mostly a regular, whose history grows slowly; else someone of this generation."""
+        """The key of a user: mostly of a returning one, whose history grows slowly."""
         generation = self.operations // 50_000
         number = int(self.random.paretovariate(0.8)) % USERS
         length = 20 + number % 90 + (self.operations // 20_000 + number) % 40
@@ -123,7 +123,7 @@ class Soak:
             cache.keep_only(self.models[0])
 
     def impression(self) -> None:
-        """A look-up, and what follows from it."""
+        """A look-up and its consequences."""
         key = self.key()
         found = self.cache.acquire(key, self.now_us, arriving=self.random.random() < 0.5)
         if isinstance(found, Hit):
@@ -183,7 +183,7 @@ LIMITS = {"pending": HBM_PAGES, "copies": 16, "hbm leases": 500, "hbm lease time
 @pytest.mark.soak
 @pytest.mark.timeout(max(120, OPERATIONS // 2_000))
 def test_a_million_operations_leave_memory_flat() -> None:
-    """All policies share them. What is traced and what the process takes may not grow after the first tenth."""
+    """The policies share the operations. Traced and resident memory may not grow after the first tenth."""
     process = psutil.Process()
     share = OPERATIONS // len(PolicyName)
     for seed, name in enumerate(PolicyName):
@@ -206,7 +206,7 @@ def test_a_million_operations_leave_memory_flat() -> None:
 
 
 def traced_growth_bytes(soak: Soak) -> int:
-    """What Python has allocated more after some thousand further operations, on average of both halves."""
+    """Growth of the memory that Python has allocated, over two thousand operations."""
     tracemalloc.start()
     try:
         soak.run(2_000)

@@ -1,9 +1,10 @@
 """19. Random sequences of all cache operations, with faults, under every policy.
 
-After every step the books add up, every page of a tier is in exactly one state, every row that a hit would show
-or that somebody holds is what its key's own computation gives (a shadow of all bytes, in both tiers), a waiter is
-told exactly once, and what is leased is still there. Faults: copies that fail or stay, full queues, waiters that
-raise or left, handles, fills and leases that nobody ends, histories and models taken away in any state.
+After every step the metadata is consistent and every page of a tier is in exactly one state. Every row that a hit
+would show, or that a handle covers, is what a computation for its key gives (a shadow of all bytes in both tiers).
+Each waiter is called exactly once, and leased prefixes are still cached. Faults: copies that fail or never end, full
+queues, waiters that raise or left, handles, fills and leases that nobody ends, histories and models removed in any
+state.
 
 RELAYGR_TEST_CACHE_SEQUENCES for more sequences than a few: 1,000 take some minutes.
 """
@@ -61,7 +62,7 @@ class Waiter:
 
 
 def shadows() -> dict[tuple[str, bytes, bytes], np.ndarray]:  # type: ignore[type-arg]
-    """What the rows of any prefix that may be in a tier must hold, by user, model and digest."""
+    """The expected rows of every prefix that may be in a tier, by user, model and digest."""
     known = {}
     for key in {(each.user_id, each.namespace, each.chain.digest): each for each in _KEYS}.values():
         rows = stamps(key)
@@ -79,7 +80,7 @@ EXAMPLES = int(os.environ.get("RELAYGR_TEST_CACHE_SEQUENCES", "20"))
 
 @dataclass(slots=True)
 class Taken:
-    """What was taken from its holders, which the device goes on with until it has passed `event`."""
+    """Revoked handles and fills, which the device may use until it has passed `event`."""
 
     event: Later
     handles: list[Held]
@@ -88,7 +89,7 @@ class Taken:
 
 @dataclass(slots=True)
 class Run:
-    """What the test itself holds."""
+    """Handles, fills, leases and waiters of the test."""
 
     handles: list[Held] = field(default_factory=list)
     leaked: list[Held] = field(default_factory=list)
@@ -180,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.run.fills)
     @rule(pick=picks, part=st.floats(0, 1))
     def compute_a_chunk(self, pick: int, part: float) -> None:
-        """Also of what was invalidated: others may not see it."""
+        """Also computes prefixes that were invalidated: others may not see them."""
         key, fill = self.run.fills[pick % len(self.run.fills)]
         if not fill.work.revoked:
             self.world.write(fill, key, fill.filled_tokens + int(part * (fill.tokens - fill.filled_tokens)))
@@ -316,7 +317,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def the_mover_ends_all_it_has(self) -> None:
-        """Copies under way end well, those that wait fail: as at the end of a worker."""
+        """Copies under way succeed and those in the queue fail, as at the end of a worker."""
         self.world.mover.close()
         self.forget_lost_leases()
 
@@ -376,7 +377,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(user=st.sampled_from(["ann", "bob"]), length=st.sampled_from([100, 130, 190]), request=st.integers(0, 5))
     def lease_while_a_changed_history_is_computed(self, user: str, length: int, request: int) -> None:
-        """Which is about to take the end of the leased one away."""
+        """The computation would remove the end of the leased prefix."""
         key = make_key(user, length, None)
         self.store(key)
         before = len(self.run.fills)
@@ -392,7 +393,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys, longer=keys, after_the_device=st.booleans())
     def lose_a_computation_for_long(self, key: PrefixKey, longer: PrefixKey, after_the_device: bool) -> None:
-        """Mostly an append, in whose place another begins while the device may still write."""
+        """Leaks a fill, mostly an append. Another begins in its place while the device may still write."""
         self.store(key)
         before = len(self.run.fills)
         self.reserve(longer, Purpose.PRE_INFER)
@@ -408,14 +409,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.mover.run()
 
     def leave_in_dram(self, key: PrefixKey) -> None:
-        """Spilled, and where nobody holds it gone from HBM."""
+        """Spills the prefix, and evicts it from HBM unless it is held."""
         self.store(key)
         self.spill_and_wait(key)
         self.crowd_out()
 
     @rule(key=keys, other=keys)
     def reload_beside_another_and_read(self, key: PrefixKey, other: PrefixKey) -> None:
-        """The other may be a shorter or longer history of the same user, which the reload then builds on."""
+        """The other prefix may be a shorter or longer history of the same user, on which the reload then builds."""
         self.leave_in_dram(key)
         self.store(other)
         self.reload(key, self.now_us, None)
@@ -436,7 +437,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def crowd_out(self) -> None:
-        """Another user takes all the room there is, and goes."""
+        """Another user's prefix takes all the room, and is invalidated."""
         stats = self.cache.stats().hbm
         tokens = (stats.free + stats.evictable) * PAGE_TOKENS
         model = self.only_model or _MODELS[0]
@@ -445,7 +446,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.invalidate_user("crowd")
 
     def forget_lost_leases(self) -> None:
-        """A lease on work that came to nothing protects nothing, though the key may match something else."""
+        """A lease on work that was discarded protects nothing, though the key may match another entry."""
         held = self.cache.stats().leases
         if held < len(self.run.leases):
             self.run.leases.clear()

@@ -1,4 +1,4 @@
-"""Recorded cache operations: what a trace keeps, what it does not, and how little it may disturb."""
+"""Traces of cache operations: their content, and how little the recording may disturb."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEADER = TraceHeader(
 
 
 class Recording:
-    """A recorder on a file, and a cache that it listens to."""
+    """A cache, and a recorder that writes its operations to a file."""
 
     def __init__(self, path: Path, max_bytes: int = 1 << 20) -> None:
         self.path = path
@@ -176,7 +176,7 @@ class TestRecording:
     def test_a_record_that_the_disk_took_in_part_is_the_last(
         self, recording: Recording, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A raw file may take less than it was given; what was written behind that could never be read."""
+        """A raw file may write only a part. Records after a torn one could never be read."""
 
         class FullDisk(FileIO):
             def write(self, data: object) -> int | None:

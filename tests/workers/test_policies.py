@@ -1,4 +1,4 @@
-"""Eviction policies: what each is for, that each is what its slow model says, and what a step costs."""
+"""Eviction policies: the purpose of each, its agreement with a slow model, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weight(pages: int = 1, saved_us: float = 1.0, identity: int = 0) -> EntryWei
     return EntryWeight(pages, pages * 16, saved_us, identity)
 
 
-class Tier:
+class BoundedTier:
     """A tier of so many pages under an order: what a user of it sees is who is still there."""
 
     def __init__(self, order: EvictionOrder, capacity: int) -> None:
@@ -46,7 +46,7 @@ class Tier:
         self.users: dict[str, tuple[int, EntryWeight]] = {}
 
     def ask(self, user: str, now_us: int, pages: int = 1, saved_us: float = 1.0) -> bool:
-        """One visit; whether the user was there."""
+        """One visit. Returns whether the user was cached."""
         known = self.users.get(user)
         if known is not None:
             self.order.touch(known[0], now_us)
@@ -64,7 +64,7 @@ class Tier:
 
 def hits_of_a_hot_set_behind_scans(order: EvictionOrder) -> int:
     """Five users come again and again; between, a hundred come once each. Room for twenty."""
-    tier = Tier(order, 20)
+    tier = BoundedTier(order, 20)
     now_us, strangers, hits = 0, itertools.count(), 0
     for _ in range(10):
         for _ in range(4):
@@ -92,7 +92,7 @@ class TestScans:
     )
     def test_uses_within_one_visit_do_not_make_a_stranger_a_regular(self, make: Callable[[], EvictionOrder]) -> None:
         """Job and ranking request of one impression each touch the prefix: every scan looked like a hot set."""
-        tier = Tier(make(), 20)
+        tier = BoundedTier(make(), 20)
         for now_us in range(0, 4 * VISIT_US, VISIT_US):
             tier.ask("regular", now_us)
         for number in range(100):
@@ -192,7 +192,7 @@ class TestCostAware:
         assert list(order.victims(0)) == [3, 2, 1]
 
     def test_what_was_dear_and_is_not_asked_for_any_more_goes_in_the_end(self) -> None:
-        tier = Tier(CostAware(VISIT_US), 10)
+        tier = BoundedTier(CostAware(VISIT_US), 10)
         for now_us in range(0, 10 * VISIT_US, VISIT_US):
             tier.ask("once dear", now_us, saved_us=5.0)
         for number in range(1000):
@@ -304,7 +304,7 @@ _MODELS: dict[str, tuple[Callable[[], EvictionOrder], Callable[[], SlowOrder]]] 
     )
 )
 def test_an_order_is_what_its_slow_model_says(name: str, steps: Steps) -> None:
-    """Whoever is first is evicted, at every step and to the last."""
+    """The first entry of the order is evicted at every step, down to the last."""
     order, model = (make() for make in _MODELS[name])
     now_us = 0
     there: set[int] = set()
@@ -344,7 +344,7 @@ def test_an_order_is_what_its_slow_model_says(name: str, steps: Steps) -> None:
 
 
 class Number(int):
-    """An entry's number that counts how often one is compared with another."""
+    """An entry number that counts its comparisons."""
 
     compared = 0
 
@@ -387,7 +387,7 @@ def evict_one(policy: EvictionPolicy) -> None:
 
 
 def costs_among(name: PolicyName, users: int) -> dict[str, int]:
-    """What every step costs, on entries that are as far from the old end as from the young one."""
+    """The cost of each step, on entries in the middle of the order."""
     policy = filled(name, users)
     first, second, third, fourth = (Number(users // 2 + place) for place in range(4))
     steps: dict[str, Callable[[EvictionPolicy], object]] = {

@@ -53,7 +53,7 @@ COEFFICIENTS = LatencyCoefficients(
 
 
 class TimedEngine:
-    """The engine, whose ranking passes take LAYER_US a layer from when the layer's K,V is there."""
+    """An engine whose ranking takes LAYER_US for each layer, from the time when the K,V of the layer has arrived."""
 
     def __init__(self, engine: Engine, device: SimulatedDevice) -> None:
         self._engine = engine
@@ -160,13 +160,13 @@ class OverlapWorld:
         self.executor.take_mail()
 
     def run(self) -> None:
-        """Steps until nothing is left to do by itself."""
+        """Steps the executor until it has nothing left to do."""
         for _ in range(1000):
             if self.executor.step() != 0 and not self.executor.has_mail:
                 break
 
     def spill_and_evict(self, user_id: str, version: HistoryVersion) -> None:
-        """The user's prefix lies in DRAM only."""
+        """Leaves the user's prefix in DRAM only."""
         self.submit(user_id, version, f"first-{user_id}")
         self.run()
         self.until(lambda: self.cache.stats().dram.in_flight == 0)
@@ -181,7 +181,7 @@ class OverlapWorld:
         assert self.cache.stats().hbm.entries == 0
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Copies end one by one, and the threads act on it, until it is so. Virtual time passes by copies only."""
+        """Ends copies one by one until the condition holds. Only copies take virtual time."""
         step = threading.Event()
         for _ in range(4000):
             self.run()
@@ -192,7 +192,7 @@ class OverlapWorld:
         raise AssertionError("it never came to that")
 
     def settle(self, condition: Callable[[], bool]) -> None:
-        """In real time: the copy threads act on what is there already. Virtual time stands."""
+        """Waits in real time until the copy threads have handled all events. Virtual time stands still."""
         step = threading.Event()
         for _ in range(4000):
             if condition():
@@ -210,7 +210,7 @@ class OverlapWorld:
         return self.outbox.answered[request_id][0]
 
     def exact(self, user_id: str) -> np.ndarray:  # type: ignore[type-arg]
-        """Full inference, elsewhere."""
+        """Scores of full inference on another engine."""
         history = self.histories[user_id].history
         inputs = self.oracle.prefix_inputs(history.features, history.behaviours)
         pages = np.arange(self.oracle.geometry.pages_for(inputs.tokens), dtype=np.int32)
@@ -221,5 +221,5 @@ class OverlapWorld:
 
 
 def worst(scores: np.ndarray, exact: np.ndarray) -> float:  # type: ignore[type-arg]
-    """Largest difference, as a part of the largest score."""
+    """The largest difference, as a share of the largest score."""
     return float(np.abs(scores - exact).max() / np.abs(exact).max())

@@ -1,4 +1,4 @@
-"""Handles and fills that nobody ends: taken away after their time, without a page that the device still uses."""
+"""Handles and fills that nobody ends are revoked after their time, without freeing pages that the device uses."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_pages_of_an_invalidated_prefix_go_too_when_its_last_handle_is_taken
 
 
 def test_copies_hold_their_pages_however_long_they_take() -> None:
-    """The device may be writing: only the copy's own end says that it is not."""
+    """The device may be writing until the copy has ended."""
     world = CacheWorld()
     world.store(KEY)
     world.cache.transfers.spill(KEY)
