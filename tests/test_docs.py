@@ -42,8 +42,9 @@ HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
 FOLDERS = ("schemas", "streams", "workers", "cli", "benchmarks", "tests", "docs", "compose", ".github", ".ci")
 MADE_BY_USERS = ("compose/settings.env",)
-PAGES_BELOW_TESTS = ("docs/testing.md",)
-"""Paths of these pages count from `tests/`; `test_stories.py` holds them."""
+TESTS = "docs/testing.md"
+"""Its paths may count from `tests/`."""
+FOLDERS_OF_TESTS = ("pipeline", "worlds")
 FORMS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*.yml"))
 WORDS_MAX = 24_000
 GENERATED = ("docs/messages.md", "docs/settings.md")
@@ -110,16 +111,14 @@ def inline_paths() -> list[tuple[str, str]]:
             (page, code)
             for page in PAGES
             for code in CODE.findall(prose_of(page))
-            if page not in PAGES_BELOW_TESTS
-            and code.partition("/")[0] in FOLDERS
-            and re.fullmatch(r"[\w./-]+/[\w./-]*", code)
+            if code.partition("/")[0] in (*FOLDERS, *FOLDERS_OF_TESTS) and re.fullmatch(r"[\w./-]+/[\w./-]*", code)
         }
     )
 
 
 @pytest.mark.parametrize(("page", "path"), inline_paths())
 def test_a_path_in_the_text_is_there(page: str, path: str) -> None:
-    assert (ROOT / path).exists() or path in MADE_BY_USERS
+    assert (ROOT / path).exists() or path in MADE_BY_USERS or (page == TESTS and (ROOT / "tests" / path).exists())
 
 
 def test_a_bare_file_name_in_the_text_is_there() -> None:
