@@ -150,7 +150,7 @@ def _hit_ratio_after_overload(share: float) -> tuple[float, float]:
     done: list[tuple[int, bool]] = []
     clock_us, position = 0, 0
     deadlines: dict[int, int] = {}
-    while position < len(arrivals) or len(order):
+    while position < len(arrivals) or order.ranking.peek() or order.preinfer.peek():
         while position < len(arrivals) and arrivals[position][0] <= clock_us:
             at_us, name, kind = arrivals[position]
             position += 1

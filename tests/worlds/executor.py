@@ -193,7 +193,7 @@ class DrivenExecutor:
     def run(self, steps: int = 1_000) -> None:
         """Steps until the executor has nothing to do."""
         for _ in range(steps):
-            if self.executor.step() != 0 and not self.executor.has_mail:
+            if self.executor.step() != 0:
                 break
         check_invariants(self.cache)
 

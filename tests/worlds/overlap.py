@@ -162,7 +162,7 @@ class OverlapWorld:
     def run(self) -> None:
         """Steps the executor until it has nothing left to do."""
         for _ in range(1000):
-            if self.executor.step() != 0 and not self.executor.has_mail:
+            if self.executor.step() != 0:
                 break
 
     def spill_and_evict(self, user_id: str, version: HistoryVersion) -> None:

@@ -109,9 +109,6 @@ class RecentIds:
         # A plain dict that loses its oldest entries searches past all their places for the next one.
         self._ids: OrderedDict[str, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
     def __contains__(self, identity: str) -> bool:
         return identity in self._ids
 

@@ -55,11 +55,6 @@ class Executor:
         self.mail_arrived.set()
 
     @property
-    def has_mail(self) -> bool:
-        """Whether something was posted that has not run."""
-        return bool(self._mailbox)
-
-    @property
     def last_progress_us(self) -> int:
         """When the loop last moved, monotonic."""
         return self._context.last_progress_us
@@ -94,7 +89,7 @@ class Executor:
     # -- the device thread ---------------------------------------------------------------------------
 
     def step(self) -> int | None:
-        """One round. Returns how long nothing will happen by itself, µs: 0 after device work, None: for ever."""
+        """One round. Returns how long there is nothing to do, µs: 0 if there is work or new mail, None: for ever."""
         self.take_mail()
         context, prefixes = self._context, self._prefixes
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
@@ -107,7 +102,7 @@ class Executor:
             now_us = self._parts.clock.monotonic_us()
         work = context.scheduler.pick(now_us)
         if work is None:
-            return context.timers.next_in_us(now_us)
+            return 0 if self._mailbox else context.timers.next_in_us(now_us)
         if isinstance(work, RankingWork):
             self._rank(now_us)
         elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):

@@ -59,9 +59,6 @@ class LaxityQueue(Generic[W]):
     def __len__(self) -> int:
         return len(self._current)
 
-    def __contains__(self, work: W) -> bool:
-        return id(work) in self._current
-
     def __iter__(self) -> Iterator[W]:
         return (entry.work for entry in self._current.values())
 
@@ -135,9 +132,6 @@ class Scheduler(Generic[W]):
         self.preinfer: LaxityQueue[W] = LaxityQueue()
         self._share = ShareAccount(preinfer_share, tolerance_us=chunk_us)
         self._chunk_us = chunk_us
-
-    def __len__(self) -> int:
-        return len(self.ranking) + len(self.preinfer)
 
     def push(self, work: W) -> None:
         """Queues the work under its class. Work whose class changed leaves the other queue."""
