@@ -42,7 +42,7 @@ def kafka(real_broker: LocalBroker) -> Iterator[KafkaSettings]:
 
 
 @pytest.fixture
-def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, wish: Path) -> Iterator[Relay]:
+def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, hang_file: Path) -> Iterator[Relay]:
     own = kafka.model_copy(update={"group_prefix": f"{kafka.group_prefix}.{uuid.uuid4().hex[:6]}"})
     # HBM holds a few users' prefixes, DRAM all of them.
     with Relay(own, tmp_path, model, dram_bytes=16 << 20, watchdog_s=WATCHDOG_S) as relay:
@@ -50,12 +50,12 @@ def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, wish: Path) -> Iter
 
 
 @pytest.fixture
-def wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hang_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file for a process id; the worker with that id hangs."""
-    wish = tmp_path / "hang"
-    monkeypatch.setenv("RELAYGR_TEST_HANG", str(wish))
+    hang_file = tmp_path / "hang"
+    monkeypatch.setenv("RELAYGR_TEST_HANG", str(hang_file))
     monkeypatch.setenv("PYTHONPATH", f"{HERE / 'hang'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    return wish
+    return hang_file
 
 
 @pytest.fixture
@@ -163,11 +163,13 @@ def test_a_stopped_worker_is_killed_and_its_standby_takes_over(relay: Relay, wor
         os.kill(pair.active, signal.SIGCONT)
 
 
-def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(relay: Relay, worker: CommandProcess, wish: Path):
+def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(
+    relay: Relay, worker: CommandProcess, hang_file: Path
+):
     pair = pair_of(worker)
     with begun(relay) as traffic:
         time.sleep(2)
-        wish.write_text(str(pair.active))
+        hang_file.write_text(str(pair.active))
         await_take_over(worker, pair)
         time.sleep(1)
         require_all_ranked(traffic)
