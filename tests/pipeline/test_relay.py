@@ -22,6 +22,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.events import EventKind
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.cache.trace import TraceReader
+from tests.leftovers import owned_by_a_fixture
 from tests.worlds.relay import (
     COEFFICIENTS,
     MAX_CANDIDATES,
@@ -110,7 +111,8 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack(relay: Relay) -> Iterator[Stack]:
     stack = Stack(relay)
-    yield stack
+    with owned_by_a_fixture(relay.process_ids):
+        yield stack
     stack.close()
 
 
