@@ -379,3 +379,18 @@ def test_whatever_comes_while_a_chunk_runs_gets_its_answer():
     world.run()
     assert world.executor.ranking_outstanding == 0
     assert world.cache.stats().hbm.in_flight == 0
+
+
+def test_the_time_of_rejections_does_not_count_as_device_time():
+    """Otherwise every rejection would raise the predictions, which would lead to more rejections."""
+    world, cached = world_with_a_cached_prefix()
+    before_us = device_us(world, "ranking")
+    record, world.outbox.failed = world.outbox.failed, lambda *failure: (record(*failure), world.clock.advance_us(50))
+    for number in range(10):
+        world.rank("a", cached, f"late {number}", budget_us=1_900)
+    world.rank("a", cached, "in time", budget_us=50_000)
+    world.clock.advance_us(1_000)
+    world.run()
+    assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.OVERLOADED] * 10
+    assert device_us(world, "ranking") - before_us == HIT_US
+    assert world.corrector.factor(Stage.HIT) == 1.0

@@ -47,7 +47,7 @@ class Batches:
         by itself now, because the forward with both failed.
         """
         batch = self._take(now_us, first)
-        return self._rank(batch, batch.must_end_us - batch.ends_us, now_us) if batch.works else None
+        return self._rank(batch, batch.must_end_us - batch.ends_us) if batch.works else None
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
@@ -60,10 +60,12 @@ class Batches:
         batch = self._take(now_us, None)
         if not batch.works:
             return False, None
-        return True, self._rank(batch, float("inf"), now_us)
+        return True, self._rank(batch, float("inf"))
 
-    def _rank(self, batch: _Batch, slack_us: float, now_us: int) -> PrefixWork | None:
+    def _rank(self, batch: _Batch, slack_us: float) -> PrefixWork | None:
         works = batch.works
+        # Read again: to reject requests that are late takes time, too, which is not device time.
+        now_us = self._parts.clock.monotonic_us()
         for work in works:
             work.started_us = work.started_us or now_us
         chunk = self._prefixes.chunk_within(slack_us, now_us) if self._mixes and slack_us > 0 else None
