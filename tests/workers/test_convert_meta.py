@@ -134,7 +134,7 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, An
 def test_shapes_that_no_such_model_has_are_refused_in_a_sentence(name: str, tensor: torch.Tensor) -> None:
     made = make_dlrm()
     source = dlrm_state_dict(made) | {name: tensor}
-    with pytest.raises(RelayError, match="is not what meta saves, or the options do not fit it"):
+    with pytest.raises(RelayError, match="is not a state dict of meta, or the options do not fit it"):
         convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here")
 
 

@@ -258,7 +258,7 @@ def test_a_job_in_flight_is_computed_for_the_new_model():
 def test_a_model_of_another_shape_can_not_take_over():
     world = RealExecutorWorld("plain")
     other = build_engine(random_checkpoint(small_config(num_layers=3), 0), CpuDevice(), KvDtype.FLOAT32, PAGE_TOKENS)
-    with pytest.raises(ValueError, match="another form"):
+    with pytest.raises(ValueError, match="another shape"):
         world.executor.serve_with(other)
     assert world.executor.engine is world.engine
 

@@ -1,8 +1,8 @@
-"""What runs on accelerators: devices, the model, the prefix cache, the scheduler and the worker process.
+"""The worker: devices, the model, the prefix cache, the executor and the worker process.
 
-torch is imported below this package only. Its plug-ins would load with it, and a torch_npu without its CANN
-libraries then breaks `import torch` for everybody; so they stay out unless the user has set the variable, and
-`relaygr.worker.device` imports torch_npu when the device is `npu`.
+Only this package and its users import torch. torch would load its plug-ins too, and a torch_npu without its CANN
+libraries makes every `import torch` fail. So this package switches plug-in loading off, unless the user has set the
+variable, and `relaygr.worker.device` imports torch_npu when the device is `npu`.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Calibration: it measures a device through the engine, and fits the latency model of trigger, scheduler and cache.
+"""Calibration: measures a device through the engine, and fits the latency model of trigger, scheduler and cache.
 
 A run measures prefix lengths in rounds, shortest first, until its time is up. The first round finds the longest prefix
-that can be measured in the time. Later rounds repeat the lengths with other chunk sizes, and the median of each point
-counts. One measurement of a length gives points of every kind: each chunk is an append to the chunks before it, the
+that can be measured in the time. Later rounds repeat the lengths with other chunk sizes; the fit uses the median of
+each point. One measurement of a length gives points of every kind: each chunk is an append to the chunks before it, the
 ranking afterwards is a hit, and the sum is full inference, which runs the same two calls. `relaygr.admission.latency`
 fits the points.
 
@@ -50,7 +50,7 @@ _MUST_AGREE = (
 """Fields in which a calibration and the engine that uses it must agree."""
 
 QUICK_BUDGET_S = 3.0
-"""Time that a worker without a calibration file spends at its start."""
+"""Time that a worker without a calibration file spends on calibration at its start."""
 _CHUNK_TOKENS = (512, 128, 2048)
 """One chunk size for each round, so that the fit can separate the cost of a chunk from that of its tokens."""
 _SHORTEST = 64

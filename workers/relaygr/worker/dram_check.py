@@ -2,8 +2,8 @@
 
 A worker with an inexact `worker.dram_kv_dtype` measures the error before it starts. It refuses to start if the error
 exceeds `worker.dram_max_score_error` or the overlap is below `worker.dram_min_topk_overlap`. `relaygr model check-dram`
-measures the same on your own histories. Generated histories have random items that the model knows, and random actions
-and features: they exercise the model's arithmetic, but they are not its users.
+measures the same on your own histories. Generated histories have random items of the model's vocabulary, and random
+actions and features: they exercise the model's arithmetic, but do not resemble real users.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def require_precision(
         return None
     users, candidates = made_sample(model)
     error = measure_dram_error(engine, dtype, users, candidates)
-    # Not `error > limit`, which is false for a score that is not a number.
+    # Not `error > limit`, which is false for NaN.
     if error.max_score_error <= max_score_error and error.topk_overlap >= min_topk_overlap:
         return error
     raise RelayError(

@@ -2,8 +2,8 @@
 
 The handler never computes and never blocks. It checks a ranking message in this order:
 
-1. its headers: without a reply address nobody can be answered, so the message becomes a dead letter;
-2. its deadline: after an outage most of a backlog has expired, and is answered without being decoded;
+1. its headers: without a reply address no result can be sent, so the message becomes a dead letter;
+2. its deadline: after an outage most of a backlog has expired, and gets its results without being decoded;
 3. its body;
 4. its partition.
 """
@@ -28,7 +28,7 @@ from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
 FURTHEST_US = MAX_BUDGET_MS * 1000
-"""A time in a message counts as at most this far ahead, so that no work and no offset waits for years."""
+"""A later time in a message is cut to this far ahead, so that no work and no offset waits for years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,10 @@ class WorkerHandler:
         self._on_ownership(partitions)
 
     def on_revoked(self, partitions: frozenset[int]) -> None:
-        """Nothing yet: the classic protocol revokes all partitions and gives most of them back in `on_assigned`."""
+        """Does nothing: the classic protocol revokes all partitions and returns most of them in `on_assigned`."""
 
     def on_lost(self, partitions: frozenset[int]) -> None:
-        """As `on_revoked`. The work in flight ends, and commits no offset."""
+        """Does nothing. The work in flight ends, and commits no offset."""
 
     def on_tick(self, now_us: int) -> None:
         self._results.tick(now_us)

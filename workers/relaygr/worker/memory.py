@@ -16,7 +16,7 @@ HEADROOM = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Most bytes by kind. `weights`, `hbm` and `scratch` are device memory, the others host memory.
+    """The most bytes of each kind. `weights`, `hbm` and `scratch` are device memory, the others host memory.
 
     `process` is the memory of interpreter and libraries, measured before the other kinds are allocated. `history` is a
     memory-mapped file: the page cache may hold all of it, and frees it when memory is short.
@@ -60,7 +60,7 @@ def process_bytes(loaded_on_host: int) -> int:
 def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int = 0) -> None:
     """Raises RelayError if the plan needs more memory than the host has available.
 
-    `taken_bytes` are allocated already: by an arena on tmpfs that an earlier process created.
+    `taken_bytes` of the plan are allocated already, by an arena on tmpfs that an earlier process created.
     """
     wanted = plan.dram_bytes + plan.queues_bytes - taken_bytes
     if device_is_host:

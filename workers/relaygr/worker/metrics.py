@@ -47,7 +47,7 @@ class WorkerMetrics:
         )
         self._joined = Counter(
             "relaygr_worker_prefix_joined_total",
-            "Ranking requests that joined the computation of their prefix, begun (pending) or queued (overtaken)",
+            "Ranking requests that joined the computation of their prefix: begun (pending) or still queued (overtaken)",
             ["kind"],
             registry=registry,
         )
@@ -59,7 +59,7 @@ class WorkerMetrics:
         )
         self._approximate = Counter(
             "relaygr_worker_approximate_total",
-            "Requests ranked on K,V that the DRAM tier stored in fewer bits",
+            "Requests ranked on K,V that the DRAM tier had stored in fewer bits than HBM",
             registry=registry,
         )
         self._mixed = Counter(
@@ -89,7 +89,7 @@ class WorkerMetrics:
             "relaygr_worker_preinfer_queue_seconds", "Predicted device time of queued pre-infer work", registry=registry
         )
         self.bytes_at_most = Gauge(
-            "relaygr_worker_bytes_at_most", "Most bytes that the worker takes, by kind", ["kind"], registry=registry
+            "relaygr_worker_bytes_at_most", "Most bytes that the worker allocates, by kind", ["kind"], registry=registry
         )
 
         # Children of labels are looked up once, not for each request. Callers on the path of a request use them.

@@ -1,6 +1,6 @@
-"""Writes each ranking request's one result, and produces it until it is delivered or its deadline has passed.
+"""Builds the one result of each ranking request, and produces it until it is delivered or its deadline has passed.
 
-The offset of a ranking request is finished when the delivery report of its result says success. After a failed report
+The offset of a ranking request is finished when the delivery report of its result is a success. After a failed report
 the result is produced again, until deadline + skew. Then the offset is finished too, and the result is counted as
 undelivered: the client has counted the request as lost by then.
 
@@ -164,7 +164,7 @@ class ResultWriter:
         reason: FailureReason | None = None,
         detail: str | None = None,
     ) -> None:
-        """Writes the result of a request that the executor never had: expired on receipt, undecodable or misrouted."""
+        """Writes the result of a request that never reached the executor: expired, undecodable or misrouted."""
         if reason is None:
             self._metrics.expired()
         else:
@@ -203,7 +203,7 @@ class ResultWriter:
                 self._produce(outgoing)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for delivery reports, at most so long."""
+        """Waits for delivery reports, for at most `timeout_s`."""
         self._producer.flush(timeout_s)
         self.tick(self._clock.monotonic_us())
 

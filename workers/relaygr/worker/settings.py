@@ -56,7 +56,7 @@ class WorkerSettings(Section):
         "and scores on reloaded prefixes are approximate; the error is checked at start",
     )
     dram_max_score_error: Annotated[
-        float, Field(gt=0, description="largest change of a score by dram_kv_dtype, relative to the largest score")
+        float, Field(gt=0, description="largest score error by dram_kv_dtype, relative to the largest score")
     ] = 0.01
     dram_min_topk_overlap: Annotated[
         float, Field(gt=0, le=1, description="smallest part of the 10 best candidates that must stay among the 10 best")
@@ -120,12 +120,12 @@ class WorkerSettings(Section):
         None, description="run a pre-infer chunk and ranking requests in one forward; none: on accelerators only"
     )
     ranking_queue_max: Annotated[
-        int, Field(ge=1, description="ranking requests in work at which the ranking partitions pause")
+        int, Field(ge=1, description="unanswered ranking requests at which the ranking partitions pause")
     ] = 2048
     ranking_queue_bytes: ByteSize = Field(
         ByteSize(64 * _MIB),
         ge=_MIB,
-        description="memory of these requests and their histories at which the ranking partitions pause",
+        description="memory of unanswered ranking requests and their histories at which the ranking partitions pause",
     )
     preinfer_queue_max: Annotated[
         int, Field(ge=1, description="most prefixes that wait for pre-infer; beyond it, jobs are shed")
@@ -137,7 +137,7 @@ class WorkerSettings(Section):
 
     status_interval_ms: Annotated[int, Field(ge=50, description="time between two status messages")] = 500
     watchdog_s: Annotated[
-        float, Field(ge=1, description="time without progress of the device after which the worker exits")
+        float, Field(ge=1, description="time without progress on the device after which the worker exits")
     ] = 10.0
     drain_s: Annotated[float, Field(ge=0, description="time to finish received messages after SIGTERM")] = 5.0
     http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")

@@ -5,8 +5,9 @@ same time. Every prefix is in DRAM, and HBM has room for a tenth of them. A requ
 for a copy or for a computation; its delay is the time until it can be ranked. Time is virtual and the link simulated
 (`relaygr.replay.link`). The device computes any number of prefixes at once, so only copies and waiting are compared.
 
-With single flight the cache is real. Without it, each request that finds nothing copies or computes for itself. With
-the break-even rule a copy that would end later than a computation is not started. Without it, all wait for the link.
+With single flight the cache is real. Without single flight, each request that finds nothing makes its own copy or
+computation. With the break-even rule a copy that would end later than a computation is not started. Without the rule,
+all requests wait for the link.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Request:
 
 
 class BurstVariant(Protocol):
-    """A way to bring prefixes into HBM."""
+    """A way to get prefixes into HBM."""
 
     link: VirtualLink
 
@@ -105,7 +106,7 @@ class Computing:
         heapq.heappush(self._ends, (now_us + int(self._pre_us), next(self._order), ended))
 
     def until(self, now_us: int) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Computations that end by then, in order."""
+        """Computations that end by `now_us`, in order."""
         while self._ends and self._ends[0][0] <= now_us:
             ends_us, _, ended = heapq.heappop(self._ends)
             yield ends_us, ended
@@ -164,7 +165,7 @@ class WithSingleFlight:
 
 
 class WithoutSingleFlight:
-    """Without single flight: each request that finds no prefix brings its own. Evicts by LRU, as the real cache."""
+    """No single flight: each request that finds no prefix copies or computes it. Evicts by LRU, as the real cache."""
 
     def __init__(self, computing: Computing, saved_us: float | None) -> None:
         self.link = VirtualLink(GEOMETRY.page_bytes, SPEED, UNBOUNDED)

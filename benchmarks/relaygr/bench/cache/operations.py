@@ -100,7 +100,7 @@ class Filled:
         self.cache.acquire(key, self.now_us)
 
     def lease(self, key: PrefixKey) -> None:
-        """Lease and its end."""
+        """Begin and end a lease."""
         self.cache.lease(key, key.user_id, self.now_us + VISIT_US)
         self.cache.end_lease(key.user_id)
 

@@ -125,7 +125,7 @@ def plot_reloads(path: Path, figures: Sequence[ReloadFigures]) -> None:
     axes.set_yscale("log")
     ticks = sorted({one.at_once for one in figures})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_xlabel("reloads asked for at once")
+    axes.set_xlabel("reloads requested at once")
     axes.set_ylabel("latency, ms")
     axes.grid(alpha=0.3, which="both")
     axes.legend(title="solid: the last to end\ndashed: the most urgent")

@@ -3,8 +3,8 @@
 There are two kinds of cases for batches of users: a whole prefix computed at once, and candidates ranked on cached
 prefixes. Every back end runs every case in turn. The table has medians, shares of a large matrix product's rate and of
 the roofline, and the largest difference from the plain torch back end as a share of the largest value. The roofline is
-the time of the arithmetic at that rate, or of the bytes at the rate of a large copy, whichever is longer: a few
-candidates read more than they compute.
+the time of the arithmetic at that rate, or of the bytes at the rate of a large copy, whichever is longer: for a few
+candidates it is the bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The distribution of a pass's time: the profiler's self times of operators, summed into a few parts."""
+"""The profile of a pass: the self times of operators, summed into a few parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = (
 )
 _OTHER = "other"
 _OWN_KERNELS = {"attend_kernel", "store_kernel", "norm_kernel", "gated_norm_kernel"}
-"""No operator launches these kernels."""
+"""Kernels that no operator launches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ SHAPES: Mapping[str, Shape] = {
     "dlrm-v3": Shape(512, 5, 4, 128, 128),
     "nvidia": Shape(1024, 8, 4, 256, 256, Activated.UVQK, OutputForm.UNORM),
 }
-"""`dlrm-v3`: Meta's, 10 KiB of bf16 K,V a token; `nvidia`: that of NVIDIA's HSTU benchmark, 32 KiB a token."""
+"""`dlrm-v3`: Meta's model, 10 KiB of bf16 K,V a token; `nvidia`: NVIDIA's HSTU benchmark, 32 KiB a token."""
 
 
 def rows_flops(config: ModelConfig, rows: int) -> float:

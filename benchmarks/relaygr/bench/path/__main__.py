@@ -1,11 +1,11 @@
 """Counts the Python calls of one ranking request in a worker: `python -m benchmarks.path`.
 
 Two requests are counted from `ConsumerLoop._receive` to the finished offset: one whose prefix a pre-infer job left in
-HBM, and one whose prefix is computed in full. Everything is real but the broker, the model and LMDB (`world`).
+HBM, and one whose prefix is computed in full. Only the broker, the model and LMDB are fakes (`world`).
 
 * calls: of functions of the product, that is, of files of the namespace `relaygr` without its benchmarks;
-* files and classes: those that the called functions are written in;
-* moves: calls into another file than that of the call before. A reader who follows the request turns so many pages.
+* files and classes: those of the called functions;
+* moves: calls into another file than that of the call before, as a reader who follows the request has to make.
 
 `--json` prints `{"hit": {"calls":, "files":, "moves":}, "miss": {...}}` and nothing else. `--by-file` also prints the
 calls and the moves of each file.
@@ -50,7 +50,7 @@ def main(
 
 def trace_request(*, is_cached: bool) -> Trace:
     """The calls of one request, whose prefix was computed ahead or is not cached."""
-    # Imports torch, which `--help` does without.
+    # Imports torch, which `--help` does not need.
     from relaygr.bench.path.world import World
 
     world = World()

@@ -19,9 +19,8 @@ _MODEL = "relaygr.worker.model."
 class Trace:
     """Calls of product code on the thread of `begin`: the namespace `relaygr` without benchmarks and without the model.
 
-    The model is left out, with all that it calls, because a null engine takes its place. Only the functions `within`
-    are counted, and all that they call. A *move* is a call into another file than
-    that of the call before.
+    The model and its calls are left out, because a null engine takes its place. Only the functions `within` and their
+    calls are counted. A *move* is a call into another file than that of the call before.
     """
 
     def __init__(self, within: Iterable[Callable[..., Any]]) -> None:

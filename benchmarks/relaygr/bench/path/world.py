@@ -1,8 +1,8 @@
 """A worker without broker, accelerator and LMDB: the real loop, handler, executor, cache and result writer.
 
-A fake consumer drives it all. The loop's thread calls `poll`, and `poll` takes the next step of a script: it returns a
+A fake consumer drives them. The loop's thread calls `poll`, and `poll` takes the next step of a script: it returns a
 message, or runs the executor, or delivers results. So one thread does everything, in a fixed order, and the clock
-stands still: the same calls come in every run.
+does not move: every run makes the same calls.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class FakeDeadLetters:
 
 
 class FakeMover:
-    """Copies nothing. Its copies end when told to: in a worker another thread ends them."""
+    """Copies nothing. `finish` ends its copies, which in a worker another thread ends."""
 
     def __init__(self) -> None:
         self.waiting: list[CopyRequest] = []
@@ -166,7 +166,7 @@ class FakeHistories:
 
 
 class ScriptedConsumer:
-    """Its `poll` takes the next step; after the last it stops the loop."""
+    """Its `poll` takes the next step of the script, and stops the loop after the last step."""
 
     def __init__(self, steps: deque[Step]) -> None:
         self._steps = steps
@@ -268,7 +268,7 @@ class World:
         self._consumer.on_end = self._stop
 
     def pre_infer(self, user_id: str) -> None:
-        """The worker receives the user's pre-infer job and computes the prefix."""
+        """Adds to the script: the worker receives the user's pre-infer job and computes the prefix."""
         now_us = self.clock.wall_us()
         version = self.histories.by_user[user_id].version
         job = PreInferJob(
@@ -278,12 +278,12 @@ class World:
         self._steps.append(self._work)
 
     def store_history(self, user_id: str) -> None:
-        """The history store has a history of the user."""
+        """Puts a history of the user into the history store."""
         history = History(user_id, 1, np.empty(0, "<i8"), _behaviours(HISTORY))
         self.histories.by_user[user_id] = StoredHistory(history, history.chain())
 
     def rank(self, user_id: str, *, traced: bool = False) -> None:
-        """The worker receives a ranking request of the user and answers it. `traced`: its calls are counted."""
+        """Adds to the script: the worker receives a ranking request and answers it. `traced`: its calls are counted."""
         now_us = self.clock.wall_us()
         version = self.histories.by_user[user_id].version
         request = RankingRequest(
@@ -300,7 +300,7 @@ class World:
         self._steps.append(self.mover.finish)
 
     def run(self) -> list[RankingResult]:
-        """Plays the script, and returns the results in the order of the requests."""
+        """Runs the script, and returns the results in the order of the requests."""
         self.loop.start()
         if not self.loop.join(60.0):
             raise RuntimeError("the script did not end")

@@ -1,1 +1,1 @@
-"""What the pipeline itself costs: gateway, trigger, worker, gateway, with a model that computes nothing."""
+"""The cost of the pipeline itself: gateway, trigger, worker, gateway, with a model that computes nothing."""

@@ -1,7 +1,7 @@
 """Measures the pipeline apart from the model: `python -m benchmarks.pipeline --broker kafka`.
 
 One worker with a null model, the trigger and the gateway run as processes with one broker and share the cores of this
-machine. A made-up calibration says that full inference is slow, so every impression sends four messages: a retrieval
+machine. A made-up calibration makes full inference slow, so every impression sends four messages: a retrieval
 event, a pre-infer job, a ranking request and a result.
 
 The benchmark appends these figures to a CSV, with a description of the machine:
@@ -14,8 +14,8 @@ The benchmark appends these figures to a CSV, with a description of the machine:
 Before each run the processes are warmed up at half the rate, because a new broker compiles its code, and new processes
 open connections and fill caches.
 
-A rate is carried if at least 99.9 % of the requests were answered and the latencies at the end of the run are not
-longer than those in the middle, so that no queue grows.
+A rate counts as carried if at least 99.9 % of the requests were answered and the latencies at the end of the run are
+not longer than those in the middle, so that no queue grows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run of the pipeline at one rate, its figures, and how they are printed. What is measured: `__main__`."""
+"""One run of the pipeline at one rate, and the output of its figures. `__main__` describes the figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Kills a worker with a hot standby under load, several times: `python -m benchmarks.standby --broker kafka`.
 
-Each kill is a `kill -9` of the active process while users send requests on a fixed schedule. It adds a line to a CSV:
+Each kill is a `kill -9` of the active process while users send requests on a fixed schedule. Each adds a line to a CSV:
 
 * delays of the requests before the kill, and the longest delay of a request that the kill affected;
 * time from the kill to each step of the take-over, read from the worker's log, and to the first result;

@@ -83,7 +83,7 @@ def measure_kills(
     broker: str,
     out: Path,
 ) -> None:
-    """Measures so many kills on one broker, prints the figures and appends them to `out`."""
+    """Measures the kills on one broker, prints the figures and appends them to `out`."""
     console = Console(highlight=False)
     figures: list[KillFigures] = []
     with (
@@ -146,7 +146,7 @@ class _StandbyRun:
         worker, steps = self._settings.worker, _steps(supervisor.log, killed_at_s)
         before = [each for each in asked if each.answered_s <= killed_s]
         after = [each for each in asked if each.answered_s > killed_s]
-        # Results that the dying process had sent still arrive; the standby's results follow its assignment.
+        # Results that the killed process had sent still arrive; the standby's results follow its assignment.
         first_s = min(
             (each.answered_s for each in after if each.answered_s - killed_s > steps["assigned_ms"] / 1e3),
             default=float("nan"),

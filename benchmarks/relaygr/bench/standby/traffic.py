@@ -80,7 +80,7 @@ class Traffic:
 
     @property
     def repeated(self) -> int:
-        """Results of requests that had a result already. The client dropped them."""
+        """Number of results of requests that had a result already. The client dropped them."""
         return self._client.statistics().duplicates
 
     def _run(self) -> None:

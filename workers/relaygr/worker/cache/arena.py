@@ -1,7 +1,7 @@
 """Bytes of the pages: one uint8 tensor [num_pages, page_bytes] for each tier, allocated as a whole at start.
 
-A DRAM page has its own format and size (`relaygr.worker.kv.DramGeometry`). This module knows nothing of the entries
-that pages belong to (`metadata`).
+A DRAM page has its own format and size (`relaygr.worker.kv.DramGeometry`). This module does not use the
+entries that pages belong to (`metadata`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyRun:
 def allocate_arena(device: Device, tier: Tier, num_pages: int, page_bytes: int) -> torch.Tensor:
     """Allocates zeroed memory for a tier, uint8 [num_pages, page_bytes]. Raises RelayError if it does not fit."""
     allocate = device.empty_bytes if tier is Tier.HBM else device.empty_host_bytes
-    # Written once, so that the operating system gives the memory now and not under load.
+    # Writing all pages makes the operating system allocate them now and not under load.
     return allocate(num_pages, page_bytes).zero_()
 
 
@@ -185,7 +185,7 @@ def block_pages(geometry: DramGeometry) -> int:
 
 
 def coding_bytes(geometry: DramGeometry) -> int:
-    """Most memory that one copy thread takes beside the arenas: one block while it is encoded or decoded."""
+    """The most memory that one copy thread needs beside the arenas, to encode or decode one block."""
     if geometry.is_exact:
         return 0
     elements = geometry.kv.page_bytes // geometry.kv.dtype.size_bytes

@@ -52,8 +52,8 @@ def build_cache(
 ) -> BuiltCache:
     """Allocates the memory of both tiers, or uses `dram`, and starts the copy threads if there are two tiers.
 
-    `PrefixCache.close` ends the threads. Reloads go layer by layer if the device has streams, whatever `config` says.
-    Raises RelayError if there is not enough memory.
+    `PrefixCache.close` ends the threads. `config.layer_wise` is replaced: reloads go layer by layer if the device has
+    streams. Raises RelayError if there is not enough memory.
     """
     geometry = config.geometry
     hbm_arena = allocate_arena(device, Tier.HBM, config.hbm_pages + extra_hbm_pages, geometry.kv.page_bytes)

@@ -2,9 +2,9 @@
 
 The poll thread calls it for leases, the device thread to acquire, reserve, publish, release and spill, and the copy
 threads when a copy has ended. A section under the lock is short and does no I/O. The cache calls waiters, listeners
-and the mover after it has left the lock. No call blocks for room: with all pages pinned the answer is `NoRoom`.
+and the mover after it has left the lock. No call waits for free pages: if all pages are pinned, it returns `NoRoom`.
 
-| operation | answers | effect |
+| operation | returns | effect |
 |---|---|---|
 | `peek` | Presence | none |
 | `acquire` | Hit, PendingPrefix, Miss | a hit is pinned until `release` |
@@ -17,7 +17,7 @@ and the mover after it has left the lock. No call blocks for room: with all page
 
 Single flight: every request for a prefix that is being filled or loaded gets the same `PendingPrefix`. If the
 prefix is ready already, `reserve` and `start_reload` return a `PendingPrefix` that has ended with PUBLISHED.
-All times are monotonic microseconds and are passed in. The end of a copy takes the latest time passed in so far.
+All times are monotonic microseconds and are passed in. A copy ends at the latest time passed in so far.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from relaygr.worker.kv import DramGeometry, PrefixLayout
 _log = structlog.get_logger()
 
 LONGEST_HOLD_US = 180_000_000
-"""A handle or fill that was not given back by then was leaked. It is far beyond the life of any request, job or
-forward: a job may wait 60 s with a handle or a fill, and a device that takes 10 s for a forward is stuck."""
+"""A handle or fill that is held for longer counts as leaked. No request, job or forward holds one nearly as long: a
+job may wait 60 s with a handle or a fill, and a device that takes 10 s for a forward is stuck."""
 _BATCH = 256
 """Most entries that one section under the lock removes, restores or demotes."""
 _LOOK_UPS = {Purpose.RANKING: EventKind.ACQUIRE, Purpose.PRE_INFER: EventKind.PREPARE}
-"""The event of a look-up. A repeated look-up is not an event."""
+"""The event that a look-up reports, by its purpose. A repeated look-up reports none."""
 
 
 class Completion(Protocol):
@@ -125,7 +125,7 @@ class Fill:
         self.filled_tokens = tokens
 
     def publish(self, now_us: int) -> Handle | None:
-        """Makes the prefix visible and pins it for the caller. None, with the pages freed, if it is not current.
+        """Makes the prefix visible and pins it for the caller. If the fill is not current, frees its pages: None.
 
         Raises ValueError unless every row is filled.
         """
@@ -210,7 +210,7 @@ class PrefixCache:
     # Looking up and pinning.
 
     def peek(self, key: PrefixKey) -> Presence:
-        """Says what the tiers have of `key`. Changes and counts nothing."""
+        """Returns how much of `key` each tier has. Changes and counts nothing."""
         with self.ledger.lock:
             hbm_behaviours, hbm_state = self._hbm.index.presence(key)
             dram_behaviours, dram_state = self._dram.index.presence(key)
@@ -247,7 +247,7 @@ class PrefixCache:
     def _look_up(
         self, key: PrefixKey, now_us: int, join: bool, purpose: Purpose, arriving: bool
     ) -> tuple[Hit | PendingPrefix | Miss, str]:
-        """The answer of `acquire` for a key that may match, and the outcome for the listener. Counts the look-up."""
+        """The result of `acquire` for a key that may match, and the outcome for the listener. Counts the look-up."""
         ledger, hbm, counters = self.ledger, self._hbm, self.ledger.counters
         counted = purpose is Purpose.RANKING
         found = hbm.index.find(key)
@@ -320,7 +320,7 @@ class PrefixCache:
     def reserve(
         self, key: PrefixKey, now_us: int, purpose: Purpose = Purpose.PRE_INFER
     ) -> Fill | NoRoom | PendingPrefix:
-        """Gives pages to compute `key` into: only for the tail, if an entry covers the beginning."""
+        """Reserves pages to compute `key` into: only for the tail, if an entry covers the beginning."""
         return self._reserve(key, now_us, purpose, None)
 
     def extend(
@@ -384,14 +384,14 @@ class PrefixCache:
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
         """Ends the request's lease. False if it has none.
 
-        `wasted` says why the pre-infer served nothing. It is counted if nothing used the prefix and no other request
-        leases it.
+        `wasted`: the reason to count the pre-infer as wasted, if nothing used the prefix and no other request leases
+        it.
         """
         with self.ledger.lock:
             return self._hbm.end_lease(request_id, wasted)
 
     def expire_leases(self, now_us: int) -> int:
-        """Ends the leases that nobody ended in time, and counts them as leaked. Returns their number."""
+        """Ends the leases whose time is over, and counts them as leaked. Returns their number."""
         with self.ledger.section(now_us):
             expired = self._hbm.expire_leases(now_us)
             self.ledger.counters.leases_leaked += expired
@@ -400,7 +400,7 @@ class PrefixCache:
     # Removing. Readers keep their pages, and work in flight is discarded when it ends.
 
     def expire_prefixes(self, now_us: int) -> int:
-        """Evicts entries of both tiers that exceed the time to live of their policy and that nobody holds."""
+        """Evicts the evictable entries of both tiers that exceed the time to live of their policy."""
         with self.ledger.section(now_us):
             return sum(tier.expire(now_us) for tier in self.ledger.tiers)
 
@@ -413,7 +413,7 @@ class PrefixCache:
             return len(entries)
 
     def drop_namespace(self, namespace: bytes) -> int:
-        """Removes all entries of one model, some at a time. Returns their number."""
+        """Removes all entries of one model, in batches. Returns their number."""
         ledger, dropped = self.ledger, 0
         while True:
             with ledger.section() as after:
@@ -453,7 +453,7 @@ class PrefixCache:
         return demoted
 
     def clear(self) -> None:
-        """Empties both tiers and every index, some entries at a time."""
+        """Empties both tiers and every index, in batches."""
         self._drop_all_but(None)
 
     def close(self) -> None:
@@ -489,7 +489,7 @@ class PrefixCache:
                 leases=len(self._hbm.leases),
             )
 
-    # Helpers. `_drop_all_but`, `_unpin` and `_free` take the lock, the others are called under it.
+    # Helpers. `_drop_all_but`, `_unpin` and `_free` take the lock; callers of the others hold it.
 
     def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
         """Pins the first `behaviours` of a ready entry, for a caller that asked for `key`."""
@@ -525,7 +525,7 @@ class PrefixCache:
 
 
 def _count_abort(ledger: TierLedger, after: AfterLock, work: WorkInFlight) -> None:
-    """Counts a fill that failed, and tells the requests that wait for it."""
+    """Counts a fill that failed, and notifies the requests that wait for it."""
     ledger.counters.fills[PendingOutcome.FAILED] += 1
     ledger.finish(after, work, PendingOutcome.FAILED)
     ledger.tell(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)

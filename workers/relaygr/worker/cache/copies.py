@@ -1,7 +1,7 @@
 """Copies of pages between the tiers: the request, its order in the queue, and its forecast.
 
-The cache asks for copies and a `Mover` makes them; this module is the contract between the two. It has no bytes and
-no torch, and the only lock in it is that of `LayerArrival`.
+The cache asks for copies and a `Mover` makes them; this module is the contract between the two. It moves no
+bytes and imports no torch. Only `LayerArrival` has a lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relaygr.worker.cache.results import PageArray, Tier
 
 # Each launch costs the host some microseconds, so the layers of a long prefix are reloaded in groups.
 _MOST_LAUNCHES = 2048
-# Assumed before the first copy is measured: the speed of plain memory.
+# The speed of plain memory, assumed before the first copy is measured.
 _FIRST_GUESS_US_PER_BYTE = 1 / 4096
 _NEWEST_WEIGHS = 0.2
 # A measured speed counts this long without a new measurement. Without a limit, copies that were slow for a moment
@@ -33,7 +33,7 @@ class CopyPriority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Deadline:
-    """When a copy is needed, monotonic. A request that joins the wait for the copy may need it earlier."""
+    """The monotonic time by which a copy is needed. A request that joins the wait may need the copy earlier."""
 
     at_us: int
 
@@ -70,7 +70,7 @@ class LayerArrival:
         return self._failed
 
     def add_begun_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback()` once the first layer arrives, at once if it has; never if the reload fails before."""
+        """Calls `callback()` once the first layer arrives, at once if it has; not if the reload fails first."""
         with self._lock:
             if self._failed:
                 return
@@ -174,7 +174,7 @@ class PageGuard(Protocol):
         """A copy has written these pages in full. Raises if the process may not keep them."""
 
     def verify(self, pages: PageArray) -> None:
-        """A copy is about to read these pages. Raises, which fails the copy, if they differ from what was sealed."""
+        """A copy is about to read these pages. Raises, which fails the copy, if they have changed since `seal`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class CopyQueue:
         if copied and size_bytes:
             # Copies under way share the link, so the time of each counts from the end of the copy before it.
             busy_us = now_us - max(started_us, self._last_done_us)
-            known = self._hoped_rate(request.priority, now_us)
+            known = self._assumed_rate(request.priority, now_us)
             self._measured_us[request.priority] = now_us
             self._us_per_byte[request.priority] = known + _NEWEST_WEIGHS * (busy_us / size_bytes - known)
         self._last_done_us = now_us
@@ -279,7 +279,7 @@ class CopyQueue:
             ahead_bytes[CopyPriority.SPILL] = sum(each.size_bytes(self._page_bytes) for each in under_way)
         return CopyForecast(
             wait_us=sum(size * self._rate(each) for each, size in ahead_bytes.items()),
-            copy_us=size_bytes * self._hoped_rate(priority, now_us),
+            copy_us=size_bytes * self._assumed_rate(priority, now_us),
         )
 
     def _rate(self, priority: CopyPriority) -> float:
@@ -287,7 +287,7 @@ class CopyQueue:
         known = self._us_per_byte
         return known.get(priority, next(iter(known.values()), _FIRST_GUESS_US_PER_BYTE))
 
-    def _hoped_rate(self, priority: CopyPriority, now_us: int) -> float:
+    def _assumed_rate(self, priority: CopyPriority, now_us: int) -> float:
         known = self._rate(priority)
         is_old = now_us - self._measured_us.get(priority, now_us) > _MEASUREMENT_LIFE_US
         return min(known, _FIRST_GUESS_US_PER_BYTE) if is_old and not self._jobs[priority] else known

@@ -67,7 +67,7 @@ class CacheEntry:
     """Whether the entry is in the index."""
     holding: Holding = Holding.EVICTABLE
     counted_pages: int = 0
-    """Pages that the account of the tier counts under `holding`."""
+    """Pages that the tier's `PageAccount` counts under `holding`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +261,7 @@ class Leases:
     """Requests that protect entries of a tier from eviction, from the pre-infer to the ranking.
 
     A request leases at most one entry, and there are at most `limit` leases. A lease that nobody ends expires at
-    its time. The caller counts the pages of the entries that a method returns anew.
+    its time. The caller reclassifies the pages of every entry that a method returns.
     """
 
     def __init__(self, limit: int) -> None:
@@ -279,13 +279,13 @@ class Leases:
         return list(self._by_request.values())
 
     def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> list[CacheEntry]:
-        """Leases the entry to the request, instead of the one it had. Returns both; none at `limit`."""
+        """Leases the entry to the request, in place of its previous entry. Returns both; none at `limit`."""
         previous = self._by_request.get(request_id)
         if previous is None and len(self._by_request) >= self._limit:
             return []
         self._by_request[request_id] = Lease(request_id, entry, until_us)
         heapq.heappush(self._by_end, (until_us, request_id))
-        # Leases that ended or moved leave their times in the heap. It is rebuilt before they outnumber the others.
+        # Leases that ended or moved leave stale times in the heap, which is rebuilt before most of its times are stale.
         if len(self._by_end) > 2 * len(self._by_request) + 64:
             self._by_end = [(lease.until_us, lease.request_id) for lease in self._by_request.values()]
             heapq.heapify(self._by_end)

@@ -1,7 +1,7 @@
 """Events of the cache: operations for a listener, and changes of DRAM entries for a journal.
 
-The cache calls the listener after it has left its lock, so events of two threads may arrive in another order than
-the operations had; `sequence` gives that order. The cache calls the journal under its lock, in order.
+The cache calls the listener after it has left its lock, so events of two threads may arrive out of order;
+`sequence` gives the order of the operations. The cache calls the journal under its lock, in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One operation, its prefix, and its outcome (a value of the enum with which the operation answers).
+    """One operation, its prefix, and its outcome (a value of the enum that the operation returns).
 
     `at_us` is monotonic. `chain` is that of the history that the prefix covers; its length counts behaviours.
     """
@@ -53,7 +53,7 @@ class CacheEvent:
 
 
 CacheListener = Callable[[CacheEvent], None]
-"""Must be quick, and must not raise."""
+"""A listener must be quick, and must not raise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

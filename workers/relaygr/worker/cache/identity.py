@@ -8,7 +8,7 @@ A prefix belongs to one user and was computed by one model over one history. `Pr
 * everything up to the end of their last equal block, if the histories diverge;
 * none, if a key does not identify a prefix: the cache fails closed.
 
-Two histories are equal if their digests are. The caller guarantees that behaviours match their digests. The answer
+Two histories are equal if their digests are. The caller guarantees that behaviours match their digests. The result
 may be too short where a digest is not known; it is never too long.
 """
 
@@ -41,8 +41,9 @@ class PrefixKey:
 
     `namespace` identifies everything that shapes K,V apart from the user: a digest of model revision, layout, dtype,
     N and encodings. `chain` covers features (its seed) and history. `behaviours` are those that the chain was
-    computed over. With them the digest is known at every length, without them at block ends, at marks and of the
-    whole. `growable` is false if earlier rows depend on where the history ends; then only the whole prefix matches.
+    computed over. With `behaviours` the digest is known at every length; without, only at block ends, at marks and at
+    the full length. `growable` is false if earlier rows depend on the end of the history; then only the whole prefix
+    matches.
     """
 
     user_id: str
@@ -58,7 +59,7 @@ class PrefixKey:
     """Whether the key identifies a prefix at all."""
 
     def __post_init__(self) -> None:
-        # Computed once, since every look-up asks for both.
+        # Computed once, since every look-up needs both.
         chain = self.chain
         known = (
             bool(self.user_id)

@@ -27,7 +27,7 @@ def check_invariants(cache: PrefixCache) -> None:
 
 
 def check_tier(tier: TierMetadata) -> None:
-    """Raises AssertionError that says what does not add up."""
+    """Raises AssertionError with the first contradiction in one tier."""
     _check_index(tier.index)
     owners, held = _check_entries(tier)
     for work in tier.works:
@@ -80,7 +80,7 @@ def _check_entries(tier: TierMetadata) -> tuple[PageArray, Counter[Holding]]:
         held[entry.holding] += entry.pages.size
         for request_id in entry.leases:
             lease = tier.leases.get(request_id)
-            _require(lease is not None and lease.entry is entry, "a lease is missing from the book")
+            _require(lease is not None and lease.entry is entry, "an entry has a lease that the tier does not have")
     return owners, held
 
 
@@ -97,9 +97,9 @@ def _check_references(tier: TierMetadata, owners: PageArray) -> PageArray:
         expected[pin.pages] += 1
         pins[pin.entry] += 1
     _require(all(pin.entry.pins == pins[pin.entry] for pin in tier.pins), "pins are miscounted")
-    _require(all(entry.pins == pins[entry] for entry in tier.index.all()), "an entry has phantom pins")
+    _require(all(entry.pins == pins[entry] for entry in tier.index.all()), "an entry counts pins that do not exist")
     references = tier.pool.references()
-    _require(np.array_equal(expected, references), "reference counts disagree with who holds pages")
+    _require(np.array_equal(expected, references), "reference counts disagree with owners and pins")
     free = tier.pool.free_pages()
     _require(free.size == np.unique(free).size, "a page is free twice")
     _require(np.array_equal(np.sort(free), np.flatnonzero(references == 0)), "the free list is wrong")

@@ -43,7 +43,7 @@ class PendingPrefix:
         arrival: LayerArrival | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """`arrival` belongs to a reload that can be read before it has ended, `deadline` to its copy."""
+        """`arrival`: set for a reload that can be read before it ends. `deadline`: the deadline of its copy."""
         self.kind = kind
         self.behaviours = behaviours
         self.arrival = arrival
@@ -102,7 +102,7 @@ class TierLedger:
         self.pending: dict[WorkInFlight, PendingPrefix] = {}
         self.only_namespace: bytes | None = None
         self.lock = threading.Lock()
-        """For sections that neither pass a time nor call anybody afterwards."""
+        """For sections that pass no time and make no calls afterwards."""
         self.latest_us = 0
         """The latest time that a caller passed in: the time of operations that have none, such as the end of a copy."""
         self._listener = listener
@@ -120,7 +120,7 @@ class TierLedger:
             call()
 
     def tell(self, after: AfterLock, kind: EventKind, key: PrefixKey, outcome: str) -> None:
-        """Tells the listener, once the lock is left."""
+        """Reports an event to the listener, once the lock is left."""
         if self._listener is not None:
             sequence = next(self._sequence)
             event = CacheEvent(sequence, self.latest_us, kind, key.user_id, key.namespace, key.chain, str(outcome))
@@ -133,7 +133,7 @@ class TierLedger:
             after.append(partial(pending.finish, outcome))
 
     def refusal(self, key: PrefixKey) -> MissReason | None:
-        """Why the key may match nothing; None if it may."""
+        """Why no entry may serve the key; None if an entry may."""
         if not key.is_known:
             return MissReason.UNKNOWN_IDENTITY
         if self.only_namespace is not None and key.namespace != self.only_namespace:

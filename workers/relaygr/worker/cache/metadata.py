@@ -144,14 +144,14 @@ class PagePool:
 
 @dataclass(slots=True)
 class PageAccount:
-    """Number of pages by what holds them. `orphaned` pages have readers but no entry any more."""
+    """Number of pages by `Holding`. `orphaned` pages have readers but no entry any more."""
 
     held: Counter[Holding] = field(default_factory=Counter)
     orphaned: int = 0
     in_flight: int = 0
 
     def reclassify(self, entry: CacheEntry) -> None:
-        """Counts the entry's pages under what holds them now."""
+        """Counts the entry's pages under its present `Holding`."""
         held = self.held
         held[entry.holding] -= entry.counted_pages
         entry.holding = Holding.PINNED if entry.pins else Holding.LEASED if entry.leases else Holding.EVICTABLE
@@ -207,7 +207,7 @@ class TierMetadata:
     # Order of eviction.
 
     def touch(self, entry: CacheEntry, now_us: int) -> None:
-        """The entry was used, so it is evicted later."""
+        """Records a use of the entry, so that it is evicted later."""
         if entry.attached:
             self.policy.touch(entry.number, now_us)
             if self._journal is not None:
@@ -305,7 +305,7 @@ class TierMetadata:
         self.unpin(pin)
 
     def revoke_overdue(self, now_us: int) -> list[Pin | WorkInFlight]:
-        """Revokes pins and work that are overdue. They keep their pages, since the device may still use them."""
+        """Revokes pins and work that are overdue. Their pages stay taken, since the device may still use the pages."""
         until_us = self.held_until_us
         overdue = list(itertools.takewhile(lambda held: until_us[held] <= now_us, until_us))
         for held in overdue:
@@ -433,7 +433,7 @@ class TierMetadata:
         return stale
 
     def give_up_truncation(self, leased: PrefixMatch) -> WorkInFlight | None:
-        """Gives up work that would have removed a part of the entry that was just leased, and returns it."""
+        """Gives up and returns the work that would have removed a part of the entry that was just leased."""
         work = leased.entry.work
         if work is None or self._layout.tokens(leased.behaviours) <= work.start_tokens:
             return None

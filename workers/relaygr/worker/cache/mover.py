@@ -1,4 +1,4 @@
-"""Threads that copy pages, in the order of a `CopyQueue`. The mover knows no bytes: a function makes each copy."""
+"""Threads that copy pages, in the order of a `CopyQueue`. The mover touches no bytes: a function makes each copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the cache, and the reasons by which it counts them. Plain values without behaviour."""
+"""Results of the cache, and the reasons by which it counts them. Plain values without behaviour."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DeclineReason(enum.StrEnum):
 
 
 class SpillOutcome(enum.StrEnum):
-    """Answer to a request to spill. Only STARTED makes a copy."""
+    """The outcome of a request to spill. Only STARTED makes a copy."""
 
     STARTED = "started"
     ALREADY_THERE = "already_there"
@@ -95,7 +95,7 @@ class PendingOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """HBM has nothing. DRAM has `dram_behaviours` behaviours of the key, which could be reloaded."""
+    """HBM has no K,V of the key. DRAM has `dram_behaviours` behaviours of the key, which could be reloaded."""
 
     reason: MissReason
     dram_behaviours: int = 0

@@ -69,7 +69,7 @@ class Counters:
     )
     spills: Counter[SpillOutcome] = field(
         default_factory=Counter,
-        metadata=_metric("relaygr_cache_spills", "Requests to copy a prefix to DRAM, by the answer", "outcome"),
+        metadata=_metric("relaygr_cache_spills", "Requests to copy a prefix to DRAM, by outcome", "outcome"),
     )
     spills_ended: Counter[PendingOutcome] = field(
         default_factory=Counter,
@@ -86,7 +86,7 @@ class Counters:
     )
     leases_granted: int = field(default=0, metadata=_metric("relaygr_cache_leases_granted", "Leases granted"))
     leases_leaked: int = field(
-        default=0, metadata=_metric("relaygr_cache_leases_leaked", "Leases that nobody ended before they expired")
+        default=0, metadata=_metric("relaygr_cache_leases_leaked", "Leases that expired because no request ended them")
     )
     forced_unpins: int = field(
         default=0,
@@ -158,7 +158,7 @@ class CacheCollector(Collector):
         stats = self._read()
         pages = GaugeMetricFamily(
             "relaygr_cache_bytes",
-            "Bytes of a tier by what holds them; the sum is the tier's capacity",
+            "Bytes of a tier: free, evictable, leased, pinned or in flight; the sum is the tier's capacity",
             labels=["tier", "held"],
         )
         entries = GaugeMetricFamily("relaygr_cache_entries", "Prefixes in a tier", labels=["tier"])

@@ -4,7 +4,7 @@ The mover copies the bytes; this module calls it outside the lock. Only a copy t
 only if its work is still current. A copy that fails frees its pages.
 
 A reload that fails is tried once more. If it fails again, the DRAM entry is evicted, since its bytes may be damaged.
-A reload that was not tried twice (the queue was full or closed, or the entry was removed) says nothing about the
+A reload that was not tried twice (the queue was full or closed, or the entry was removed) is no sign of damaged
 bytes, so it evicts nothing.
 """
 
@@ -53,7 +53,7 @@ def reload_pays(forecast: CopyForecast, saved_us: float, groups: int = 1, rank_u
 
 
 class SpillGate:
-    """Admits spills while copies are fast: an average of the predicted wait, with hysteresis.
+    """Admits spills while copies are fast, judged by an average of the predicted wait, with hysteresis.
 
     Closes above `close_above_us` and opens below `open_below_us`. Raises ValueError unless
     0 < open_below_us <= close_above_us and 0 < weight <= 1.
@@ -71,7 +71,7 @@ class SpillGate:
         self._is_open = True
 
     def admits(self, wait_us: float) -> bool:
-        """Adds the wait that a spill would meet now to the average, and says whether the spill may start."""
+        """Adds the wait that a spill would have now to the average. Returns whether the spill may start."""
         self._average_us += self._weight * (wait_us - self._average_us)
         if self._average_us > self._close_above_us:
             self._is_open = False
@@ -102,7 +102,7 @@ class TierTransfers:
 
         With `saved_us` (T_full - T_hit) the copy starts only if it is faster than that. Where a ranking may begin on
         the first layer, the part of the copy that a ranking of `rank_us` hides costs nothing. If the copy fails
-        twice, the waiters get FAILED. A caller that gets a reload of somebody else calls `PendingPrefix.needed_by`.
+        twice, the waiters get FAILED. A caller that joins an earlier reload calls `PendingPrefix.needed_by`.
         """
         ledger = self._ledger
         with ledger.section(now_us) as after:

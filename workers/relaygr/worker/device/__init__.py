@@ -2,7 +2,7 @@
 
 `open_device(setting)` returns the `Device` of the setting, else of the accelerator that torch finds, else the CPU. A
 `Device` makes streams and events, allocates device and host memory, and reports free memory. `CpuDevice` runs
-all work at once on the calling thread; `AcceleratorDevice` serves CUDA and NPU.
+all work immediately, on the calling thread; `AcceleratorDevice` serves CUDA and NPU.
 
 torch_npu is imported only if the setting names `npu`; `relaygr/worker/__init__.py` prevents torch from loading it.
 """
@@ -54,15 +54,13 @@ def open_device(setting: str | None = None) -> Device:
     if present is None or present.type != wanted.type:
         there = "no accelerator at all" if present is None else present.type
         raise RelayError(
-            f"Device {setting!r} was asked for, but torch {torch.__version__} finds {there}: set the device to cpu, "
+            f"Device {setting!r} is set, but torch {torch.__version__} finds {there}: set the device to cpu, "
             f"or install the build of torch and the driver that {wanted.type} needs."
         )
     count = torch.accelerator.device_count()
     index = wanted.index or 0
     if index >= count:
-        raise RelayError(
-            f"Device {setting!r} was asked for, but there are {count}: the last is {wanted.type}:{count - 1}."
-        )
+        raise RelayError(f"Device {setting!r} is set, but there are {count}: the last is {wanted.type}:{count - 1}.")
     return AcceleratorDevice(torch.device(wanted.type, index))
 
 

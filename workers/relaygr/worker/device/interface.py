@@ -25,11 +25,11 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all work before it has completed. Never blocks."""
+        """Whether all work before the event has completed. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks the calling thread until all work before it has completed."""
+        """Blocks the calling thread until all work before the event has completed."""
 
 
 class Stream(ABC):
@@ -40,7 +40,7 @@ class Stream(ABC):
         """A context in which the calling thread enqueues its work on this stream."""
 
     def run(self, work: Callable[[], None], size_bytes: int = 0) -> None:  # noqa: ARG002 - simulated devices use it
-        """Enqueues the work that `work` launches. It copies `size_bytes` between host and device."""
+        """Enqueues the work that `work` launches. The work copies `size_bytes` between host and device."""
         with self.use():
             work()
 

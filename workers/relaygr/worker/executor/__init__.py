@@ -1,15 +1,15 @@
 """The executor: serves pre-infer jobs and ranking requests with history, cache and device.
 
-It belongs to one thread, the device thread, which calls `Executor.step` in a loop. Other threads post to its mailbox.
-A step runs the mailbox, then the timers that are due, then one piece of device work: one chunk of one prefix, or one
-batch of ranking requests. So no request waits behind more than one piece of work.
+The executor belongs to one thread, the device thread, which calls `Executor.step` in a loop. Other threads post to its
+mailbox. A step runs the mailbox, then the timers that are due, then one piece of device work: one chunk of one prefix,
+or one batch of ranking requests. So no request waits behind more than one piece of work.
 
 Full inference has no code path of its own: it is the chunks of a prefix, followed by a ranking pass. Its K,V are
 published if the cache has room.
 
-    thread      the device thread, and the watch over it
+    thread      the device thread and its watchdog
     executor    the loop; it handles the events of prefixes
-    requests    ranking requests: look up, plan, wait, answer
+    requests    ranking requests: look up, plan, wait, write the result
     jobs        pre-infer jobs: look up, reload or compute, lease
     prefixes    prefixes under computation, and their chunks on the device
     batches     ranking passes
@@ -21,5 +21,5 @@ published if the cache has room.
     plan        how a request is served in its time, and how prefixes are cut into chunks (pure)
 
 Imports go one way: `executor` imports `batches`, `batches` imports `requests`, `requests` and `jobs` import `prefixes`.
-Prefixes call none of them. They append events, which the executor handles after each call.
+`prefixes` imports none of them: it appends events, which the executor handles after each call.
 """

@@ -1,4 +1,4 @@
-"""A worker's admission of pre-infer jobs: the trigger's buckets again, with the worker's own knowledge.
+"""A worker's admission of pre-infer jobs: the trigger's buckets, filled with the worker's own figures.
 
 A job is charged for the tokens that HBM does not hold. A reload from DRAM is charged for its copy and is never refused.
 The trigger has checked risk and lead time already. The worker checks footprint and load again, because several triggers
@@ -43,7 +43,7 @@ class JobAdmission:
         prepare_us: float,
         latency: LatencyModel,
     ) -> JobOutcome | None:
-        """Why the job is not admitted; None admits and charges it.
+        """The reason why the job is not admitted; or None, and the job is charged.
 
         `scored_tokens`: suffix tokens and candidates of the expected request. `prepare_us`: device time of the tokens
         that are not cached.

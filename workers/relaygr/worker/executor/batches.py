@@ -2,7 +2,7 @@
 
 A batch takes ready requests in the order of their latest start, as long as none of them misses its deadline because of
 the others. If the earliest of its deadlines leaves time, the next chunk of pre-infer runs in the same forward
-(`worker.mix_chunks`). A few candidates do not fill an accelerator, which then does both in the time of one.
+(`worker.mix_chunks`). A few candidates do not fill an accelerator, so both together take little longer than one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Batches:
             if work is None:
                 break
             if isinstance(work, PrefixWork):
-                # The prefix goes on right after this batch, which must not grow until that is too late.
+                # The prefix continues right after this batch. A longer batch could make it too late.
                 passed_over.append(work)
                 batch.must_end_us = min(batch.must_end_us, work.latest_start_us)
                 continue
@@ -134,7 +134,7 @@ class Batches:
             # A prefix must be written before it is published.
             engine.device.current_stream().record().wait()
         except Exception as error:
-            # Each runs alone next, which shows the cause.
+            # Requests and chunk run alone next, which shows the cause.
             engine.device.settle()
             log.warning("a mixed batch failed", requests=len(batch), error=repr(error))
             return None
@@ -147,7 +147,7 @@ class Batches:
         return list(outputs)
 
     def _forward(self, batch: list[RankingWork]) -> list[RankOutputs | Exception]:
-        """One forward. If it fails, each request is ranked alone, so that one cannot fail the others."""
+        """One forward. If it fails, each request is ranked alone, so that one request cannot fail the others."""
         try:
             return list(self._context.engine.rank([work.inputs for work in batch if work.inputs is not None]))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The parts that requests, jobs, prefixes and batches share, and the small collections that they wait in.
+"""The parts that requests, jobs, prefixes and batches share, with their wait queue and timers.
 
 Everything here belongs to the device thread.
 """
@@ -81,7 +81,7 @@ class Timers:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self.next_at_us: float = math.inf
-        """When the next call is due."""
+        """The time at which the next call is due; infinity without one."""
 
     def at(self, when_us: int, call: Callable[[], None]) -> None:
         """Calls `call` at the first `run_due` from `when_us` on."""
@@ -95,7 +95,7 @@ class Timers:
         self.next_at_us = self._heap[0][0] if self._heap else math.inf
 
     def next_in_us(self, now_us: int) -> int | None:
-        """How long until the next call, 0 if it is due; None if there is none."""
+        """Time until the next call, 0 if it is due; None if there is none."""
         return max(0, self._heap[0][0] - now_us) if self._heap else None
 
 
@@ -106,7 +106,7 @@ class RecentIds:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self._capacity = capacity
-        # A plain dict that loses its oldest entries searches past all their places for the next one.
+        # A plain dict would search past the places of all deleted entries to find its oldest one.
         self._ids: OrderedDict[str, None] = OrderedDict()
 
     def __contains__(self, identity: str) -> bool:
@@ -151,7 +151,7 @@ class DeviceCompletions:
         self._waiting: list[DeviceCompletion] = []
 
     def after_work(self) -> DeviceCompletion:
-        """Completes with all work that the calling thread has given to its current stream."""
+        """An event that completes after all work that the calling thread has enqueued on its current stream."""
         self.poll()
         completion = DeviceCompletion(self._device.current_stream().record())
         self._waiting.append(completion)
@@ -195,7 +195,7 @@ class ExecutorContext:
     engine: Engine
     parts: ExecutorParts
     post: Callable[[Callable[[], None]], None]
-    """Runs a call on the device thread, before its next piece of work. From any thread."""
+    """Runs a call on the device thread, before the next piece of work. May be called from any thread."""
     is_cpu: bool = field(init=False)
     resolver: PrefixResolver = field(init=False)
     chunking: Chunking = field(init=False)
@@ -203,10 +203,10 @@ class ExecutorContext:
     waiting: WaitQueue[_HistoryWait] = field(init=False)
     timers: Timers = field(default_factory=Timers)
     answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
-    """Impressions that were answered: a job for one of them comes too late."""
+    """Impressions that were answered. A job for one of them is dropped."""
     last_progress_us: int = 0
     _ranking_passes: list[tuple[int, int]] = field(default_factory=list)
-    """Device time and end of each pass that the job admission was not told of."""
+    """Device time and end of each ranking pass that the job admission has not counted yet."""
 
     def __post_init__(self) -> None:
         settings = self.parts.settings
@@ -216,7 +216,7 @@ class ExecutorContext:
         self.use(self.engine)
 
     def use(self, engine: Engine) -> None:
-        """This model answers from now on."""
+        """Serves with this model from now on."""
         settings = self.parts.settings
         self.engine, self.is_cpu = engine, engine.device.is_cpu
         self.resolver = PrefixResolver(self.parts.histories, engine, settings.anchor_behaviours)
@@ -238,7 +238,7 @@ class ExecutorContext:
                 self.count_ranking_passes()
 
     def count_ranking_passes(self) -> None:
-        """Tells the job admission of the ranking passes since the last call. To be called before each admission."""
+        """Adds the ranking passes since the last call to the job admission. Call it before each admission."""
         for duration_us, at_us in self._ranking_passes:
             self.parts.admission.count_ranking(duration_us, at_us)
         self._ranking_passes.clear()
@@ -246,8 +246,8 @@ class ExecutorContext:
     def wait_for_history(
         self, user_id: str, until_us: int, on_change: Callable[[], None], on_timeout: Callable[[], None]
     ) -> bool:
-        """Makes one of both calls: when the user's history changes, or at `until_us`. False if the time has passed or
-        the queue is full; then it makes none.
+        """Makes one of the two calls: when the user's history changes, or at `until_us`. False, without a call, if the
+        time has passed or the queue is full.
         """
         wait = _HistoryWait(on_change)
         if until_us <= self.parts.clock.monotonic_us() or not self.waiting.put(user_id, wait):

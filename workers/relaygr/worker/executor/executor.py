@@ -56,22 +56,22 @@ class Executor:
 
     @property
     def last_progress_us(self) -> int:
-        """When the loop last moved, monotonic."""
+        """Monotonic time of the loop's last progress."""
         return self._context.last_progress_us
 
     @property
     def engine(self) -> Engine:
-        """The model that answers now."""
+        """The model that serves now."""
         return self._context.engine
 
     @property
     def ranking_outstanding(self) -> int:
-        """Ranking requests that were taken and not answered."""
+        """Ranking requests that were taken and have no result yet."""
         return self._requests.outstanding
 
     @property
     def ranking_outstanding_bytes(self) -> int:
-        """About the memory that those take."""
+        """The approximate memory of these requests."""
         return self._requests.outstanding_bytes
 
     @property
@@ -81,7 +81,7 @@ class Executor:
 
     @property
     def latency_of_prefixes(self) -> LatencyModel:
-        """The predictions of now, for a reader that knows nothing of chunks: the trigger."""
+        """The present latency model for the trigger, which predicts whole prefixes and no chunks."""
         engine = self._context.engine
         longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
         return self._context.chunking.for_whole_prefixes(self._parts.corrector.model, longest)
@@ -89,14 +89,14 @@ class Executor:
     # -- the device thread ---------------------------------------------------------------------------
 
     def step(self) -> int | None:
-        """One round. Returns how long there is nothing to do, µs: 0 if there is work or new mail, None: for ever."""
+        """One round. Returns the µs until the next timer: 0 if there is work or new mail, None without a timer."""
         self.take_mail()
         context, prefixes = self._context, self._prefixes
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
         if now_us >= context.timers.next_at_us:
             context.timers.run_due(now_us)
         if prefixes.running is not None:
-            # Mail and timers ran beside the chunk that the device was given last.
+            # Mail and timers ran while the device computed the last chunk.
             prefixes.settle()
             self._handle_events()
             now_us = self._parts.clock.monotonic_us()
@@ -110,7 +110,7 @@ class Executor:
         return 0
 
     def take_mail(self) -> None:
-        """Runs all that was posted."""
+        """Runs all posted calls."""
         while self._mailbox:
             self._mailbox.popleft()()
 
@@ -119,19 +119,19 @@ class Executor:
         self._context.histories_changed(user_ids)
 
     def user_deleted(self, user_id: str) -> None:
-        """A tombstone: the user's cached prefixes are removed, and one that is being computed is not kept."""
+        """Handles a tombstone: removes the user's cached prefixes, and does not keep one that is being computed."""
         self._parts.cache.invalidate_user(user_id)
         self._prefixes.forget_user(user_id)
 
     def serve_with(self, engine: Engine) -> None:
-        """From now on this model answers, bound to the same arena. Old prefixes no longer match.
+        """Serves with this model, bound to the same arena, from now on. Old prefixes no longer match.
 
-        All work in flight begins again, so that every result is of one model alone. The latency model stays, and is
-        corrected as before. Raises ValueError for a model whose K,V do not fit the pages and the tiers' ledgers.
+        All work in flight starts over, so that no result mixes two models. The latency model stays, and is corrected
+        as before. Raises ValueError for a model whose K,V do not fit the pages and the tiers' ledgers.
         """
         context, now = self._context, self._context.engine
         if (engine.geometry, engine.layout) != (now.geometry, now.layout):
-            raise ValueError("the new model's K,V have another form than the arena")
+            raise ValueError("the new model's K,V have another shape than the arena's pages")
         self._prefixes.settle()
         self._handle_events()
         context.use(engine)
@@ -157,7 +157,7 @@ class Executor:
             self._run_chunk(alone, self._parts.clock.monotonic_us())
 
     def _rank_beside_chunk(self, now_us: int) -> bool:
-        """It is pre-infer's turn: ranks ready requests in the same forward. False if there is none to rank."""
+        """When pre-infer is next: ranks ready requests in the same forward. False if there is none to rank."""
         if not self._batches.can_rank_beside_chunk():
             return False
         has_ranked, alone = self._batches.rank_beside_chunk(now_us)
@@ -167,7 +167,7 @@ class Executor:
         return has_ranked
 
     def _run_chunk(self, work: PrefixWork, now_us: int) -> None:
-        """Gives the device the next chunk of the prefix, if the prefix is still needed and has its pages."""
+        """Starts the next chunk of the prefix on the device, if the prefix is still needed and has its pages."""
         prepared = self._prefixes.prepare(work, now_us)
         self._handle_events()
         if prepared is ChunkReadiness.READY:
@@ -177,7 +177,7 @@ class Executor:
             self._free_scratch(now_us)
 
     def _free_scratch(self, now_us: int) -> None:
-        """The scratch pages serve one request at a time: runs the next piece of that request."""
+        """Runs the next piece of the request on the scratch pages, which serve one request at a time."""
         user = self._prefixes.scratch_user
         if isinstance(user, PrefixWork):
             self._run_chunk(user, now_us)
@@ -189,7 +189,7 @@ class Executor:
         while self._prefixes.events:
             match self._prefixes.events.popleft():
                 case Computed(work, handle) as computed:
-                    # Requests use the prefix first. A job whose request has gone by then may count it as wasted.
+                    # Requests use the prefix first. A job whose request is then answered may count it as wasted.
                     for request in work.waiters:
                         self._requests.prefix_computed(request, computed)
                     for job in work.jobs:

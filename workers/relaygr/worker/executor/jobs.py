@@ -23,7 +23,7 @@ from relaygr.worker.history.resolve import HistoryMismatchError
 log = structlog.get_logger()
 
 LONGEST_LIFE_US = 60_000_000
-"""A job waits or holds a lease no longer than this, whatever its publisher's clock or unit of time."""
+"""The longest time that a job waits or leases, even if its publisher's clock or unit of time is wrong."""
 
 
 class Jobs:
@@ -44,7 +44,7 @@ class Jobs:
             self._failed(work, error)
 
     def pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        """Makes sure that the prefix is in HBM or will be; or ends the job."""
+        """Finds, reloads or queues the prefix; or ends the job."""
         try:
             self._pre_infer(work, prefix)
         except Exception as error:
@@ -107,7 +107,7 @@ class Jobs:
             self._lease(work, prefix)
             cache.release(handle)
             return self._end(work, JobOutcome.ALREADY_CACHED)
-        # A job for a prefix in DRAM is the signal to reload it.
+        # A job for a prefix in DRAM triggers its reload.
         pending = self._prefixes.reload(prefix, found, work.expected_ranking_us)
         if pending is None:
             return self._queue(work, prefix, now_us, handle)
@@ -148,7 +148,7 @@ class Jobs:
         """Queues the computation of the tokens that `base` lacks, if footprint and load allow it."""
         coming = self._prefixes.by_user.get(prefix.key.user_id)
         if coming is not None:
-            # Another version of this user's prefix is being computed. Its result is the better start.
+            # Another version of this user's prefix is being computed. The job waits, and begins from that result.
             if base is not None:
                 self._parts.cache.release(base)
             coming.then.append(partial(self.pre_infer, work, prefix))
@@ -166,7 +166,7 @@ class Jobs:
     def _refusal(
         self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int, prepare_us: float
     ) -> JobOutcome | None:
-        """Why the job is not admitted. `prepare_us`: device time of the tokens after `done_tokens`."""
+        """Why the job is not admitted, or None. `prepare_us`: device time of the tokens after `done_tokens`."""
         if work.job.request_id in self._context.answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
@@ -177,7 +177,7 @@ class Jobs:
         return self._parts.admission.refuse(work, prefix, done_tokens, scored_tokens, prepare_us, latency)
 
     def _shed(self) -> None:
-        """At the bound of the pre-infer queue, expired jobs go first, then the job that saves the least time."""
+        """If the pre-infer queue is full, drops expired jobs, then the job that saves the least time."""
         queue = self._context.scheduler.preinfer
         if len(queue) <= self._parts.settings.preinfer_queue_max:
             return
@@ -194,7 +194,7 @@ class Jobs:
     # -- ends ----------------------------------------------------------------------------------------
 
     def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
-        """Keeps the prefix in HBM until its request has come, or should have come."""
+        """Leases the prefix until its request is answered or overdue."""
         cache, request_id = self._parts.cache, work.job.request_id
         until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
         leased = cache.lease(prefix.key, request_id, until_us)
@@ -203,7 +203,7 @@ class Jobs:
             cache.end_lease(request_id, WasteReason.OVERTAKEN)
 
     def _failed(self, work: JobWork, error: Exception) -> None:
-        """An entry point let an exception out."""
+        """Ends the job after an exception in an entry point."""
         log.error("a pre-infer job failed", request_id=work.job.request_id, exc_info=error)
         self._end(work, JobOutcome.FAILED)
 

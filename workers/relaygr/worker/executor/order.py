@@ -4,8 +4,8 @@ Laxity is deadline - now - predicted time. `now` is the same for all work, so th
 (deadline - predicted time), which changes only when a prediction changes.
 
 The share is needed because a burst of ranking requests without prefixes would starve pre-infer if ranking always went
-first. The next ranking requests would then be full inference, too, and this state would never end. Time is counted only
-while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
+first. The next ranking requests would then need full inference, too, and this state would never end. Time is
+counted only while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ W = TypeVar("W", bound=SchedulableWork)
 
 @dataclass(order=True, slots=True)
 class QueueEntry(Generic[W]):
-    """One push of the work. A later push of the same work makes it void."""
+    """One push of the work. A later push of the same work invalidates this one."""
 
     latest_start_us: int
     sequence: int
@@ -63,7 +63,7 @@ class LaxityQueue(Generic[W]):
         return (entry.work for entry in self._current.values())
 
     def push(self, work: W) -> None:
-        """Adds the work, or moves it to where its latest start belongs now."""
+        """Adds the work, or moves it to the place of its present latest start."""
         entry = QueueEntry(work.latest_start_us, next(self._sequence), work)
         self._current[id(work)] = entry
         heapq.heappush(self._heap, entry)
@@ -72,7 +72,7 @@ class LaxityQueue(Generic[W]):
             heapq.heapify(self._heap)
 
     def remove(self, work: W) -> None:
-        """Takes the work out, if it is there."""
+        """Removes the work, if it is queued."""
         self._current.pop(id(work), None)
 
     def peek(self) -> W | None:
@@ -85,7 +85,7 @@ class LaxityQueue(Generic[W]):
         return None
 
     def pop(self) -> W | None:
-        """Takes out the work with the earliest latest start."""
+        """Removes and returns the work with the earliest latest start."""
         work = self.peek()
         if work is not None:
             self.remove(work)
@@ -140,14 +140,14 @@ class Scheduler(Generic[W]):
         mine.push(work)
 
     def remove(self, work: W) -> None:
-        """Takes the work out of its queue."""
+        """Removes the work from its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
 
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
 
-        Pre-infer goes first if it is owed device time. It also goes first if it is more urgent, and the most urgent
+        Pre-infer goes first if it got less than its share. It also goes first if it is more urgent and the most urgent
         ranking request can wait for one chunk. On ties ranking goes first.
         """
         ranking, preinfer = self.ranking.peek(), self.preinfer.peek()

@@ -5,7 +5,7 @@ The routes, in order of preference:
 1. rank on the whole prefix, after computing the tokens that are not cached; the cache keeps them;
 2. rank on the cached part, with the rest of the prefix in the suffix: exact, too, but the cache keeps nothing new;
 3. rank on the newest part of the history that fits into the time;
-4. reject. A request is never answered late without saying so.
+4. reject: no request is served that cannot be answered in time.
 
 The cache decides whether a reload from DRAM is worth its time (`relaygr.worker.cache.transfers`).
 
@@ -34,9 +34,9 @@ class Chunking:
     in_one_chunk: bool = False
 
     def end(self, done_tokens: int, total_tokens: int, latency: LatencyModel) -> int:
-        """Where the next chunk ends: the last page boundary that is predicted to be reached within the bounds.
+        """The end of the next chunk: the last page boundary that is predicted to be reached within the bounds.
 
-        A chunk has at least one page, so that there is progress whatever the prediction.
+        A chunk has at least one page, so that every chunk makes progress.
         """
         if self.in_one_chunk:
             return total_tokens
@@ -58,9 +58,9 @@ class Chunking:
         return spent_us
 
     def for_whole_prefixes(self, latency: LatencyModel, longest_tokens: int) -> LatencyModel:
-        """The model for a reader that knows nothing of chunks: its T_pre is the time of all chunks of a prefix.
+        """A latency model for predictions without chunks: its T_pre is the time of all chunks of a prefix.
 
-        It is exact for a prefix of `longest_tokens`, and about right for shorter ones.
+        It is exact for a prefix of `longest_tokens`, and approximate for shorter ones.
         """
         c = latency.coefficients
         in_one_us = latency.pre_us(longest_tokens) - c.b0
@@ -143,6 +143,6 @@ def plan_truncation(
 
 
 def _ends_us(done_tokens: int, spent_us: float, scored_tokens: int, latency: LatencyModel, end_tokens: int) -> float:
-    """When a request is ranked on a prefix of `end_tokens` whose first `done_tokens` are computed after `spent_us`."""
+    """The end of ranking on a prefix of `end_tokens` whose first `done_tokens` are computed after `spent_us`."""
     computed_us = spent_us + latency.append_us(done_tokens, end_tokens - done_tokens)
     return computed_us + latency.hit_us(end_tokens, scored_tokens)

@@ -1,4 +1,4 @@
-"""Prefixes that are computed: which there are, where their K,V go, and their chunks on the device.
+"""Prefixes under computation: their waiting requests and jobs, their pages, and their chunks on the device.
 
 A prefix is computed once for all requests and jobs that need it (single flight). It is computed in chunks into cache
 pages, and then published; between two chunks more urgent work may run. Where the cache has no room, the prefix is
@@ -6,12 +6,12 @@ computed into the scratch pages, which serve one request at a time.
 
     compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned
 
-Nothing here calls the requests and jobs that wait for a prefix. This module appends an event for each change that
-concerns them, and the executor handles the events after each call.
+This module never calls the requests and jobs that wait for a prefix. It appends an event for each change that concerns
+them, and the executor handles the events after each call.
 
 An accelerator works on a chunk by itself while the host goes on with look-ups. `settle` waits for the chunk before the
-next piece of device work: only then it is written and its duration is known. On the CPU a chunk is complete when its
-call returns.
+next piece of device work; then the chunk's K,V are written and its duration is known. On the CPU a chunk is complete
+when its call returns.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The prefix is complete at `at_us`. `handle` pins it in the cache until the event is handled; None: it is on the
-    scratch pages.
+    """The prefix is complete at `at_us`. `handle` pins it in the cache until the event is handled; None: it lies on
+    the scratch pages.
     """
 
     work: PrefixWork
@@ -48,7 +48,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """The computation was discarded: these requests and jobs have to look for their prefix again."""
+    """The computation was discarded: these requests and jobs look up their prefix again."""
 
     requests: list[RankingWork]
     jobs: list[JobWork]
@@ -57,7 +57,7 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The device failed at the prefix that these requests waited for."""
+    """The device failed while it computed the prefix that these requests waited for."""
 
     requests: list[RankingWork]
     error: Exception
@@ -65,7 +65,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """At `at_us` the prefix is predicted to be complete too late for this request."""
+    """Prediction at `at_us`: the prefix will be complete too late for this request."""
 
     request: RankingWork
     at_us: int
@@ -87,7 +87,7 @@ class ChunkReadiness(enum.Enum):
 
     READY = enum.auto()
     DROPPED = enum.auto()
-    """The prefix was lost, failed, or nobody needs it any more."""
+    """The prefix was lost, failed, or is not needed any more."""
     SCRATCH_BUSY = enum.auto()
     """Another prefix or request uses the scratch pages, and has to end first."""
 
@@ -101,7 +101,7 @@ class Chunk:
 
     @property
     def inputs(self) -> PrefixChunk:
-        """As the engine takes it."""
+        """The chunk as input of the engine."""
         return PrefixChunk(self.work.inputs, self.work.done_tokens, self.end_tokens, self.work.pages)
 
     def predicted_us(self, latency: LatencyModel) -> float:
@@ -111,7 +111,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A chunk that the device was given, and the event that completes with it."""
+    """A chunk that was started on the device, and the event that completes with it."""
 
     chunk: Chunk
     started_us: int
@@ -128,9 +128,9 @@ class Prefixes:
         self.by_user: dict[str, PrefixWork] = {}
         """Computations into cache pages, queued or under way."""
         self.scratch_user: PrefixWork | RankingWork | None = None
-        """The computation, and then the request, that uses the scratch pages."""
+        """The user of the scratch pages: a computation, and after it its request."""
         self.running: _Running | None = None
-        """The chunk that the device has."""
+        """The chunk that was started on the device and is not settled."""
 
     @property
     def preinfer_backlog_us(self) -> int:
@@ -138,7 +138,7 @@ class Prefixes:
         return int(sum(work.remaining_us for work in list(self.by_user.values()) if not work.waiters))
 
     def under_way(self, key: PrefixKey) -> PrefixWork | None:
-        """The computation, queued or begun, that gives a part of `key`, or all of `key` and more."""
+        """The computation, queued or begun, that will cover a part of `key`, or all of `key` and more."""
         work = self.by_user.get(key.user_id)
         if work is None:
             return None
@@ -178,7 +178,7 @@ class Prefixes:
         """Queues the computation of the tokens that `base` lacks, for a request or a job. The computation releases
         `base`. `predicted_us`: its device time.
 
-        Raises what the engine raises when it looks the prefix up; `base` is released then.
+        Passes on the engine's error if it cannot look the prefix up, and releases `base`.
         """
         try:
             inputs = self._context.engine.prefix_inputs(
@@ -208,13 +208,13 @@ class Prefixes:
         try:
             return self._prepare(work, now_us)
         except Exception as error:
-            # One prefix must not end the process, and with it the requests of all others.
+            # The failure of one prefix must not end the process and the requests of all others.
             self._context.engine.device.settle()
             self._fail(work, error)
             return ChunkReadiness.DROPPED
 
     def run(self, work: PrefixWork, now_us: int) -> None:
-        """Gives the device the next chunk of a prefix that is READY."""
+        """Starts the next chunk of a prefix that is READY."""
         engine = self._context.engine
         try:
             chunk = self._next_chunk(work, self._context.chunking)
@@ -228,12 +228,12 @@ class Prefixes:
         return self._observe(chunk, now_us)
 
     def settle(self) -> None:
-        """Waits for the chunk that the device has, and counts it."""
+        """Waits for the chunk on the device, and counts it."""
         running, self.running = self.running, None
         if running is None:
             return
         chunk = running.chunk
-        # An event that is complete already does not tell when it completed.
+        # If the event is complete already, the time of its completion is unknown.
         is_timed = not running.event.done()
         try:
             running.event.wait()
@@ -245,7 +245,7 @@ class Prefixes:
         return self.count(chunk, ended_us - running.started_us, ended_us)
 
     def _observe(self, chunk: Chunk, started_us: int) -> None:
-        """The chunk ended now: corrects the predictions, and counts it."""
+        """The chunk ended now: corrects the predictions, and counts the chunk."""
         ended_us = self._parts.clock.monotonic_us()
         corrector = self._parts.corrector
         corrector.observe(Stage.PRE, chunk.predicted_us(corrector.calibrated), ended_us - started_us)
@@ -266,7 +266,7 @@ class Prefixes:
         return chunk if chunk.predicted_us(latency) <= slack_us else None
 
     def count(self, chunk: Chunk, duration_us: int, now_us: int) -> None:
-        """The chunk is written, in so much device time: queues the next chunk, or publishes the prefix."""
+        """The chunk is written and took `duration_us`: queues the next chunk, or publishes the prefix."""
         work = chunk.work
         self._context.charge(work.work_class, duration_us, now_us)
         for waiter in work.waiters:
@@ -310,7 +310,7 @@ class Prefixes:
             self._parts.metrics.job_started(self._parts.clock.wall_us() - job.job.retrieval_at_us)
 
     def _drop_late(self, work: PrefixWork, now_us: int) -> None:
-        """Requests that would be answered too late wait no longer."""
+        """Removes the requests for which the prefix would be complete too late."""
         kept = []
         for waiter in work.waiters:
             if now_us + work.remaining_us + waiter.predicted_us <= waiter.answer_by_us:
@@ -330,7 +330,7 @@ class Prefixes:
                     self._parts.copy_page(reserved.copy_page)
                 return ChunkReadiness.READY
             if isinstance(reserved, PendingPrefix):
-                # The prefix has come, or is coming, by another way.
+                # The prefix is cached meanwhile, or another fill or reload brings it.
                 self.discard(work)
                 self.events.append(Undone(work.waiters, work.jobs, work.prefix))
                 return ChunkReadiness.DROPPED
@@ -356,7 +356,7 @@ class Prefixes:
         return self._parts.cache.reserve(work.prefix.key, now_us, purpose)
 
     def _rank_on_cached_part(self, work: PrefixWork, now_us: int) -> None:
-        """There is no room to append. Requests whose tail may be a suffix need no room."""
+        """Without room to append, requests whose tail may be a suffix are ranked on the cached part."""
         if work.base is None:
             return
         kept = []
@@ -380,8 +380,8 @@ class Prefixes:
         self._begin_anew_on_scratch(work)
 
     def _begin_anew_on_scratch(self, work: PrefixWork) -> None:
-        """No cached part can serve a computation on the scratch pages, so this is full inference, and its requests
-        say so.
+        """No cached part can serve a computation on the scratch pages, so this is full inference, and its requests get
+        that path.
         """
         self._release(work.base)
         work.base = None
@@ -412,7 +412,7 @@ class Prefixes:
         self.events.append(Computed(work, handle, now_us))
 
     def _lose(self, work: PrefixWork) -> None:
-        """The prefix was invalidated, or its pages were taken away. Its jobs have failed, its requests look again."""
+        """The prefix was invalidated, or its fill was revoked. Its jobs fail, and its requests are looked up again."""
         self._end(work, JobOutcome.FAILED)
         for waiter in work.waiters:
             waiter.path = Path.FULL
@@ -448,7 +448,7 @@ class Prefixes:
         self.free_scratch(work)
 
     def free_scratch(self, work: PrefixWork | RankingWork) -> None:
-        """The work does not need the scratch pages any more, if it had them."""
+        """Frees the scratch pages if this work uses them."""
         if self.scratch_user is work:
             self.scratch_user = None
 

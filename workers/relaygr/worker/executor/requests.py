@@ -41,8 +41,8 @@ HELD_BYTES_PER_BEHAVIOUR = 64
 
 @dataclass(slots=True, eq=False)
 class _PrefixWait:
-    """A request that waits for a prefix under way. It ends once: the prefix came, its first layer came, or the time
-    is over.
+    """A request that waits for a prefix under way. The wait ends once: the prefix or its first layer came, or the
+    time is over.
     """
 
     work: RankingWork
@@ -62,11 +62,11 @@ class Requests:
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._chunk_us = settings.chunk_ms * 1000
         self.outstanding = 0
-        """Requests that were taken and not answered."""
+        """Requests that were taken and have no result yet."""
         self.outstanding_bytes = 0
-        """About the memory that they take."""
+        """The approximate memory of these requests."""
 
-    # -- entry points: one request that fails must not end the process, and with it all others --------
+    # -- entry points: one request that fails must not end the process and all other requests --------
 
     def submit(self, work: RankingWork) -> None:
         """Takes a request; its result goes to the result writer."""
@@ -83,14 +83,14 @@ class Requests:
         return self.look_up(work)
 
     def look_up(self, work: RankingWork) -> None:
-        """Finds the request's history and prefix, and a way to serve it."""
+        """Finds the request's history and prefix, and plans its route."""
         try:
             self._look_up(work)
         except Exception as error:
             self._failed(work, error)
 
     def start_over(self, work: RankingWork) -> None:
-        """Another model answers now, so the request is looked up again from the start."""
+        """Another model serves now: looks the request up again from the start."""
         work.lookups = 0
         self._look_up_again(work)
 
@@ -195,7 +195,7 @@ class Requests:
         work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
         self.look_up(work)
 
-    # -- ways to serve it ----------------------------------------------------------------------------
+    # -- routes ----------------------------------------------------------------------------
 
     def _plan(self, work: RankingWork, prefix: ResolvedPrefix, handle: Handle | None, now_us: int) -> None:
         """Computes the missing part of the prefix if there is time for it; else less, or nothing."""
@@ -242,7 +242,7 @@ class Requests:
             prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
             compute_us = self._context.chunking.duration_us(0, prefix.tokens, self._parts.corrector.model)
         if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
-            # The prediction of the look-up is of another prefix, or old.
+            # The prediction of the look-up is for another prefix, or old.
             self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
         work.prefix = prefix
         if prefix.tokens == 0:
@@ -260,7 +260,7 @@ class Requests:
             work.prefix_source = coming.base.source if coming.base is not None else PrefixSource.COMPUTED
             work.tokens_cached = coming.done_tokens
         if work.lookups == 1 and work.prefix is not None:
-            # The cache counts this look-up as any other: a miss, a partial hit, or one that joined a computation.
+            # The cache counts this look-up like any other: a miss, a partial hit, or a join.
             found = self._parts.cache.acquire(work.prefix.key, self._parts.clock.monotonic_us())
             if isinstance(found, Hit):
                 self._parts.cache.release(found.handle)
@@ -283,7 +283,7 @@ class Requests:
         return self._ready(work, computed.at_us)
 
     def _ready(self, work: RankingWork, now_us: int) -> None:
-        """The prefix is in the request's pages: looks up suffix and candidates, and queues the ranking pass."""
+        """The request has its prefix: looks up suffix and candidates, and queues the ranking pass."""
         assert work.prefix is not None
         work.ready_us = now_us
         try:
@@ -306,7 +306,7 @@ class Requests:
     # -- waiting -------------------------------------------------------------------------------------
 
     def _waits_for_history(self, work: RankingWork, scored: Scored) -> bool:
-        """Waits for the version asked for; False if there is no time, or no place in the queue."""
+        """Waits for the requested version; False if there is no time, or the queue is full."""
         resolver = self._context.resolver
         work.scored_tokens = resolver.scored_tokens(scored.suffix_behaviours, scored.candidates)
         needed_us = self._full_us(resolver.expected_tokens(work.request.history_version), work.scored_tokens)
@@ -337,7 +337,7 @@ class Requests:
         return partial(self._context.post, partial(step, wait))
 
     def _wait_done(self, wait: _PrefixWait) -> None:
-        """The prefix came, failed, or was discarded: the request is looked up again."""
+        """The wait ended with any outcome: looks the request up again."""
         if wait.ended:
             return
         wait.ended = True
@@ -349,7 +349,7 @@ class Requests:
             work.path = waited_for
 
     def _wait_first_layer(self, wait: _PrefixWait) -> None:
-        """The first layer of a reload is there: ranks beside the copy of the others, if the reload is of the whole
+        """The first layer of a reload has arrived: ranks while the others are copied, if the reload is of the whole
         prefix.
         """
         work = wait.work
@@ -406,7 +406,7 @@ class Requests:
         if work.handle is not None and _lost_its_prefix(work.handle):
             return self._look_up_again(work)
         if not np.isfinite(outputs.scores).all():
-            # The cause may be in the cached prefix, and would come again with it.
+            # The cause may be the cached prefix: the next request would fail, too.
             self._parts.cache.invalidate_user(work.request.user_id)
             return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         self._parts.results.ranked(work, outputs)
@@ -417,8 +417,8 @@ class Requests:
         self._finish(work, ranked=True)
 
     def _observe_full(self, work: RankingWork) -> None:
-        """Corrects the predictions of full inference. The ranking pass may have had company: its predicted time
-        counts.
+        """Corrects the predictions of full inference. The ranking pass counts with its predicted time, since its
+        forward may have served other requests too.
         """
         size = work.ranked_prefix_tokens, work.scored_tokens
         corrector = self._parts.corrector
@@ -426,20 +426,20 @@ class Requests:
         corrector.observe(Stage.FULL, corrector.calibrated.full_us(*size), took_us)
 
     def reject(self, work: RankingWork) -> None:
-        """Answers that there is no way to serve the request before its deadline."""
+        """Fails the request, since no route can serve it before its deadline."""
         if self._parts.clock.monotonic_us() > work.deadline_us:
             return self._expire(work)
         return self._fail(work, FailureReason.OVERLOADED, "no path could answer within the deadline")
 
     def fail_on(self, work: RankingWork, error: Exception) -> None:
-        """Answers that the device failed, and how. If a reload failed, looks the request up again instead."""
+        """Fails the request with the device's error. If a reload failed, looks the request up again instead."""
         if work.handle is not None and _lost_its_prefix(work.handle):
             return self._look_up_again(work)
         reason = FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
         return self._fail(work, reason, str(error)[:500] or repr(error))
 
     def _failed(self, work: RankingWork, error: Exception) -> None:
-        """An entry point let an exception out."""
+        """Fails the request after an exception in an entry point."""
         log.error("a ranking request failed", request_id=work.request.request_id, exc_info=error)
         if not work.done:
             self.fail_on(work, error)
@@ -458,7 +458,7 @@ class Requests:
         self.outstanding_bytes -= work.held_bytes
         cache, request_id = self._parts.cache, work.request.request_id
         self._context.answered.add(request_id)
-        # Counts a pre-infer that served nobody: the request was ranked before it, or was not ranked in time.
+        # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
         cache.end_lease(request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
         if ranked and work.handle is not None and work.prefix is not None:
             if work.prefix.for_one_impression:
@@ -476,7 +476,7 @@ class Requests:
 
 
 def _lost_its_prefix(handle: Handle) -> bool:
-    """Whether the handle was taken away, or the rest of its prefix did not arrive."""
+    """Whether the handle was revoked, or the rest of its prefix did not arrive."""
     return not handle.is_held or (handle.arrival is not None and handle.arrival.failed)
 
 

@@ -1,8 +1,8 @@
 """Resolves a message to its prefix: the history that it names or carries, cut to the model's limit, and its cache key.
 
-The model's rules (`relaygr.worker.model.rules`) say what may follow a prefix. Where prefixes do not grow, the request's
-suffix becomes a part of the history, and that history is a prefix of its own, computed in full. Where K,V depend on the
-query time, the key covers it: the time of the retrieval event, which job and request both carry.
+The model's rules (`relaygr.worker.model.rules`) define what may follow a prefix. If prefixes do not grow, the request's
+suffix becomes a part of the history, and that history is a separate prefix, computed in full. If K,V depend on the
+query time (the time of the retrieval event, which job and request both carry), the key covers it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HistoryReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """How much is ranked after a prefix."""
+    """The numbers of behaviours and candidates that are ranked after a prefix."""
 
     suffix_behaviours: int
     candidates: int
@@ -48,13 +48,13 @@ class PrefixResolver:
     def __init__(self, histories: HistoryReader, engine: Engine, anchor_behaviours: int) -> None:
         self._histories = histories
         self._engine = engine
-        # A history above the limit loses whole steps. A large step would leave little of one just above the limit.
+        # A history above the limit is cut by whole steps. A large step would leave little of one just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
     def history(
         self, user_id: str, wanted: HistoryVersion | None, inline: History | None, partition: int
     ) -> ResolvedHistory:
-        """The history to use. Raises HistoryMismatchError if the message carries another history than it names."""
+        """The history to use. Raises HistoryMismatchError if the inline history is not the version that is named."""
         if inline is not None:
             return resolve(None, wanted, inline, loading=False)
         return resolve(self._histories.get(user_id), wanted, None, self._histories.is_loading(partition))
@@ -107,7 +107,7 @@ class PrefixResolver:
         )
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
-        """The newest behaviours that fit into `prefix_tokens`. It is never cached: its key names nothing."""
+        """The newest behaviours that fit into `prefix_tokens`. It is never cached: its key identifies no prefix."""
         layout = self._engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
         return replace(

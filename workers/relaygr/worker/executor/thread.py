@@ -1,9 +1,9 @@
-"""The device thread: runs the executor, sleeps when there is nothing to do, and is watched.
+"""The device thread: runs the executor, sleeps when there is nothing to do, and has a watchdog.
 
-A device that hangs would stop all work, while the poll thread goes on sending heartbeats and keeps the partitions. The
-device thread moves every second, idle or not, so one that has not moved for `watchdog_s` hangs in a piece of work.
-`is_stuck` says so to a caller that asks a few times a second, and the process exits. A caller that has not asked for
-long was stopped itself, perhaps with the whole process, so the watch begins again.
+A device that hangs would stop all work, while the poll thread keeps sending heartbeats and keeps the partitions. The
+device thread makes progress every second, even when idle; without progress for `watchdog_s` it hangs in a piece of
+work. A caller checks `is_stuck` a few times a second, and then the process exits. After a long gap between two checks
+the caller was stopped itself, perhaps with the whole process, so the watchdog starts again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DeviceThread:
         watchdog_s: float,
         on_death: Callable[[], None],
     ) -> None:
-        """`bind_thread` makes the device the calling thread's device. `on_death` is called if the executor lets an
-        exception out, which is a bug.
+        """`bind_thread` makes the device the calling thread's device. `on_death` is called if the executor raises,
+        which is a bug.
         """
         self._bind_thread = bind_thread
         self._executor = executor
@@ -49,7 +49,7 @@ class DeviceThread:
         self._thread.start()
 
     def is_stuck(self) -> bool:
-        """Whether the device has not moved for `watchdog_s`. The caller asks a few times a second."""
+        """Whether the thread made no progress for `watchdog_s`. The caller checks a few times a second."""
         now_us = self._clock.monotonic_us()
         if now_us - self._asked_us > self._watchdog_us / 2:
             self._watched_since_us = now_us

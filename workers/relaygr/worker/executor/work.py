@@ -21,7 +21,7 @@ NO_PAGES: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class JobOutcome(enum.StrEnum):
-    """How a pre-infer job ended. A metric has it as its label."""
+    """How a pre-infer job ended: a metric label."""
 
     COMPUTED = "computed"
     ALREADY_CACHED = "already_cached"
@@ -50,7 +50,7 @@ class JobWork:
     expected_ranking_us: int
     expires_us: int
     begun: bool = False
-    """The job was counted as begun: its prefix is computed, reloaded, or was found ready."""
+    """Whether the job was counted as begun: its prefix is computed, reloaded, or was found ready."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +87,9 @@ class RankingWork:
     received_wall_us: int
     deadline_us: int
     answer_by_us: int
-    """When the result should leave: the deadline less the time of the way back."""
+    """When the result should be sent: the deadline less the time to reach the gateway."""
     held_bytes: int = 0
-    """About the memory that the request takes until it is answered."""
+    """The approximate memory of the request until it is answered."""
     scored_tokens: int = 0
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
@@ -133,7 +133,7 @@ class PrefixWork:
     jobs: list[JobWork] = field(default_factory=list)
     waiters: list[RankingWork] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
-    """Calls to post once this computation has ended, well or not."""
+    """Calls to post once this computation has ended, with or without success."""
     base: Handle | None = None
     """The part of the prefix that is cached, pinned until the computation ends."""
     fill: Fill | None = None
@@ -144,7 +144,7 @@ class PrefixWork:
 
     @property
     def started(self) -> bool:
-        """Whether it has its pages."""
+        """Whether the computation has its pages."""
         return self.pages.size > 0
 
     @property

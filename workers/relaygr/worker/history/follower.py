@@ -1,4 +1,4 @@
-"""The history follower: it copies the history topic into the store, for the partitions that this worker owns.
+"""The history follower: copies the history topic into the store, for the partitions that this worker owns.
 
 The follower has a thread and a consumer of its own (`assign`, no group). Contract:
 
@@ -7,11 +7,11 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
   the log's range, or if the store is so old that deletions may have been compacted away.
 * A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
   from the stored offsets.
-* `caught_up(p)`: the follower has stored every record up to an end of the log since it began to follow `p`. Compacted
-  logs have gaps, so the broker's end-of-partition event decides, not a count of records.
+* `caught_up(p)`: since it began to follow `p`, the follower has reached an end of the log and stored all before it.
+  Compacted logs have gaps, so the broker's end-of-partition event decides, not a count of records.
 * A record that is not a history goes to dead letters. The stored offset does not pass that record until the dead
   letter is delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
-* The broker may be away: reading continues when it is back.
+* If the broker is unreachable, reading continues when it is back.
 * The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block.
 """
 
@@ -243,7 +243,7 @@ class HistoryFollower:
             try:
                 self._store.trust(self._origin())
             except Exception as error:
-                # The cause may be a missing broker or topic, or a full disk: no history is served until it is gone.
+                # The cause may be a missing broker or topic, or a full disk. The follower retries until it is gone.
                 log.warning("history topic can not be read yet", topic=self._topic, cause=str(error))
                 self._stopping.wait(RETRY_S)
                 continue
@@ -415,7 +415,7 @@ class HistoryFollower:
         self._caught_up = frozenset(partition for partition, followed in self._followed.items() if followed.caught_up)
 
     def _do_periodic_work(self, consumer: Consumer) -> None:
-        """Work at intervals: gauges, the log of refused records, the mark of current partitions."""
+        """Work at intervals: gauges, the warning of refused records, the marks of current partitions."""
         now_us = self._clock.monotonic_us()
         if now_us - self._gauges_at_us >= GAUGE_INTERVAL_US:
             self._gauges_at_us = now_us

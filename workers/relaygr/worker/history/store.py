@@ -2,8 +2,8 @@
 
 Contract:
 
-* One process writes (`HistoryFollower` calls `apply_all`), any number read. LMDB serialises writers, so a predecessor
-  that is still alive does no harm: records below the stored offset are skipped.
+* One process writes (`HistoryFollower` calls `apply_all`), any number read. LMDB serialises writers, and records
+  below the stored offset are skipped, so a predecessor that is still alive does no harm.
 * `apply_all` is one transaction: after a crash of the process or the machine, the records and the next offset are both
   stored or both missing. The last batches may be missing; the follower reads them again.
 * The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 LAYOUT: Final = b"relaygr.history-store.1"
 LEAST_BYTES: Final = 1024 * 1024
-# Values may not use this part of the file: a batch writes new pages before LMDB frees the old ones.
+# The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
 _MAX_READERS: Final = 512
 _STATE = struct.Struct("<QQQ")

@@ -1,6 +1,6 @@
 """The configuration of a model, `config.json`: its sizes and options.
 
-It holds everything that changes a number that the model computes, so the revision covers all of that. Symbols:
+It holds every setting that changes the model's results, and the revision covers it. Symbols:
 `D` embedding_dim, `H` num_heads, `dqk` attention_dim (per head), `dv` hidden_dim (per head), `N` normalizer.
 
 The HSTU layer: "Actions Speak Louder than Words" (arXiv 2402.17152), and the variants of Meta's
@@ -189,7 +189,7 @@ class ModelConfig(Part):
         if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
             raise ValueError("readout item_product reads the tables of inputs dlrm")
         if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):
-            raise ValueError("num_times and time_encoding need each other: set both or neither")
+            raise ValueError("num_times and time_encoding go together: set both or neither")
         if self.position_origin is PositionOrigin.END and not self.num_positions:
             raise ValueError("position_origin end needs num_positions")
         if self.position_origin is PositionOrigin.END and self.num_positions < self.contextual_tokens:
@@ -231,7 +231,7 @@ class ModelConfig(Part):
         return KvGeometry(self.num_layers, self.num_heads, self.attention_dim, self.hidden_dim, page_tokens, dtype)
 
     def to_json(self) -> str:
-        """Canonical JSON: the same model gives the same bytes, because the revision is a hash of them."""
+        """Canonical JSON: the same model gives the same bytes, since the revision is computed from them."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1, ensure_ascii=True) + "\n"
 
 

@@ -47,7 +47,7 @@ class DecoderLayer:
     """One layer. The caller passes the attention."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> None:
-        """weights: by the names of `decoder_shapes`, float32."""
+        """weights: float32, by the names of `decoder_shapes`."""
         self._heads = config.num_heads
         keys, values = config.num_heads * config.attention_dim, config.num_heads * config.hidden_dim
         self._split = [keys, keys, values]

@@ -38,7 +38,7 @@ LIMIT = 32
 PAUSE = 64
 """The fewest forwards between two captures that replace a graph."""
 _REMEMBERED = 256
-"""The most buckets of which it is known that they occurred once."""
+"""The most buckets that are recorded as seen once."""
 _LEAST_PAGES = 4096
 """The smallest bucket of page numbers. Copying its 16 KiB costs little, and fewer buckets lead to more replays."""
 
@@ -111,7 +111,7 @@ class ReplaceablePass(AttentionPass, Protocol):
 
 @runtime_checkable
 class GraphableAttention(AttentionBackend, Protocol):
-    """A back end whose kernels read everything that differs between forwards from device memory."""
+    """A back end whose kernels read all that differs between two forwards from device memory."""
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays: ...
 

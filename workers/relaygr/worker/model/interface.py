@@ -7,8 +7,8 @@
 Full inference is `pre_infer` over the chunks of a prefix, then `rank`; there is no third code path. A prefix is
 computed in order, in any chunks that its rules allow (`rules`): [0, a), [a, b), ... Chunk [start, end) reads K,V of
 [0, start) from its pages and writes those of [start, end). An append is the same call on a cached prefix. Requests
-write nothing to the arena. All chunks and requests of one `forward` belong to different prefixes, and none sees the
-K,V of another.
+write nothing to the arena. All chunks and requests of one `forward` belong to different prefixes, and none reads
+the K,V of another.
 
 The engine enqueues device work on the calling thread's current stream. Returned scores are complete. Without requests,
 `forward` may return before the device has finished; an event recorded after the call completes when the work does.
@@ -117,7 +117,7 @@ class Engine(Protocol):
 
     @property
     def namespace(self) -> bytes:
-        """Identifies all that K,V depend on except the user: revision, layout, types, N. A part of each cache key."""
+        """Identifies all but the user that K,V depend on: revision, layout, types, N. A part of each cache key."""
 
     @property
     def rules(self) -> PrefixRules:

@@ -1,7 +1,7 @@
 """The layers of a checkpoint, by family: names and shapes of their tensors, the modules built from them, and the stack.
 
 Tensors of layer K are named `layers.K.NAME`; the names of a family are in its own module (`hstu.py`, `decoder.py`).
-The stack takes embedded rows through the layers over K,V in pages. It knows no items and no tasks.
+The stack runs embedded rows through the layers over K,V in pages. It does not handle items or tasks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The options of a model and the parts of its configuration, and what each value means.
+"""The options of a model, the parts of its configuration, and the meaning of each value.
 
 `config.py` joins them. `ComputeDtype` is an option of the engine, not of the model: it is not in `config.json`.
-A `Preset` names the form of a well-known ranker, for `relaygr model init --preset`; sizes, limits, features and tasks
-are the caller's. Sources of the forms: docs/model.md.
+A `Preset` names the form of a well-known ranker, for `relaygr model init --preset`; the caller gives
+sizes, limits, features and tasks. Sources of the forms: docs/model.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a candidate's last row to one score a task (docs/model.md).
+"""The read-out: computes one score for each task from a candidate's last row (docs/model.md).
 
     circle  = angle of floor(time / unit) mod units, as cosine and sine, one for each period
     row     = norm(row)                                      or  norm(linear([row, circles]))

@@ -1,4 +1,4 @@
-"""The worker process: it builds every part, tells the fleet its status, serves, and ends in order.
+"""The worker process: builds its parts, publishes its status, serves, and stops its threads in order.
 
 Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's copy threads, and the
 probe server's thread. The main thread waits for a signal or for the end of another thread.

@@ -4,7 +4,7 @@
     attach      while a worker prepares, with or without the lock: maps and pins memory, changes no data
     read_ahead  while a standby waits: decodes the index, so that little is left to decode at the take-over
     begin       with the lock, before the worker joins the group: reads the predecessor's finished offsets
-    restore     with the lock: puts the predecessor's prefixes into the cache, which spills no prefix before
+    restore     with the lock: puts the predecessor's prefixes into the cache, which spills none until then
 
 Finished offsets are always kept, since they are small. Prefixes are kept if `worker.shared_path` is set or a supervisor
 runs a standby; otherwise the DRAM tier is private memory.
@@ -97,7 +97,7 @@ def claim(lock: ArenaLock, config: WorkerConfig) -> None:
     """Acquires the lock; waits for a predecessor that is stopping. Raises RelayError if the predecessor stays."""
     if lock.try_acquire() is not None:
         return
-    log.info("waits for the predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
+    log.info("waiting for the predecessor to end", worker_id=config.worker.worker_id, pid=lock.holder())
     if lock.acquire(timeout_s=config.worker.drain_s + _PATIENCE_S) is None:
         raise RelayError(
             f"{config.worker.worker_id} runs already on this machine, as process {lock.holder() or 'unknown'}: stop "

@@ -1,4 +1,4 @@
-"""The poll thread's work between messages: it follows the assignment, publishes the status, bounds the backlog."""
+"""The poll thread's work between messages: follows the assignment, publishes the status, bounds the backlog."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Housekeeping:
         self._ranking_paused = False
 
     def take_over(self, partitions: frozenset[int]) -> None:
-        """The worker owns these partitions from now on, and no others."""
+        """From now on the worker owns these partitions and no others."""
         self._follower.follow(partitions)
         threading.Thread(target=self._demote_others, args=(partitions,), name="demote", daemon=True).start()
         self._status_at_us = 0
@@ -117,7 +117,7 @@ class Housekeeping:
         self._cache.demote(lambda user_id: partition_for(user_id.encode(), self._partitions) not in partitions)
 
     def _bound_backlog(self) -> None:
-        """Pauses the ranking partitions at either bound, until half of the backlog is answered."""
+        """Pauses the ranking partitions when a bound is reached, until half of the backlog is answered."""
         outstanding = self._executor.ranking_outstanding
         filled = max(
             outstanding / self._settings.ranking_queue_max,

@@ -74,7 +74,7 @@ class WorkerProcess:
         self._probes = ProbeServer(self._settings.http_host, self._settings.http_port, self._readiness, self._health)
 
     def run(self) -> Exit:
-        """Starts every thread, waits for the end, and stops the threads in order."""
+        """Starts every thread, serves until a reason to end, and stops the threads in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         tune_interpreter()
@@ -118,7 +118,7 @@ class WorkerProcess:
         return False
 
     def _keep_warm(self) -> None:
-        """Brokers close idle connections, and the events of idle clients pile up."""
+        """Polls and reconnects the idle clients: brokers close idle connections, and unpolled events accumulate."""
         self._prepared.producer.poll(0)
         if self._parts is not None:
             self._parts.loop.connect(WARM_TIMEOUT_S)
@@ -152,7 +152,7 @@ class WorkerProcess:
         return parts
 
     def _serve(self, parts: Parts) -> None:
-        """Until the end. The supervisor gets heartbeats only while the worker is healthy."""
+        """Serves until a reason to end. Sends heartbeats to the supervisor only while the worker is healthy."""
         while not (self._end.wait(INTERVAL_S) or self._is_over()):
             if parts.device.is_stuck():
                 log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
@@ -172,7 +172,7 @@ class WorkerProcess:
         parts.send_the_rest()
 
     def _await_loop(self, parts: Parts) -> None:
-        """Waits until the loop has drained. Heartbeats go on: the supervisor may not know of this stop."""
+        """Waits until the loop has drained. Heartbeats continue, since the supervisor may not have sent this stop."""
         ends_s = time.monotonic() + self._settings.drain_s + 5
         while not parts.loop.join(INTERVAL_S) and time.monotonic() < ends_s:
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
@@ -196,7 +196,7 @@ class WorkerProcess:
             self._end_with(Exit.FAILED)
 
     def _leave_if_fenced(self) -> None:
-        """Another process has the id: this one answers, commits and writes nothing more."""
+        """Exits at once if another process has the id, so that this one produces, commits and writes nothing more."""
         if self._exit is Exit.FENCED:
             log.critical("fenced; exiting", worker_id=self._settings.worker_id)
             os._exit(Exit.FENCED)
@@ -215,7 +215,7 @@ class WorkerProcess:
         self._reloading.tick(self._parts, is_active=is_active)
 
     def _end_with(self, code: Exit) -> None:
-        # FENCED stays, whatever fails afterwards: no supervisor may start a fenced worker again.
+        # A later failure does not replace FENCED: no supervisor may start a fenced worker again.
         self._exit = self._exit if self._exit is Exit.FENCED else code
         self._end.set()
 

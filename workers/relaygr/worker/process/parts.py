@@ -38,7 +38,8 @@ from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
 
-# The process that asks may have just woken up on a busy machine; without an answer it takes the id back.
+# Time-out for asking the broker which process has the id. It is long, since without an answer this process joins again,
+# and it may ask right after a pause, on a busy machine.
 _HOLDER_TIMEOUT_S = 3.0
 _LONGEST_SILENCE_US = 30_000_000
 """A poll thread that has not polled for this long counts as hung."""

@@ -92,7 +92,7 @@ class ModelReloading:
         self._file = self._loading_file = _identity(settings.model)
 
     def request(self) -> None:
-        """The checkpoint may have changed. Takes no lock, so a signal handler may call it."""
+        """Requests a reload. Takes no lock, so a signal handler may call it."""
         self._requested = True
 
     def tick(self, parts: Parts | None, *, is_active: bool) -> None:

@@ -12,10 +12,11 @@
 | a record of another model                                  | the record is dropped                             |
 | any other record                                           | the prefix is restored; its pages are unverified  |
 
-After `adopt` the `ArenaJournal` keeps the index equal to the DRAM tier. The order of its calls makes a kill at any
-moment harmless: `removed` drops a record before its pages may be written; `seal` computes the checksums of pages that a
-copy has filled, and only then `published` stores the record. `verify` compares a restored page with its checksum when a
-copy first reads the page, which takes 0.25 ms a MiB, once. A mismatch fails the copy, and the cache drops the prefix.
+After `adopt` the `ArenaJournal` keeps the index equal to the DRAM tier. The order of its calls keeps the index valid
+after a kill at any moment: `removed` drops a record before its pages may be written; `seal` computes the checksums of
+pages that a copy has filled, and only then `published` stores the record. `verify` compares a restored page with its
+checksum when a copy first reads the page, which takes 0.25 ms a MiB, once. A mismatch fails the copy, and the cache
+drops the prefix.
 
 File names contain the shape, so a process with other settings does not disturb the owner. The files of earlier settings
 are deleted when no process holds the lock.

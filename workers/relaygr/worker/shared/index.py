@@ -51,7 +51,7 @@ def slot_bytes(record_bytes_per_page: int) -> int:
 
 
 def index_bytes(num_pages: int, one_slot_bytes: int) -> int:
-    """Size of the file."""
+    """Size of the index file."""
     return HEADER_BYTES + num_pages * one_slot_bytes
 
 
@@ -171,7 +171,7 @@ class ArenaIndex:
 
 
 def _object_in(text: bytes) -> dict[str, object] | None:
-    """None if the text is not a JSON object. The checksum alone is no proof: that of an empty text is 0."""
+    """The JSON object in the text, or None. The checksum alone is no proof: the checksum of an empty text is 0."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -4,13 +4,13 @@
   lock, since it may wake up and write.
 * `arena_epoch` counts the holders. It is stored before `acquire` returns, and data in the folder carries the epoch of
   its writer.
-* `is_held` tells whether this process may write: it holds the lock, and nobody has replaced the lock file. The check
+* `is_held` is true if this process may write: it holds the lock, and the lock file was not replaced. The check
   takes microseconds, so writers repeat it at each write.
 * The lock belongs to the open file, which a forked child shares. A holder forks no process that outlives it; programs
   started by `subprocess` do not inherit the lock.
 * A holder that was fenced leaves a note before it ends (`note_fenced`). Its death frees the lock; without the note, a
-  waiting standby would join under the same id and fence the new owner. The note names the holder's epoch, so only the
-  next holder obeys it, and a process that is started by hand later does not.
+  waiting standby would join under the same id and fence the new owner. The note names the holder's epoch, so it
+  applies to the next holder only, and not to a process that is started by hand later.
 
 There is one `ArenaLock` for each process and folder. `acquire` may wait in any thread; all threads may call the other
 methods.
@@ -93,7 +93,7 @@ class ArenaLock:
 
     @contextlib.contextmanager
     def unclaimed(self) -> Iterator[bool]:
-        """Inside the context, True: no process holds the lock or can acquire it. False: a process holds it."""
+        """Inside the context: True, and no process can acquire the lock; or False, because a process holds the lock."""
         file = self._lock()
         try:
             yield file is not None
@@ -154,7 +154,7 @@ class ArenaLock:
                 file.write(text)
 
     def _stored_epoch(self) -> int:
-        """The last holder's number; 0 if it is not known, so that no data is from a direct predecessor."""
+        """The last holder's number; 0 if it is unknown, so that no data counts as a direct predecessor's."""
         try:
             return max(0, int(self._epoch_path.read_text(encoding="ascii")))
         except (OSError, ValueError):

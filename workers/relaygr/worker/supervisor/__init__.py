@@ -6,9 +6,9 @@ need the supervisor. The supervisor
 
 * starts a first child, and the standby once the first child is active, so that they do not slow each other down;
 * replaces each child that dies, after a back-off, and only so many times within a window;
-* kills a child that sends no heartbeat: a stopped or hung process holds the lock until it is dead. A missing
-  heartbeat never grants the lock, it only ends a process;
-* ends, with both children, when one was fenced: another process has the id, and the standby would take it back;
+* kills a child that sends no heartbeat: a stopped or hung process holds the lock until it is dead, and a missing
+  heartbeat alone never gives the lock to another process;
+* ends, with both children, when one was fenced: another process has the id, and the standby would fence it;
 * passes SIGTERM, SIGINT and SIGHUP on. When it stops, it stops the standby first, so that the standby does not
   take over.
 

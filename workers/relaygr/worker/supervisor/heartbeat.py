@@ -1,7 +1,7 @@
 """Heartbeats from a child to its supervisor: the message, the child's end of the socket, and the supervisor's reader.
 
-A child sends one line of JSON a few times a second. The socket also tells the child about the supervisor: it closes
-when the supervisor is gone.
+A child sends one line of JSON a few times a second. The child sees that its supervisor is gone when the socket
+closes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ LONGEST_LINE_BYTES: Final = 4096
 
 
 class ChildPhase(enum.StrEnum):
-    """What a child is doing."""
+    """The phase of a child process."""
 
     PREPARING = "preparing"
-    """It loads its model, or it has just acquired the lock and takes over. It may send nothing for a long time."""
+    """The child loads its model, or has just acquired the lock and takes over. It may send nothing for a long time."""
     STANDBY = "standby"
-    """It is ready to take over and waits for the lock."""
+    """The child is ready to take over and waits for the lock."""
     ACTIVE = "active"
-    """It holds the lock."""
+    """The child holds the lock."""
 
 
 @dataclass(frozen=True, slots=True)

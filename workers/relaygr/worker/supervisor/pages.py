@@ -96,7 +96,7 @@ class Pages:
             yield from self._metrics_of(active)
 
     def describe(self) -> tuple[Metric, ...]:
-        """Called by prometheus_client at registration: there is no child yet whose metrics could be described."""
+        """Called by prometheus_client at registration. Empty, since there is no child yet."""
         return ()
 
     def _metrics_of(self, child: ChildPage) -> Iterator[Metric]:

@@ -4,9 +4,9 @@
 |----------------------------------|-------------------------------------------|-----------------------------------|
 | ended, fenced                    | always                                    | all end, with Exit.FENCED         |
 | ended by itself                  | none was ever a standby or active         | all end, with its code            |
-| ended otherwise                  | fewer than `restarts_max` in the window   | replaced after a back-off         |
-| ended otherwise                  | more than that, another child is active   | no new standby until one is old   |
-| ended otherwise                  | more than that, none is active            | all end, with Exit.FAILED         |
+| ended otherwise                  | at most `restarts_max` in the window      | replaced after a back-off         |
+| ended otherwise                  | more, and another child is left           | no standby until deaths expire    |
+| ended otherwise                  | more, and no child is left                | all end, with Exit.FAILED         |
 | no heartbeat for `silence_s`     | standby or active                         | killed                            |
 | no heartbeat for `start_timeout_s` | preparing, or taking over               | killed                            |
 | active                           | alone                                     | a standby is started              |
@@ -46,19 +46,19 @@ class SupervisorSettings(Section):
     restarts_max: Annotated[
         int, Field(ge=0, description="deaths within the window up to which a dead child is replaced")
     ] = 5
-    restart_window_s: Annotated[float, Field(gt=0, description="how long a death counts")] = 300.0
+    restart_window_s: Annotated[float, Field(gt=0, description="time after which a death no longer counts")] = 300.0
 
 
 @dataclass(slots=True)
 class ChildState:
-    """What the policy knows about one child."""
+    """The policy's record of one child."""
 
     number: int
     heard_us: int
     """Time of its last heartbeat; before the first one, its start."""
     heartbeat: Heartbeat | None = None
     killed: bool = False
-    """A kill was decided, and the process has not ended yet."""
+    """Whether a kill was decided and the process has not ended yet."""
 
     @property
     def phase(self) -> ChildPhase:
@@ -67,7 +67,7 @@ class ChildState:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the supervisor has to do now. `end` ends everything; otherwise it kills first, then starts."""
+    """The supervisor's next action: `end` both children, or else `kill` some, then `start` one."""
 
     kill: tuple[int, ...] = ()
     start: bool = False
@@ -81,9 +81,9 @@ class RestartPolicy:
     settings: SupervisorSettings
     children: dict[int, ChildState] = field(default_factory=dict)
     deaths: int = 0
-    """Children that ended although nobody stopped them."""
+    """Children that ended before the supervisor was stopped."""
     was_well: bool = False
-    """A child was a standby or active once, so the settings are valid."""
+    """Whether a child ever became a standby or active, so the settings are valid."""
     _deaths_us: deque[int] = field(default_factory=deque)
     _end: Exit | None = None
     _decided_us: int | None = None
@@ -145,7 +145,7 @@ class RestartPolicy:
         return bool(now_us - self._deaths_us[-1] >= pause_s * 1e6)
 
     def _restart_silence_after_own_pause(self, now_us: int) -> None:
-        """The supervisor itself was stopped, perhaps with the whole machine: it could not receive any heartbeat."""
+        """Ignores the silence of children during a pause of the supervisor, which could not receive heartbeats."""
         last_us, self._decided_us = self._decided_us, now_us
         if last_us is not None and now_us - last_us > self.settings.silence_s * 0.5e6:
             for child in self.children.values():

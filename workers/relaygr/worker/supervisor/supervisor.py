@@ -25,7 +25,7 @@ from relaygr.worker.supervisor.policy import RestartPolicy, SupervisorSettings
 log = structlog.get_logger()
 
 MakeCommand = Callable[[int, bool], Sequence[str]]
-"""Makes the command of a child from the descriptor of its socket, and whether no child was ever ready before it."""
+"""Makes the command of a child from its socket's descriptor, and from whether it is the first to get ready."""
 
 TICK_S = 0.2
 STANDBY_STOP_S = 3.0
@@ -114,7 +114,7 @@ class Supervisor:
         make_command: MakeCommand,
         clock: Clock | None = None,
     ) -> None:
-        """`worker` names the id, the address of the HTTP pages, and how long an active child may drain."""
+        """`worker` gives the id, the address of the HTTP pages, and how long an active child may drain."""
         self._worker_id = worker.worker_id
         self._make_command = make_command
         self._drain_s = worker.drain_s
@@ -217,7 +217,7 @@ class Supervisor:
         child.kill()
 
     def _pass_on_hangup(self) -> None:
-        """A child that still loads may have no handler yet, and the signal would end it: it gets the signal later."""
+        """Passes SIGHUP to the children. A child that still loads gets it later: without a handler it would end."""
         for child in self._children.values():
             if self._policy.children[child.number].phase is ChildPhase.PREPARING:
                 self._hangups.add(child.number)

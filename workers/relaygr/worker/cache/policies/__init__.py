@@ -1,16 +1,16 @@
 """Eviction policies: in which order ready entries are evicted. `choose` makes a policy by its name.
 
-An `EvictionOrder` knows entries by number and orders them. Its caller walks `victims` and skips entries that are
-pinned or leased. `Demoting` adds to any order that some entries go before all others. No policy reads a clock, takes a
+An `EvictionOrder` orders entries, which it identifies by number. Its caller walks `victims` and skips entries that are
+pinned or leased. `Demoting` wraps any order and puts demoted entries first. No policy reads a clock, takes a
 lock or counts bytes.
 
 | name | evicts first | suits | does not suit |
 |---|---|---|---|
 | `lru` | the least recently used | most traffic | long runs of users who come once |
-| `slru` | entries of one visit, least recently used | a hot set beside a scan | a hot set that keeps changing |
-| `s3fifo` | entries of one visit, in order of arrival | many users who come once | few, large entries |
+| `slru` | entries with one visit, least recently used | a hot set beside a scan | a hot set that keeps changing |
+| `s3fifo` | entries with one visit, in order of arrival | many users who come once | few, large entries |
 | `cost` | the least time saved per byte | histories of very different lengths | equal lengths: it only counts visits |
-| `ttl` | the longest unused; none stays longer | a bound on how long prefixes stay | the highest hit ratio |
+| `ttl` | the least recently used, and all that expired | a bound on how long prefixes stay | the highest hit ratio |
 """
 
 from relaygr.worker.cache.policies.choose import PolicyName, PolicyOptions, TierPolicies, make_policy

@@ -15,7 +15,7 @@ DEFAULT_TTL_US = 600_000_000
 
 
 class PolicyName(enum.StrEnum):
-    """The package says which policy suits which traffic."""
+    """The names of the policies. The package lists the traffic that each suits."""
 
     LRU = "lru"
     SLRU = "slru"

@@ -3,12 +3,12 @@
 | call | when | costs |
 |---|---|---|
 | `add` | an entry became ready, or grew: counts as a touch | O(1), `cost` O(log n) |
-| `touch` | it was used | likewise |
-| `evict` | it was evicted to make room; a policy may remember it | likewise |
-| `remove` | it was removed for another reason; an unknown number changes nothing | likewise |
+| `touch` | an entry was used | likewise |
+| `evict` | an entry was evicted to make room; a policy may remember it | likewise |
+| `remove` | an entry was removed for another reason; an unknown number changes nothing | likewise |
 | `victims` | room is needed: yields all entries, the next to evict first | O(1) a step, amortised; `cost` O(log n) |
-| `expired` | from time to time: yields entries whose time is over | O(1) a step |
-| `demote` | its partition left, or a newer prefix of the user replaced it | O(1), `cost` O(log n) |
+| `expired` | at intervals: yields entries whose time to live is over | O(1) a step |
+| `demote` | the entry's partition left, or a newer prefix of the user replaced it | O(1), `cost` O(log n) |
 
 A walk over `victims` may move entries inside the policy (second chances). So the caller walks only when it is about
 to evict. It may stop at any step, and makes no other call during the walk.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 VISIT_US: Final = 1_000_000
-"""Longer than a lead time, shorter than the time after which a user asks again."""
+"""Longer than a lead time, shorter than the time between two impressions of a user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class EvictionOrder(Protocol):
         """A new entry, or one whose weight changed."""
 
     def touch(self, entry_id: int, now_us: int) -> None:
-        """The entry was used. Raises KeyError for one that is not ordered."""
+        """The entry was used. Raises KeyError if it is not ordered."""
 
     def evict(self, entry_id: int) -> None:
         """The entry is evicted to make room."""

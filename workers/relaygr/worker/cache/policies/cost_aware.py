@@ -1,8 +1,8 @@
 """Greedy-Dual-Size-Frequency: the entry that saves the least time per byte goes first, with aging.
 
 The rank of an entry is `floor + visits * saved_us / pages`: how often it was visited, times the device time that a
-hit saves, divided by its size. `floor` is the rank of the last evicted entry. So newer entries overtake an entry that
-was valuable once and is not visited any more. Entries of equal rank go in order of last use.
+hit saves, divided by its size. `floor` is the rank of the last evicted entry. So newer entries overtake an entry with a
+high rank that is not visited any more. Entries of equal rank go in order of last use.
 
 Entries lie in a heap. A touch pushes the new rank and leaves the old one in the heap. Old ranks are dropped when they
 reach the top, or when they are more than half of the heap.
@@ -24,7 +24,7 @@ from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight
 @dataclass(slots=True)
 class _Node:
     value: float
-    """µs saved a page."""
+    """µs saved per page."""
     visit_us: int
     """Start of the entry's latest visit."""
     visits: int = 1

@@ -3,13 +3,13 @@
 `Slru`: a new entry enters the probation segment. An entry that is used in another visit moves to the protected
 segment, which has at most `protected_share` of the tier's pages. Entries that this pushes out of the old end of the
 protected segment return to the young end of probation. Victims come from probation in order of last use, then from
-the protected segment likewise. So a scan passes through probation and leaves the protected prefixes alone.
+the protected segment likewise. So a scan evicts only entries in probation.
 Source: Karedla, Love, Wherry, "Caching strategies to improve disk system performance", Computer 27(3), 1994;
 with visits instead of uses (`contract`).
 
 `Ttl`: the order of LRU, but an entry that is not used for its time to live expires even if there is room. That frees
-the pages of users who left, and bounds how long a prefix stays. An entry that is pinned or leased outlives its time
-until it is released.
+the pages of users who left, and bounds how long a prefix stays. An entry that is pinned or leased stays until it is
+released.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from relaygr.worker.cache.policies.contract import VISIT_US, EntryWeight, Evicti
 class Demoting:
     """An `EvictionPolicy` over `order`: demoted entries go first, in the order in which they were demoted.
 
-    A demoted entry keeps its place in `order`, which counts again once a touch has ended the demotion. If it goes
-    while it is demoted, `order` sees a removal and not an eviction, and so does not remember the entry.
+    A demoted entry keeps its place in `order`, which counts again once a touch has ended the demotion. If it is
+    evicted while it is demoted, `order` gets `remove` and not `evict`, and so does not remember the entry.
     """
 
     def __init__(self, order: EvictionOrder) -> None:

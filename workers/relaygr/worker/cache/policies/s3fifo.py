@@ -1,4 +1,4 @@
-"""S3-FIFO: three first-in-first-out queues. Most new entries are not asked for again, so they are evicted early.
+"""S3-FIFO: three first-in-first-out queues. Most new entries are used once only, and are evicted early.
 
 * A new entry enters `small`, which has a tenth of the tier's pages. At the end of `small` an entry with at least two
   later visits moves to `main`. Any other is evicted, and `ghosts` remembers its identity.

@@ -1,7 +1,7 @@
 """Records the operations of a running cache in a file, on its own thread.
 
 `on_event` only appends to a bounded queue. It never blocks: when the queue is full it drops the event and counts it.
-The file is bounded too: events that do not fit are dropped and counted, and the log says so once. An error of the
+The file is bounded too: events that do not fit are dropped and counted, and one warning is logged. An error of the
 disk ends the recording, not the worker. The file is created at the first event, so a standby leaves the file of the
 active worker alone. A file that exists is renamed to `NAME.1`, which replaces an older one. `on_event` records nothing
 before `start` and after `close`.
@@ -76,7 +76,7 @@ class TraceRecorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes the events in the queue, and ends. May be called again."""
+        """Writes the events in the queue, and ends the recording. May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)

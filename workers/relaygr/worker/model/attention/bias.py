@@ -19,7 +19,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import RelativeBias
 
 _LONGEST_SECONDS = 2**54
-"""Longer than any time in 64-bit milliseconds."""
+"""More seconds than any time in 64-bit milliseconds."""
 
 
 class RelativeBiases:

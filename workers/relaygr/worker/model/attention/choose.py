@@ -1,8 +1,7 @@
-"""Chooses the back end that computes a model's attention on a device, at load; the log names it, with the reason.
+"""Chooses a model's attention back end on a device, at load, and logs the choice with its reason.
 
 A back end made for one kind of accelerator needs a library that may be missing or broken (Triton without a compiler,
-an operator package of another version). Then one warning gives the reason, and plain torch computes attention on the
-same device.
+an operator package of another version). Then one warning gives the reason, and plain torch is used on the same device.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> Backend
 
 
 def _options(spec: AttentionSpec) -> list[str]:
-    """The options that the plain mask does not have."""
+    """The options of the mask that the plain mask does not have."""
     asked = {
         "the contextual mask": spec.contextual_tokens > 0,
         "max_attn_len": spec.max_attn_len > 0,

@@ -7,7 +7,7 @@
 `q`, `k`, `v` hold the rows of all segments, one segment after the other, chunks first. `q` and `k` are
 [rows, heads, attention_dim], `v` is [rows, heads, hidden_dim], all of the compute type. They are views of one
 projection, and their last dimension is contiguous. The caller has rounded `k` and `v` to the stored type, so that a row
-has the same values now as after it is read back; `q` is not scaled yet. A is [rows, heads * hidden_dim], contiguous,
+has the same values before and after it is stored; `q` is not scaled yet. A is [rows, heads * hidden_dim], contiguous,
 float32 or of the compute type, and divided by N.
 """
 
@@ -34,7 +34,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in logs."""
+        """The back end's name in logs."""
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
         """Prepares one forward. Raises ValueError if the pages of a segment do not hold its tokens."""

@@ -1,4 +1,4 @@
-"""The attention mask of a segment, tile by tile, with all its options (docs/model.md). No tile covers the whole mask.
+"""The attention mask of a segment with all options (docs/model.md), made tile by tile, never as a whole.
 
 Keys of a segment are numbered from the prefix's first token on: context, causal rows, candidates. With a contextual
 mask all contextual tokens have place 0 and the history begins at place 1; all candidates have the place after the

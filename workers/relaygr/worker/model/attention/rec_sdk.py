@@ -1,7 +1,7 @@
 """The NPU back end: Ascend RecSDK's HSTU operator behind the attention interface.
 
 `torch.ops.mxrec.hstu_jagged.delta` computes SiLU(alpha q k^T) * scale * mask, times v, over jagged q and k of different
-lengths. Two calls in each layer compute our mask, with the mask rules that RecSDK's own tests state:
+lengths. Two calls in each layer compute our mask, by the mask rules in RecSDK's own tests:
 
 * causal rows against [context, causal rows], mask type 0: the lower triangle, aligned at the end of the keys;
 * candidates against [context, causal rows], mask type 2: no mask.
@@ -73,7 +73,7 @@ class RecSdkAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         """Raises ValueError for a mask or sizes that the operator does not compute."""
         if not self.fits(spec):
-            raise ValueError("RecSDK's operator does not compute this mask, or not these sizes")
+            raise ValueError("RecSDK's operator does not support this mask or these sizes")
         self._spec = spec
         self._longer = BlockedAttention(spec)
 
@@ -94,7 +94,7 @@ class RecSdkAttention:
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:
         s = self._spec
-        # The gathered context, and a copy with the own rows; the keys of each call; q and the result.
+        # The gathered context, and a copy joined with the segments' own rows; keys of each call; q and the result.
         gathered = 3 * (rows + max_tokens) * (s.key_width + s.row_width)
         own = rows * (s.key_width + 3 * s.row_width)
         return max((gathered + own) * s.compute_dtype.itemsize, self._longer.scratch_bytes(rows, max_tokens))

@@ -1,7 +1,7 @@
 """Soft-max attention over K,V in pages, by torch's scaled-dot-product attention.
 
 The keys of a segment are gathered once in each layer. Rows are processed in tiles of 256, so that no mask of
-[rows, keys] is ever in memory. A tile includes only those keys of candidates that it may see.
+[rows, keys] is ever in memory. A tile includes only those candidates' keys that its rows may see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SoftmaxAttention:
     def __init__(self, spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
         """Raises ValueError for SiLU, and if `biases` does not agree with the specification."""
         if spec.normalizer is not None or spec.has_bias is not (biases is not None):
-            raise ValueError("soft-max attention has no normaliser, and its bias is that of its specification")
+            raise ValueError("soft-max attention takes no normaliser, and needs biases exactly if its spec has them")
         self._spec = spec
         self._biases = biases
 

@@ -1,4 +1,4 @@
-"""The attention that a model asks for (sizes, scale, mask), and torch's element types."""
+"""The attention of a model (sizes, scale, mask), and torch's element types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AttentionSpec:
     normalizer: float | None
     """N; None: soft-max."""
     contextual_tokens: int = 0
-    """Tokens at the beginning of a prefix that see the whole history, and all have place 0."""
+    """Number of tokens at the beginning of a prefix that see the whole history and all have place 0."""
     max_attn_len: int = 0
     min_full_attn_len: int = 0
     target_group_size: int = 1

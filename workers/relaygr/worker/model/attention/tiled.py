@@ -1,7 +1,7 @@
 """HSTU attention with every option, in plain torch, tile by tile: the engine's path for options without a faster one.
 
-It is slower than `blocked.py`, because it makes a mask and a bias for each tile that needs them. Tiles that no row
-sees are skipped, so a window saves time. The tiles of a segment (`TiledSegment`) serve `softmax.py` too.
+It is slower than `blocked.py`, because it makes a mask and a bias for each tile that needs them. Tiles in which no
+row sees a key are skipped, so a window saves time. The tiles of a segment (`TiledSegment`) serve `softmax.py` too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TiledSegment:
                 yield RowTile(slice(low, high), range(low + offset, high + offset))
 
     def own_keys(self, tile: RowTile) -> Iterator[range]:
-        """Blocks of the segment's own keys that the tile may see; of candidates, only those of its groups."""
+        """Blocks of the segment's own keys that the tile may see; among candidates, only those of its groups."""
         segment = self.placed.segment
         for low in range(segment.context_tokens, segment.causal_tokens, KEY_BLOCK):
             yield range(low, min(low + KEY_BLOCK, segment.causal_tokens))
@@ -101,7 +101,7 @@ class TiledAttention:
     def __init__(self, spec: AttentionSpec, biases: RelativeBiases | None = None) -> None:
         """Raises ValueError for soft-max, and if `biases` does not agree with the specification."""
         if spec.normalizer is None or spec.has_bias is not (biases is not None):
-            raise ValueError("tiled attention is SiLU attention, and its bias is that of its specification")
+            raise ValueError("tiled attention computes SiLU, and needs biases exactly if its spec has them")
         self._spec = spec
         self._biases = biases
 

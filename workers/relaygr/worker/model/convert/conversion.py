@@ -1,7 +1,7 @@
 """Converts a checkpoint of another implementation into ours (docs/convert.md).
 
 Every tensor of the source is mapped, unused for a known reason, or left over. Every tensor of our configuration is
-given or missing. A conversion with tensors left over or missing is written only on request; a missing tensor is then
+given or missing. A result with left-over or missing tensors is written only on request; a missing tensor is then
 filled with neutral values: ones for the weight of a norm, else zeros.
 """
 
@@ -71,12 +71,12 @@ def convert_state_dict(source: StateDict, kind: SourceKind, options: ConvertOpti
         fields = _SOURCES[kind](takings, options) | _common(options)
     # Wrong shapes and files raise whichever error occurs first.
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
-        raise RelayError(f"{origin} is not what {kind} saves, or the options do not fit it: {error}.") from error
+        raise RelayError(f"{origin} is not a state dict of {kind}, or the options do not fit it: {error}.") from error
     fields.setdefault("max_prefix_behaviours", options.max_prefix or _longest(fields))
     try:
         config = ModelConfig.model_validate(fields)
     except ValidationError as error:
-        raise RelayError(f"{origin} does not make a model: {describe_problems(error)}.") from error
+        raise RelayError(f"The model from {origin} is not valid: {describe_problems(error)}.") from error
     shapes = expected_tensors(config)
     takings.take_own(shapes)
     report = takings.report(shapes)

@@ -84,7 +84,7 @@ class Transform:
 AS_IS = Transform("as it is", lambda x: x)
 TRANSPOSED = Transform("transposed", lambda x: x.T.contiguous())
 FLATTENED = Transform("flattened", lambda x: x.flatten())
-WITH_UNKNOWN = Transform("a row of zeros added, for what is unknown", lambda x: F.pad(x, (0, 0, 0, 1)))
+WITH_UNKNOWN = Transform("a row of zeros added, for unknown values", lambda x: F.pad(x, (0, 0, 0, 1)))
 
 
 def both(first: Transform, second: Transform) -> Transform:
@@ -123,7 +123,7 @@ class Takings:
     def peek(self, name: str) -> torch.Tensor:
         """A tensor, without marking it as used. Raises RelayError if the source has no tensor of this name."""
         if name not in self._source:
-            raise RelayError(f"{self._origin} has no tensor {name}, which its sizes are read from.")
+            raise RelayError(f"{self._origin} has no tensor {name}, from which the model's sizes are read.")
         return self._source[name]
 
     def take(self, source: str, target: str, transform: Transform = AS_IS) -> None:

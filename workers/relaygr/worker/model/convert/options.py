@@ -1,4 +1,4 @@
-"""The options of a conversion: what a state dict does not say, given on the command line or in a YAML or JSON file."""
+"""The options of a conversion: facts that a state dict lacks, from the command line or a YAML or JSON file."""
 
 from __future__ import annotations
 

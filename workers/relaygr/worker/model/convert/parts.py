@@ -103,7 +103,7 @@ class Tables:
         return list(self._found)
 
     def find(self, name: str, otherwise: str | None = None) -> Table | None:
-        """The table of an option or with this name; `otherwise`: the name to try if there is none."""
+        """The table that `--table` names, else the source's table `name`, else its table `otherwise`; or None."""
         told = self._options.tables.get(name)
         if told is None:
             table = self._found.get(name)
@@ -118,7 +118,7 @@ class Tables:
         raise RelayError(f"--table {name}={told}: the source has no such table or tensor; its tables are {known}.")
 
     def require(self, name: str, otherwise: str | None = None) -> Table:
-        """Like `find`, but raises RelayError that tells how to name the table."""
+        """Like `find`, but without a table raises RelayError with the option that names it."""
         table = self.find(name, otherwise)
         if table is None:
             known = ", ".join(self._found) or "none"

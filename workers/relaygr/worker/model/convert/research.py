@@ -72,7 +72,7 @@ def _layers(takings: Takings, prefix: str, options: ConvertOptions) -> dict[str,
 
 
 def _is_concatenated(columns: int, rows: int, heads: int, options: ConvertOptions) -> bool:
-    """Whether the output projection reads three blocks. Raises RelayError if shapes fit both, and no option tells."""
+    """Whether the output projection reads three blocks. Raises RelayError if shapes fit both and no option decides."""
     one_block = columns // 2 - rows
     if one_block <= 0 or one_block % heads:
         return True

@@ -1,4 +1,4 @@
-"""Tokens to the rows that enter the first layer, on the device, and the tensors that this needs.
+"""Turns tokens into the rows of the first layer, on the device, and lists the tensors that this needs.
 
     row = scale * content + position[place] + time[age]
 
@@ -138,7 +138,7 @@ class TableContent:
         if config.inputs is InputForm.INTERLEAVED:
             tables.append(tensors["actions.weight"])
         self._others = _joined(tables, self._items.new_empty((0, config.embedding_dim)))
-        # A last row of zeros is for tokens without an action.
+        # The last row, zeros, is for tokens without an action.
         self._actions: torch.Tensor | None = None
         if config.inputs is InputForm.ADDED and config.num_actions:
             self._actions = F.pad(tensors["actions.weight"], (0, 0, 0, 1))
@@ -211,7 +211,7 @@ def _with_others(
     """Items by their rows; the tokens at `others` by rows of the table of everything else."""
     if others is None:
         return of_items(content)
-    # For a token that is not an item, the row of some item is computed and overwritten, which keeps the shapes.
+    # For a token that is not an item, the first row of the item table is used and overwritten, which keeps the shapes.
     x = of_items(content.clamp(min=0))
     x[others] = F.embedding(~content[others], table)
     return x

@@ -2,8 +2,8 @@
 
 With C contextual tokens, T candidates, H tokens of contextual part and history, and P rows, places are
 
-    from the start   p(i) = min(i, P - 1), candidates all at min(H, P - 1): good for any later request
-    from the end     p(i) = i for i < C, else min(H - i + C, P - 1), candidates all at min(C, P - 1): good for one
+    from the start   p(i) = min(i, P - 1), candidates all at min(H, P - 1): valid for any later request
+    from the end     p(i) = i for i < C, else min(H - i + C, P - 1), candidates all at min(C, P - 1): valid for one
                      impression only, since one more behaviour moves every row
 
 Sources: NVIDIA's recsys-examples (start), Meta's generative-recommenders (end). The age of a token is the time between

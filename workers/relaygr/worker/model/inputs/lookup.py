@@ -2,7 +2,7 @@
 
 A contextual feature with `min_tokens` is hidden from sequences with fewer behaviours and candidates together: its
 values are unknown there. The content of a prefix then depends on the request's number of candidates, so `FeatureGates`
-hides the values before the prefix is named, and a prefix of another view has another key. Source: Meta's
+hides the values before the key is computed: a prefix with other visible features has another key. Source: Meta's
 generative-recommenders, minimum lengths.
 """
 

@@ -44,7 +44,7 @@ from relaygr.worker.model.triton.plan import (
 )
 
 _SPLIT_KEYS = 64
-"""Keys of a block for the choice of splits. The tuned block may have another size."""
+"""Keys of a block, as assumed for the choice of splits. The tuned block may have another size."""
 _PROGRAMS_PER_UNIT = 2
 """Programs of the attention kernel for which one multiprocessor has registers and shared memory."""
 
@@ -141,7 +141,7 @@ def warm_up(attention: TritonAttention, spec: AttentionSpec, geometry: KvGeometr
 
     `tokens`: length of a prefix. The chunk is its second half; the requests rank against its first half.
 
-    Raises the error of Triton if it cannot compile or run the kernels.
+    Passes on Triton's error if it cannot compile or run the kernels.
     """
     one_layer = KvGeometry(
         1, geometry.num_heads, geometry.attention_dim, geometry.hidden_dim, geometry.page_tokens, geometry.dtype

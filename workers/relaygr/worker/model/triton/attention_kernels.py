@@ -28,7 +28,7 @@ _SILU = tl.constexpr("""{
     rcp.approx.ftz.f32 t, t;
     mul.ftz.f32 $0, $1, t;
 }""")
-"""x / (1 + 2^(-x log2 e)). With tl.exp and a division it takes twice as many instructions, which handle denormals."""
+"""x / (1 + 2^(-x log2 e)). tl.exp and a division take twice as many instructions, because they handle denormals."""
 
 
 @triton.jit

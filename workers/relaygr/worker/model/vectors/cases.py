@@ -6,8 +6,8 @@ beginning of a case's name gives its kind (`KINDS`). Sequences are jagged: the u
 array's largest value, masks and indices exactly. A case with an unknown option is NOT_UNDERSTOOD, and the result names
 the option.
 
-`read_vectors` raises RelayError for a file of another form. `check_case` never raises: an array that is missing or has
-the wrong shape fails its case.
+`read_vectors` raises RelayError for a file of another format. `check_case` never raises: an array that is missing or
+has the wrong shape fails its case.
 """
 
 from __future__ import annotations

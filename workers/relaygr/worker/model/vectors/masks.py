@@ -118,7 +118,7 @@ def mask_options(case: VectorCase) -> MaskOptions:
 
 
 def served_mask(size: int, history: int, total: int, options: MaskOptions, group_size: int = 1) -> torch.Tensor:
-    """bool [size, size], put together from the tiles of attention: `history` rows, then candidates at place `total`."""
+    """bool [size, size], assembled from the tiles of attention: `history` rows, then candidates at place `total`."""
     spec = AttentionSpec(
         num_heads=1,
         attention_dim=1,
@@ -144,7 +144,7 @@ def served_mask(size: int, history: int, total: int, options: MaskOptions, group
 def in_tiles(
     dense: torch.Tensor, history: int, num_targets: int | None, options: MaskOptions, group_size: int = 1
 ) -> torch.Tensor:
-    """The mask `dense` [size, size] put together from the tiles of attention.
+    """The mask `dense` [size, size], assembled from the tiles of attention.
 
     Without targets, padding is neither history nor a candidate. Attention has no padding, so its part is copied.
     """

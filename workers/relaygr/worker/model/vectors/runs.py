@@ -128,7 +128,7 @@ class PagedLayers:
         )
         count = geometry.pages_for(prefix)
         kv = PagedKv(torch.zeros((count + 1, geometry.page_bytes), dtype=torch.uint8), geometry)
-        # In descending order, so that a page table is really used.
+        # In descending order, so that an error in the use of the page table shows.
         pages = np.arange(count, 0, -1, dtype=np.int32)
         attention = attention_for(s, self._biases).attention
         rows = [x[:0]]
