@@ -128,7 +128,7 @@ def load(
 ) -> LoadedSettings:
     """Merges the layers, validates the result, and records the origin of each value. Raises RelayError.
 
-    `overrides` are `KEY=VALUE` texts. `bootstrap` stands for `bootstrap=...` and wins over them.
+    `overrides` are `KEY=VALUE` texts. `bootstrap` stands for `bootstrap=...` and overrides them.
     """
     given: dict[str, _Given] = {}
     if config is not None:

@@ -81,7 +81,7 @@ def _lines() -> Iterator[str]:
 def _about(section: str) -> str:
     """The description of a section."""
     if not section:
-        return "The address and the use of Kafka."
+        return "The Kafka cluster and its clients."
     model = section_of(Settings.model_fields[section])
     return inspect.getdoc(model) or "" if model else ""
 

@@ -1,4 +1,4 @@
-"""Replays of cache traces: against sums done by hand, against what can not be beaten, and from the command line."""
+"""Replays of cache traces: checked by hand, against the upper bound, and from the command line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on(hbm_pages: int, dram_pages: int = 0, policy: PolicyName = PolicyName.LRU)
 
 
 def visits_of(users: str, behaviours: int = 16) -> list[Demand]:
-    """One visit a second, each by the user of that letter."""
+    """One visit a second; each letter is a user."""
     return [rank(user, second, behaviours) for second, user in enumerate(users)]
 
 
@@ -133,7 +133,7 @@ Steps = list[tuple[str, float, int, bool]]
 
 
 def demand_lists(pauses: list[float]) -> st.SearchStrategy[Steps]:
-    """Who comes, after how many seconds, with how much more history, and whether a job comes before."""
+    """Steps: the user, the seconds since the last step, the growth of the history, whether a job comes first."""
     step = st.tuples(
         st.sampled_from("abcdefgh"), st.sampled_from(pauses), st.sampled_from([0, 0, 0, 5, 40]), st.booleans()
     )
@@ -141,7 +141,7 @@ def demand_lists(pauses: list[float]) -> st.SearchStrategy[Steps]:
 
 
 def grown(steps: Steps) -> list[Demand]:
-    """Users come after so many seconds each, with histories that grow, some after a pre-infer job."""
+    """The demands of these steps: histories grow, and some rankings follow a pre-infer job."""
     lengths: dict[str, int] = {}
     second, demands = 0.0, []
     for user, pause, growth, prepared in steps:
@@ -171,18 +171,18 @@ class TestBound:
 
     @pytest.mark.parametrize(("hbm_pages", "hits"), [(0, 0), (1, 2), (2, 3)])
     def test_it_is_what_the_budget_of_page_steps_buys(self, hbm_pages: int, hits: int) -> None:
-        """Each that comes back waits three look-ups, with one page: of six look-ups' steps two are bought."""
+        """A hit costs 3 page-steps (one page for 3 look-ups). One page over 6 look-ups pays for two hits."""
         assert HitBound(visits_of("abcabc"), LAYOUT, PAGE_TOKENS).hits(hbm_pages) == hits
 
     def test_dear_prefixes_are_bought_last(self) -> None:
-        """a: 4 pages for 2 look-ups; b: 1 page for 2. Of 4 look-ups' steps both are bought with 3 pages, b with 1."""
+        """a costs 8 page-steps, b 2. Over 4 look-ups 3 pages give 12, enough for both; 1 page gives 4, enough for b."""
         demands = [rank("a", 0, 64), rank("b", 1, 16), rank("a", 2, 64), rank("b", 3, 16)]
         bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
         assert [bound.hits(pages) for pages in (0, 1, 2, 3)] == [0, 1, 1, 2]
 
     def test_a_prefix_need_not_stay_between_the_look_ups_of_one_visit(self) -> None:
-        """The bound counted visits, as if what was computed at the last look-up of one had lain there since its first:
-        two users who share one page in turns had twice as many hits."""
+        """The bound once counted a prefix as cached from the first look-up of a visit, though its last one computed it.
+        Two users who took turns on one page then had twice as many hits as the bound."""
         demands, hits = [rank("a", 0.0), rank("b", 0.1)], 0
         for second in range(10):
             for user, again, next_visit in (("a", second + 0.95, second + 1.05), ("b", second + 1.08, second + 1.15)):
@@ -209,7 +209,7 @@ class TestBound:
 
 
 def belady_hits(users: list[str], room: int) -> int:
-    """MIN: throw away who comes back last, and do not keep who comes back later still."""
+    """Belady's MIN: evicts the user who returns last, and does not cache a user who returns even later."""
     there: set[str] = set()
     hits = 0
     for place, user in enumerate(users):
@@ -235,7 +235,7 @@ class TestHistories:
         for before, after, key, following in zip(demands, demands[1:], keys, keys[1:], strict=False):
             common = before.sketch.common(after.sketch)
             shared = common_behaviours(following, key)
-            # A history that became shorter ends where the longer one has no mark: whole blocks are sure.
+            # A shorter history ends where the longer one has no mark, so only whole blocks are known to be equal.
             assert shared == common if following.length >= key.length else common // 64 * 64 <= shared <= common
 
     def test_time_does_not_go_back_where_records_of_two_threads_do(self) -> None:
@@ -274,7 +274,7 @@ def test_copies_cross_a_virtual_link_one_after_the_other() -> None:
     link.advance(39)
     assert ended == [("spill", 15)]
     link.run()
-    # The two under way were spill and late; urgent came when both had begun.
+    # The copies under way were spill and late; urgent was submitted after both had begun.
     assert ended == [("spill", 15), ("late", 40), ("urgent", 55)]
     assert link.moved_bytes == {Tier.HBM: 300, Tier.DRAM: 100}
 
@@ -311,7 +311,7 @@ class TestMaking:
             ("prepare", 30_000, 2),
             ("acquire", 30_500, 2),
         ]
-        # Then two at one moment: the window of two slid.
+        # Then two behaviours at one time: the window of two slid.
         assert records[4].sketch.common(records[2].sketch) == 0
 
     @pytest.mark.parametrize(("length", "start"), [(10, 0), (100, 0), (101, 30), (130, 30), (131, 60), (161, 90)])
@@ -386,7 +386,7 @@ class TestCommand:
             return parallel.replay_all(*arguments)
 
         monkeypatch.setattr(cache, "replay_all", begun_anew)
-        with pytest.raises(RelayError, match="became another one"):
+        with pytest.raises(RelayError, match="was replaced during the replay"):
             cache.replay_command(trace, policy=["lru"])
 
     @pytest.mark.slow
@@ -408,7 +408,7 @@ class TestCommand:
             (["replay", "TRACE", "--policy", "mru"], "--policy mru: give one of lru"),
             (["replay", "TRACE", "--policy", "lru/mru"], "--policy lru/mru"),
             (["replay", "TRACE", "--hbm", "much"], "--hbm much is not a size"),
-            (["replay", "TRACE", "--hbm", "1KiB"], "holds no page"),
+            (["replay", "TRACE", "--hbm", "1KiB"], "has no room for a page"),
             (["replay", "TRACE", "--plot", "/nowhere/x.png"], "can not be written"),
             (["replay", "nowhere"], "can not be read"),
             (["trace", "--out", "x"], "Give one of --interactions FILE and --schedule"),

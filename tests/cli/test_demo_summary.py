@@ -1,4 +1,4 @@
-"""What a run of the demo showed, and whether that is enough."""
+"""The summary of a run of the demo, and its gates."""
 
 from __future__ import annotations
 

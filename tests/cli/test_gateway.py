@@ -13,7 +13,7 @@ from relaygr.traffic.settings import TrafficSettings
 
 
 class ForgetfulClient:
-    """Answers the warm-up, and never tells what became of anything else."""
+    """Answers the warm-up, and reports no outcome of any other request."""
 
     def __init__(self, on_late, on_lost):
         self.on_late, self.on_lost = on_late, on_lost

@@ -1,4 +1,4 @@
-"""Interaction logs: each layout recognised by content, read whole, and refused with a sentence."""
+"""Interaction logs: each layout is recognised by content and read whole; a bad file is refused with a reason."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_recbole_without_timestamps_keeps_the_order_of_the_file(write: Write) ->
     ("header", "text"),
     [
         ("user_id:token\titem_id:int\n", "item_id:int: RecBole's types are token, token_seq, float, float_seq"),
-        ("user_id:token\titem_id:token_seq\n", "item_id:token_seq, this reader needs item_id:token"),
-        ("user_id:token\titem_id:token\ttimestamp:token\n", "needs timestamp:float"),
-        ("user_id:token\titem_id:token\trating:token\n", "needs rating:float"),
+        ("user_id:token\titem_id:token_seq\n", "item_id:token_seq, expected item_id:token"),
+        ("user_id:token\titem_id:token\ttimestamp:token\n", "expected timestamp:float"),
+        ("user_id:token\titem_id:token\trating:token\n", "expected rating:float"),
         ("item_id:token\tprice:float\n", "no user_id:token"),
         ("user_id:token\tage:token\n", "no item_id:token"),
         ("user_id:token\tshop_id:token\tcity_id:token\n", "no item_id:token"),
@@ -188,8 +188,8 @@ def test_bad_lines_are_left_out_with_number_and_reason(write: Write) -> None:
         8: ("u\t1\t1\tinf", "timestamp is 'inf', expected 0 to 9000000000000000"),
         10: ("\t1\t1\t1000000000", "an id is empty"),
         11: ("u\t \t1\t1000000000", "an id is empty"),
-        12: (f"{'x' * 300}\t1\t1\t1000000000", "user id: 300 bytes of text, allowed are 1 to 256"),
-        13: ("u\x07\t1\t1\t1000000000", "user id: text holds control characters"),
+        12: (f"{'x' * 300}\t1\t1\t1000000000", "user id: 300 bytes of text, expected 1 to 256"),
+        13: ("u\x07\t1\t1\t1000000000", "user id: text contains control characters"),
         14: ("u\t1\t1\t1000000000\textra", "5 fields, expected 4"),
     }
     rows = [

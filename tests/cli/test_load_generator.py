@@ -1,4 +1,4 @@
-"""What a load generator must get right before its latencies mean anything: stories 15 and 16 of docs/testing.md."""
+"""The conditions for meaningful latencies of a load generator: stories 15 and 16 of docs/testing.md."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def exponential_p_value(gaps_us: np.ndarray) -> float:  # type: ignore[type-arg]
 
 
 class TestArrivals:
-    """15. A generator that spaced its requests evenly, or stretched them to a round total, measured no queues."""
+    """15. A generator that spaced its requests evenly, or stretched them to a round total, measured no queueing."""
 
     @pytest.mark.parametrize("seed", [1, 2, 3])
     def test_gaps_are_exponential_by_kolmogorov_and_smirnov(self, seed: int) -> None:
         times_us = np.array([0, *(each.retrieval_us for each in first_impressions(seed))])
         gaps_us = np.diff(times_us)
         assert exponential_p_value(gaps_us) > 0.01
-        # The test has teeth: even gaps, and gaps stretched by a tenth, are told apart.
+        # The test detects even gaps, and gaps stretched by a tenth.
         assert exponential_p_value(np.full(COUNT, gaps_us.mean())) < 1e-6
         assert exponential_p_value(gaps_us * 1.1) < 0.01
 
@@ -99,7 +99,7 @@ class StallingClient:
 @pytest.mark.slow
 def test_a_stalled_server_yields_growing_latency() -> None:
     """16. Coordinated omission: a generator that waited for a stalled server sent nothing meanwhile, and its P99
-    was that of the requests that it did send. Here every request is timed from when it was due.
+    was that of the requests that it did send. Here the latency of every request counts from its due time.
     """
     settings = TrafficSettings(
         duration_s=0.6, rate_per_s=200, users=3, history_median=8, history_max=16, settle_s=0, lead_median_ms=1,
@@ -114,7 +114,7 @@ def test_a_stalled_server_yields_growing_latency() -> None:
     during = [record for record in records if due_us[record.number] - first_due_us < STALL_S * 1e6]
     assert len(during) > 20
     for record in during:
-        # What of the stall was left when it was due; only those that were due before it are delayed by all of it.
+        # The rest of the stall at the due time: a request due during the stall waits only for the rest.
         left_us = STALL_S * 1e6 - (due_us[record.number] - first_due_us)
         assert record.latency_us is not None
         assert record.latency_us >= left_us

@@ -1,4 +1,4 @@
-"""The command line: light until a command is called, and a sentence for every error."""
+"""The command line: it imports little until a command is called, and prints one sentence for each error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from relaygr.cli.app import OPTIONAL, LazyGroup
 from relaygr.runtime.errors import RelayError
 
 HEAVY = ("torch", "faust", "confluent_kafka", "aiokafka", "matplotlib", "lmdb")
-"""What `relaygr --help` does without."""
+"""Modules that `relaygr --help` does not import."""
 FORBIDDEN = ("torch", "matplotlib", "faust", "scipy", "lmdb")
-"""What `--help` of every command does without."""
+"""Modules that `--help` of no command imports."""
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BENCHMARKS: dict[str, str] = PROJECT["entry-points"]["relaygr.benchmarks"]
 
@@ -34,7 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module whose `run` is the command `probe`; a test replaces what it does."""
+    """A module whose function `run` is the command `probe`; a test replaces the function."""
     module = ModuleType("probe_command")
     monkeypatch.setitem(sys.modules, "probe_command", module)
     monkeypatch.setitem(COMMANDS, "probe", CommandSpec("probe_command:run", "For tests.", "worker"))

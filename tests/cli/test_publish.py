@@ -90,7 +90,7 @@ def test_the_documented_lines_run_as_documented(kafka_settings: KafkaSettings, t
 
 def test_the_documented_gateway_runs(kafka_settings: KafkaSettings, capsys: pytest.CaptureFixture[str]) -> None:
     script = example("gateway")
-    # Its cluster and a deadline for a busy machine; all else is as documented.
+    # The test changes the cluster, and the deadline for a busy machine; the rest is as documented.
     for written, meant in (('KafkaSettings(bootstrap="127.0.0.1:9092")', "here"), (" budget_ms=50", " budget_ms=9000")):
         assert script.count(written) == 1
         script = script.replace(written, meant)

@@ -1,4 +1,4 @@
-"""Settings: four layers, no unknown name in any of them, and errors that say which, whence and what is allowed."""
+"""Settings: four layers that refuse unknown names; errors name the key, its origin and the allowed values."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("worker.hbm_bytes=1KiB", "greater than or equal to 1048576"),
         ("worker.worker_id=a b", "should match pattern"),
         ("group_protocol=new", "'classic' or 'consumer'"),
-        ("topic_prefix=a/b", "allowed are 1 to 100 of a-z"),
+        ("topic_prefix=a/b", "use 1 to 100 of a-z"),
         ("partitions", "write --set KEY=VALUE"),
         ("security.protocol=SASL_SSL", r"needs sasl_mechanism.*given: security\.protocol \(--set\)"),
     ],

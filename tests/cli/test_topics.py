@@ -72,5 +72,5 @@ def test_create_refuses_another_partition_count(real_broker: LocalBroker) -> Non
     real_broker.create_topics(kafka)
     refused = run(kafka.model_copy(update={"partitions": 6}), "create")
     assert isinstance(refused.exception, RelayError)
-    assert "have 4 partitions each, the settings say 6" in str(refused.exception)
+    assert "have 4 partitions each, the setting is 6" in str(refused.exception)
     real_broker.delete_topics(kafka)

@@ -89,7 +89,7 @@ def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path: Path) -> None
 
 
 class FakeClient:
-    """Ends requests as `ends` says: with a status, with None for one that is lost, or with an exception."""
+    """Ends each request by `ends`: a status, None for a lost request, or an exception."""
 
     def __init__(self, ends: Any) -> None:
         self.ends = ends

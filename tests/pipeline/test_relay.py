@@ -45,7 +45,7 @@ TOLERANCE = 2e-5
 
 
 class Stack:
-    """What the tests of this module share."""
+    """The worker, trigger and clients that the tests of this module share."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -64,7 +64,7 @@ class Stack:
         self.letters.close()
 
     def pre_infer(self, user_id: str, length: int, seed: int = 0, outcome: str = "computed") -> str:
-        """An impression begins; its request id, once its pre-infer job ended so."""
+        """Begins an impression. Returns its request id when its pre-infer job has ended with `outcome`."""
         before = jobs_done(self.worker)
         history = history_of(user_id, length, seed)
         self.client.publish_history(history)
@@ -100,7 +100,7 @@ class Stack:
         return outcome.result
 
     def full(self, length: int, seed: int = 0) -> RankingResult:
-        """The same history of another user, whose prefix nobody has computed."""
+        """The result for the same history of a new user, whose prefix is not cached."""
         user = new_user("full")
         self.client.publish_history(history_of(user, length, seed))
         result = self.ranked(user, length, seed)
@@ -122,7 +122,7 @@ def assert_same_scores(one: RankingResult, other: RankingResult) -> None:
     assert np.abs(one.scores - other.scores).max() <= TOLERANCE * np.abs(other.scores).max()
 
 
-# -- the ways to be served -----------------------------------------------------------------------
+# -- the paths of a request ----------------------------------------------------------------------
 
 
 def test_an_at_risk_event_makes_its_ranking_request_hit_hbm_with_the_scores_of_full_inference(stack):
@@ -208,7 +208,7 @@ def test_a_tombstone_deletes_the_user_everywhere(stack):
         return stack.ranked(user).prefix_tokens == 1
 
     wait_until("the history is deleted", is_gone)
-    # The same history again: nothing of it may be cached still.
+    # The same history again: no part of it may still be cached.
     stack.client.publish_history(history_of(user, 200, seed=8))
     result = stack.ranked(user, 200, seed=8)
     assert (result.path, result.tokens_cached, result.prefix_tokens) == (Path.FULL, 0, 201)
@@ -285,7 +285,7 @@ CO_PARTITIONED_READ = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.HIS
 
 
 def garbage() -> dict[str, bytes]:
-    """What is no message, by name; none twice the same, so that letters can be told apart."""
+    """Invalid messages by name. They differ in every call, so that their dead letters can be identified."""
     salt = os.urandom(8)
     return {
         "random": b"\x00" + os.urandom(300),
@@ -396,7 +396,7 @@ def test_a_request_that_is_past_its_deadline_is_answered_expired_without_compute
 
 
 def test_an_answer_that_has_nowhere_to_go_is_counted_and_blocks_nothing(stack):
-    """Even with a deadline years away: the offset must not wait for it."""
+    """Even with a deadline years away, the offset must not wait for the deadline."""
     before = reading(stack.worker).total("relaygr_worker_results_undelivered_total")
     stack.raw.rank(new_user(), budget_ms=10 * 365 * 86_400_000, reply_partition=3_999)
 

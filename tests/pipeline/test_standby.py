@@ -51,7 +51,7 @@ def relay(kafka: KafkaSettings, model: Path, tmp_path: Path, hang_file: Path) ->
 
 @pytest.fixture
 def hang_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file for a process id; the worker with that id hangs."""
+    """The file for a process id: the worker with the process id in the file hangs."""
     hang_file = tmp_path / "hang"
     monkeypatch.setenv("RELAYGR_TEST_HANG", str(hang_file))
     monkeypatch.setenv("PYTHONPATH", f"{HERE / 'hang'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -78,9 +78,9 @@ def await_take_over(supervisor: CommandProcess, pair: Pair) -> None:
 
 
 def require_all_ranked(traffic: Traffic) -> list[Asked]:
-    """Each request got scores, and no more was worked on twice than what was in flight at the end of its worker.
+    """Each request got scores, and only requests in flight when their worker died were processed twice.
 
-    A commit a second, with nothing noted beside it, would repeat 25 of them, or 50.
+    With only a commit a second, and no file of finished offsets, 25 to 50 requests would be repeated.
     """
     asked = traffic.stop()
     assert not traffic.lost

@@ -67,7 +67,7 @@ def test_a_missing_broker_is_reported_within_five_seconds_with_its_address(model
     started_s = time.monotonic()
     said = refusal(run_worker(None, model, tmp_path, f"bootstrap={address}"))
     assert address in said
-    # 4 s of waiting, and what it takes to import torch on a busy machine.
+    # 4 s of waiting, and the time to import torch on a busy machine.
     assert time.monotonic() - started_s < 5 + 20
 
 

@@ -31,7 +31,7 @@ def owned(worker: CommandProcess) -> float:
 
 
 def test_a_worker_killed_in_mid_run_loses_no_request(relay: Relay, workers: list[CommandProcess]):
-    """What it had read and not answered is answered by the one that takes its partitions over."""
+    """The new owner of its partitions answers the requests that the killed worker had read and not answered."""
     lost: list[LostRequest] = []
     client = relay.client(on_lost=lost.append)
     with client:
@@ -57,7 +57,7 @@ def test_a_worker_whose_id_another_takes_over_is_fenced_and_exits_with_its_own_c
     if broker.kind is BrokerChoice.EMBEDDED:
         pytest.skip("librdkafka's cluster does not fence the old holder of a group.instance.id")
     old = workers[1]
-    # As on another machine: nothing that they share says that the id is taken.
+    # As on another machine: the two workers share no lock for the id.
     apart = f"worker.shared_path={relay.folder / 'shared-elsewhere'}"
     new = relay.start_worker("worker-01", apart, store="worker-01-successor")
     assert old.process.wait(timeout=60) == EXIT_FENCED

@@ -38,7 +38,7 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class NextHolder:
-    """Holds the place of the worker's successor, to read the finished offsets."""
+    """Acts as the worker's successor, to read the finished offsets."""
 
     arena_epoch: int
 

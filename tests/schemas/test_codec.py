@@ -1,4 +1,4 @@
-"""What the codec promises: equal after a round trip, read without a copy, refused with a reason."""
+"""The contract of the codec: equal after a round trip, read without a copy, refused with a reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_nil_for_an_optional_field_is_its_default() -> None:
 
 @pytest.mark.parametrize("version", [0, 2, 0x7F, 0x80, 0xFF])
 def test_an_unknown_version_is_refused_with_its_number(version: int) -> None:
-    with pytest.raises(DecodeError, match=f"version byte is {version}, this reader knows 1") as caught:
+    with pytest.raises(DecodeError, match=f"version byte is {version}, this reader supports 1") as caught:
         decode(RankingRequest, bytes((version,)) + encode(request())[1:])
     assert caught.value.reason is DecodeReason.UNSUPPORTED_VERSION
 
@@ -157,16 +157,16 @@ BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "bytes for text": (RankingRequest, {"user_id": b"u1"}, ".user_id: expected text"),
     "empty text": (RankingRequest, {"user_id": ""}, ".user_id: 0 bytes"),
     "long text": (RankingRequest, {"user_id": "é" * 129}, ".user_id: 258 bytes"),
-    "a control character": (RankingRequest, {"user_id": "a\nb"}, ".user_id: text holds control"),
+    "a control character": (RankingRequest, {"user_id": "a\nb"}, ".user_id: text contains control"),
     "a required field that is absent": (RankingRequest, {"user_id": None}, ".user_id: is required"),
-    "no candidates": (RankingRequest, {"candidates": b""}, ".candidates: 0 entries, allowed are 1"),
+    "no candidates": (RankingRequest, {"candidates": b""}, ".candidates: 0 entries, expected 1"),
     "half a candidate": (RankingRequest, {"candidates": bytes(12)}, ".candidates: 12 bytes is not a multiple of 8"),
     "a list for packed numbers": (RankingRequest, {"candidates": [1, 2]}, ".candidates: expected packed bytes"),
     "a list for a message": (RankingRequest, {"suffix": []}, ".suffix: expected a map"),
     "too many candidates": (
         RankingRequest,
         {"candidates": bytes(8 * (MAX_CANDIDATES + 1))},
-        f"allowed are 1 to {MAX_CANDIDATES}",
+        f"expected 1 to {MAX_CANDIDATES}",
     ),
     "another user's history": (
         RankingRequest,
@@ -179,8 +179,12 @@ BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
         ".suffix: 2 items, 1 actions, 2 timestamps",
     ),
     "1 for true": (RankingResult, {"history_stale": 1}, ".history_stale: expected true or false"),
-    "an unknown outcome": (RankingResult, {"outcome": "postponed"}, ".outcome: 'postponed' is none of ranked, expired"),
-    "a path that is too long": (RankingResult, {"path": "x" * 65}, ".path: 65 bytes of text, allowed are 1 to 64"),
+    "an unknown outcome": (
+        RankingResult,
+        {"outcome": "postponed"},
+        ".outcome: 'postponed' is not one of ranked, expired",
+    ),
+    "a path that is too long": (RankingResult, {"path": "x" * 65}, ".path: 65 bytes of text, expected 1 to 64"),
     "a path that is no text": (RankingResult, {"path": 7}, ".path: expected text"),
     "a score that is no number": (
         RankingResult,
@@ -229,7 +233,7 @@ def test_behaviours_whose_time_falls_are_refused(times: list[int]) -> None:
 
 
 def test_the_widest_span_of_time_is_accepted() -> None:
-    """A difference of the two would overflow 64 bits, and look like time falling."""
+    """The difference of the two times would overflow 64 bits and seem negative."""
     span = Behaviours(np.zeros(2, "<i8"), np.zeros(2, "<u2"), np.array([INT64_MIN, INT64_MAX], "<i8"))
     assert decode(RankingRequest, encode(request(suffix=span))).suffix == span
 
@@ -273,7 +277,7 @@ def test_bytes_that_are_no_bounded_messagepack_are_refused(name: str) -> None:
     ids=[*MALFORMED, "a thousand nested long lists", "four thousand nested long lists"],
 )
 def test_refusing_takes_bounded_memory(attack: bytes) -> None:
-    """The worst is the deepest nesting that msgpack follows (1,024), each level claiming the longest list."""
+    """The worst case is msgpack's deepest nesting (1,024), with the longest list declared at each level."""
     tracemalloc.start()
     try:
         with pytest.raises(DecodeError):
@@ -285,7 +289,7 @@ def test_refusing_takes_bounded_memory(attack: bytes) -> None:
 
 
 def test_arrays_are_read_without_a_copy_and_read_only() -> None:
-    """All arrays of a request together take less memory than one more copy of the longest of them would."""
+    """Reading all arrays of a request takes less memory than one copy of the longest array."""
     data = encode(request(user_id="u", history=History("u", 1, np.empty(0, "<i8"), some_behaviours(100_000))))
     decode(RankingRequest, data)
     tracemalloc.start()
@@ -325,7 +329,7 @@ UNENCODABLE: dict[str, tuple[Any, str]] = {
     "a score beyond 32 bits": (result(scores=np.array([1e300, 0.0])), "not finite"),
     "a part of the wrong class": (request(suffix=StageTimings()), "expected Behaviours"),
     "a required value that is None": (request(user_id=None), "is required"),
-    "a reason that is no member": (result(outcome=Outcome.FAILED, reason="tired"), "is none of"),
+    "a reason that is no member": (result(outcome=Outcome.FAILED, reason="tired"), "is not one of"),
 }
 
 
@@ -350,7 +354,7 @@ def test_a_number_too_large_for_a_float_is_a_field_error() -> None:
 
 
 def test_text_of_every_script_is_a_user_id() -> None:
-    """Also what Python does not call printable: an ideographic space, a joiner, a no-break space."""
+    """Also characters that `str.isprintable` refuses: an ideographic space, a joiner, a no-break space."""
     for user_id in ("用户\u3000一", "👩\u200d💻", "a\u00a0b", "مستخدم"):
         assert decode(RankingRequest, encode(request(user_id=user_id))).user_id == user_id
 
@@ -360,7 +364,7 @@ def test_an_inline_history_must_have_the_length_that_its_version_says() -> None:
     event = RetrievalEvent("r", "u1", 1, 2, 50, 10, 0, history=history, history_version=history.version())
     assert decode(RetrievalEvent, encode(event)).history_length == 3
     shorter = History("u1", 1, np.empty(0, "<i8"), some_behaviours(2))
-    with pytest.raises(EncodeError, match="2 behaviours, but history_version says 3"):
+    with pytest.raises(EncodeError, match="2 behaviours, but history_version has 3"):
         encode(RetrievalEvent("r", "u1", 1, 2, 50, 10, 0, history=shorter, history_version=history.version()))
 
 

@@ -1,4 +1,4 @@
-"""The digest chain: equal starts have equal digests, and nothing else does."""
+"""The digest chain: histories with equal beginnings, and no others, have equal digests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def behaviours(length: int, seed: int = 0) -> Behaviours:
 
 
 def test_the_chain_is_what_its_description_says() -> None:
-    """Computed here once more with struct alone, as a publisher in another language would."""
+    """The test computes the chain with `struct` alone, as a publisher in another language would."""
     history = behaviours(BLOCK + 3)
     current = blake2b(b"relaygr.history.1" + struct.pack("<Iqq", 2, 3, 1), digest_size=16).digest()
     expected = [current]

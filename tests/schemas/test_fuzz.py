@@ -1,6 +1,6 @@
-"""Whatever the bytes: a valid message or a DecodeError, never another exception.
+"""Any bytes give a valid message or a DecodeError, never another exception.
 
-A decoded message that passes is encoded again, so that "valid" means what it says.
+Each decoded message is encoded again, to check that it is valid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The wire form, held still: exact bytes of one instance of every message, header set and digest chain.
+"""The recorded wire form: exact bytes of one instance of every message, header set and digest chain.
 
-A change here is a change of the wire form: read the policy in `relaygr.schemas.codec` first.
+A change here changes the wire form: read the policy in `relaygr.schemas.codec` first.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ STATUS_WITHOUT_C3 = (
     "cb3fe8000000000000a26231cb3ff0000000000000a26232cb3ff4000000000000a26330cb3ff8000000000000a26331"
     "cb3ffc000000000000a26332cb4000000000000000a26430cb4002000000000000a26431cb4004000000000000"
 )
-"""Of a worker older than the coefficient `c3`."""
+"""The status of a worker of a version before the coefficient `c3`."""
 
 OF_A_NEWER_VERSION: dict[str, Any] = {
     "a path and a source": replace(

@@ -54,6 +54,6 @@ def test_a_broken_header_is_refused(name: str) -> None:
 
 
 def test_a_request_id_that_no_result_could_carry_is_refused() -> None:
-    """It is answered by its header alone when the body is broken, so the body's bound is the header's too."""
-    with pytest.raises(DecodeError, match="request_id: 129 bytes of text, allowed are 1 to 128"):
+    """A request with a broken body is answered from its header alone, so both have the same bound on the id."""
+    with pytest.raises(DecodeError, match="request_id: 129 bytes of text, expected 1 to 128"):
         ResultHeaders.decode(ResultHeaders("r" * 129, "gateway").encode())

@@ -1,4 +1,4 @@
-"""`docs/messages.md` says what the classes say."""
+"""`docs/messages.md` matches the classes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def fresh(broker: LocalBroker, partitions: int = 12) -> KafkaSettings:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """Brokers hear of a change some time after the controller has answered."""
+    """Waits for a condition: brokers apply a change some time after the controller has acknowledged it."""
     ends_s = time.monotonic() + 10
     while not holds() and time.monotonic() < ends_s:
         time.sleep(0.02)

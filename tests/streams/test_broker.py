@@ -1,4 +1,4 @@
-"""Local brokers: they answer, they say what they are, and nothing of them is left afterwards."""
+"""Local brokers: they answer, they describe themselves, and they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def broker_folders(pids: list[int]) -> list[Path]:
 
 @pytest.fixture
 def real_broker_or_skip(request: pytest.FixtureRequest) -> None:
-    """Starts one of its own below, but only where a real Kafka can be started."""
+    """Skips the test unless a real Kafka can be started. The test starts its own broker."""
     if request.node.callspec.params["choice"] == "kafka":
         broker: LocalBroker = request.getfixturevalue("real_broker")
         if broker.kind is not BrokerChoice.KAFKA:
@@ -187,7 +187,7 @@ def test_an_old_java_is_named_as_the_cause(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ports_that_are_taken_each_time_are_reported(tmp_path: Path) -> None:
     line = "org.apache.kafka.common.KafkaException: Socket server failed to bind: Address already in use"
-    assert "ports taken 3 times" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
+    assert "ports in use 3 times" in start_failure(fake_home(tmp_path, f"echo '{line}'; exit 1"))
 
 
 @pytest.mark.slow

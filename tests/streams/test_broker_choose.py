@@ -1,4 +1,4 @@
-"""Which broker a choice means."""
+"""The choice of a broker."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_kafka_without_its_home_without_scripts_or_without_java_says_which(kafka
     with pytest.raises(RelayError, match="17 or later"):
         choose("kafka", AvailableBrokers(None, kafka_home, None))
     (tmp_path / STORAGE_SCRIPT).unlink()
-    with pytest.raises(RelayError, match=f"holds no {STORAGE_SCRIPT}"):
+    with pytest.raises(RelayError, match=f"contains no {STORAGE_SCRIPT}"):
         choose("kafka", AvailableBrokers(None, kafka_home, JAVA))
 
 

@@ -141,7 +141,7 @@ def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(
         registry=CollectorRegistry(),
     )
     with echo_worker(kafka_settings, lambda request: []), gateway:
-        # The first one pays for connections; the second one's deadline is what is looked at.
+        # The first request opens the connections; the test checks the deadline of the second.
         gateway.rank("u", [1], budget_ms=2_000)
         outcome = gateway.rank("u", [1], budget_ms=150)
         assert (outcome.status, outcome.reason) == (RankStatus.TIMED_OUT, TimeOutReason.NO_ANSWER)
@@ -300,7 +300,7 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
 
 
 def test_a_misspelt_or_missing_argument_is_named(kafka_settings: KafkaSettings) -> None:
-    """It used to be passed over: a request whose `history_version` was misspelt ran on another history."""
+    """A misspelt argument used to be ignored: a request with a misspelt `history_version` ran on another history."""
     with client(kafka_settings) as gateway:
         with pytest.raises(TypeError, match="no argument 'history_verison'"):
             gateway.rank("u", [1], budget_ms=10, history_verison=None)  # type: ignore[call-arg]
@@ -455,7 +455,7 @@ async def test_cancelling_an_await_leaves_the_client_whole(kafka_settings: Kafka
 
 
 def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: KafkaSettings) -> None:
-    """An answer that is written right after `start` is read, though no fetch has been made by then."""
+    """An answer that is written right after `start` is read, although no fetch has been sent by then."""
     with client(kafka_settings) as gateway:
         producer = make_producer(kafka_settings, ProducerKind.LATENCY, "early")
         place = TopicPartition(kafka_settings.topic(Topic.RESULTS), gateway.results_partition)

@@ -12,7 +12,7 @@ MS = 1000
 
 
 def test_equal_hops_give_the_offset_exactly() -> None:
-    # The worker is 7 ms ahead; 2 ms there, 10 ms of work, 2 ms back.
+    # The worker's clock is 7 ms ahead; the request takes 2 ms, the work 10 ms, the answer 2 ms.
     assert measure(0, 2 * MS + 7 * MS, 12 * MS + 7 * MS, 14 * MS) == ClockOffset(7 * MS, 2 * MS)
 
 

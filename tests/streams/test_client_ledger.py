@@ -1,4 +1,4 @@
-"""The book of requests: what callers are told, what is counted, and what the callbacks get."""
+"""The ledger of requests: the outcomes of callers, the counters, and the arguments of callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MS = 1000
 
 
 class Gateway:
-    """A ledger with a clock that moves when told, and lists of what its callbacks got."""
+    """A ledger with a manual clock, and lists of the arguments of its callbacks."""
 
     def __init__(self, **settings: int) -> None:
         self.clock = ManualClock()
@@ -61,7 +61,7 @@ class Gateway:
     def result(
         self, outcome: Outcome = Outcome.RANKED, request_id: str = "gw.1.1", offset_us: int = 0
     ) -> RankingResult:
-        """A result that took the whole time to get here, from a worker whose clock is `offset_us` ahead."""
+        """A result of a worker whose clock is `offset_us` ahead. The worker itself took no time."""
         now_us = self.clock.wall_us() + offset_us
         ranked = outcome is Outcome.RANKED
         return RankingResult(

@@ -1,4 +1,4 @@
-"""The table of open requests: one end for each, on time, late or lost, whatever comes in between."""
+"""The table of open requests: each ends once, on time, late or lost, in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client factories: their settings hold on real brokers, and a start says why a cluster is not reached."""
+"""Client factories: their settings hold on real brokers, and an error names the reason why a cluster is not reached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from relaygr.schemas.topics import Topic
 
 @contextmanager
 def closed_port() -> Iterator[int]:
-    """A port that refuses connections: bound, so that nobody else listens there, but not listening."""
+    """A port that refuses connections: bound, so that no other process can listen on it, but not listening."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         yield door.getsockname()[1]
@@ -38,7 +38,7 @@ def closed_port() -> Iterator[int]:
 
 @contextmanager
 def server(answer: bytes | None) -> Iterator[int]:
-    """A port that takes connections and says `answer` and closes; None: it says nothing."""
+    """A server that accepts connections, sends `answer` and closes; None: it sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(0.1)
         over = threading.Event()
@@ -129,7 +129,7 @@ def test_tls_to_a_plaintext_broker_is_told_with_its_cause(broker_port: int) -> N
 
 
 def test_a_connection_that_is_cut_under_tls_says_that_security_may_be_wrong() -> None:
-    """Whether a plaintext broker's refusal shows as an SSL error or as a reset is a matter of luck."""
+    """A plaintext broker's refusal may show as an SSL error or as a connection reset."""
     kafka = KafkaSettings(
         bootstrap="127.0.0.1:9", connect_timeout_s=0.3, security=Security(protocol=SecurityProtocol.SSL)
     )
@@ -170,7 +170,7 @@ def test_each_producer_delivers_the_largest_message_with_headers(
     kafka_settings: KafkaSettings, kind: ProducerKind
 ) -> None:
     topic = kafka_settings.topic(Topic.RANKING)
-    # The first message after a start also pays for metadata and for the broker's own warming up.
+    # The first message also includes the time for metadata and for the warm-up of the broker.
     producer = make_producer(kafka_settings, kind, "test", options={"message.timeout.ms": 20_000})
     reports: list[KafkaError | None] = []
     value = bytes(4 * 1024 * 1024)

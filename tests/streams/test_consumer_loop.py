@@ -1,4 +1,4 @@
-"""The consumer loop on real groups: rebalances, deaths, stops, pauses and bad days."""
+"""The consumer loop on real groups: rebalances, deaths, stops, pauses and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def until(condition: Callable[[], bool], what: str, within_s: float = PATIENCE_S
 
 
 class Member:
-    """One member of the group, and everything that its handler was told."""
+    """One member of the group, and all calls of its handler."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Member:
         assert self.loop.join(PATIENCE_S)
 
     def die(self) -> None:
-        """As near to kill -9 as a thread comes: no drain, no commit."""
+        """The nearest to kill -9 for a thread: no drain, no commit."""
         self.loop._commands.append(lambda: self.loop._fail(LoopState.FENCED, RuntimeError("killed")))
         assert self.loop.join(PATIENCE_S)
 
@@ -117,7 +117,7 @@ class Stage:
         return member
 
     def send(self, each: int, value: bytes = b"x") -> int:
-        """`each` messages to each partition of both topics; how many that makes."""
+        """Sends `each` messages to each partition of both topics. Returns the number of messages sent so far."""
         for topic in self.topics:
             for partition in range(self.kafka.partitions):
                 for _ in range(each):
@@ -127,7 +127,7 @@ class Stage:
         return self.sent
 
     def committed(self) -> int:
-        """Messages that the group will not see again."""
+        """The number of committed messages."""
         consumer = make_group_consumer(self.kafka, self.kafka.workers_group, "reader")
         parts = [
             TopicPartition(topic, partition) for topic in self.topics for partition in range(self.kafka.partitions)
@@ -157,7 +157,7 @@ def stage(kafka_settings: KafkaSettings) -> Iterator[Stage]:
 
 @pytest.fixture
 def real_stage(real_broker: LocalBroker) -> Iterator[Stage]:
-    """Static members, which librdkafka's own cluster does not fence."""
+    """A stage on a real broker, for static members: librdkafka's own cluster does not fence them."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12))
     real_broker.create_topics(kafka)
@@ -232,7 +232,7 @@ def test_finished_messages_behind_an_unfinished_one_wait_for_it(stage: Stage) ->
 
 
 def test_what_was_finished_since_the_last_hand_over_is_committed_when_the_loop_stops(stage: Stage) -> None:
-    """The client commits what was last stored once more when it lets go: that must not be older."""
+    """When the client closes, it commits the last stored offset once more; that offset must not be older."""
     a = stage.join("a", settings=ConsumerSettings(store_interval_ms=500), finishes=False)
     sent = stage.send(2)
     until(lambda: len(a.work) == sent, "all in flight")
@@ -321,7 +321,7 @@ def test_a_partition_whose_oldest_message_is_stuck_pauses_and_the_others_go_on(s
 def test_a_handler_that_raises_ends_the_loop_with_its_error_and_without_committing_that_message(
     stage: Stage, value: bytes, error: type[Exception]
 ) -> None:
-    """A handler's KafkaException was taken for the consumer's: the loop went on, and its offset was never done."""
+    """A handler's KafkaException was once taken for the consumer's: the loop went on, and the offset never finished."""
     a = stage.join("a")
     sent = stage.send(1)
     until(lambda: len(a.work) == sent, "delivered")

@@ -1,7 +1,7 @@
-"""A consumer that fences itself: its commit of before the outage comes after its membership expired.
+"""A consumer that fences itself: a commit from before the outage arrives after its membership has expired.
 
-Seen on a real Kafka that was killed and started again after more than a session: librdkafka gives the member id up,
-the queued commit goes out without it, and the broker answers FENCED_INSTANCE_ID, which is fatal for the client.
+Seen on a real Kafka that was killed and started again after more than a session: librdkafka drops the member id,
+the queued commit is sent without it, and the broker answers FENCED_INSTANCE_ID, which is fatal for the client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 30
 
 
 class SteppingClock(ManualClock):
-    """A millisecond passes with each look at it, and a stop when the test says so."""
+    """A clock that advances by a millisecond at each reading, and by a suspension when the test calls `stop`."""
 
     stops = 0
 
@@ -36,7 +36,7 @@ class SteppingClock(ManualClock):
 
 
 class Scripted:
-    """A consumer whose polls do what the script says, one step each; then nothing."""
+    """A consumer whose polls run one step of the script each, and then do nothing."""
 
     def __init__(self, script: list[Callable[[Scripted], None]]) -> None:
         self.script = script
@@ -170,7 +170,7 @@ def test_a_member_whose_membership_expired_joins_again_while_its_id_is_nobody_el
 def test_a_member_that_was_replaced_while_it_was_away_never_takes_the_id_back(
     script: list[str], membership: Membership
 ) -> None:
-    """A stopped process that woke up after a take-over joined again by itself, and fenced its successor."""
+    """A suspended process that woke up after a take-over once joined again and fenced its successor."""
     life = Life(script, membership=membership)
     assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
@@ -178,7 +178,7 @@ def test_a_member_that_was_replaced_while_it_was_away_never_takes_the_id_back(
 
 
 def test_a_member_that_wakes_up_from_a_stop_asks_before_it_does_anything() -> None:
-    """One that was replaced within a session still told the fleet how it was, in its successor's name."""
+    """A process that was replaced within a session once still published statuses under its successor's id."""
     membership = Membership(holder=lambda: "our-member" if not asked else "another-member")
     asked: list[bool] = []
     life = Life(["assigned", "stopped", "note", "stopped"], membership=membership, note=asked)

@@ -1,6 +1,6 @@
-"""A loop whose predecessor left its finished offsets: what it does again, and what it does not.
+"""A loop whose predecessor left finished offsets: which messages it processes again, and which it skips.
 
-The consumer is scripted, so that nothing is committed in between but what the test says.
+The consumer is scripted, so that only the commits of the test happen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 30
 
 
 class Delivered:
-    """One message, as far as the loop looks at it."""
+    """A message with the methods that the loop uses."""
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
@@ -48,7 +48,7 @@ class Delivered:
 
 
 class Log:
-    """A consumer that assigns the one partition and delivers it from the commit on."""
+    """A consumer that assigns the one partition and delivers its messages from the committed offset on."""
 
     def __init__(self, ends_are_known: bool) -> None:
         self._left: list[Delivered] = []
@@ -84,7 +84,7 @@ class Log:
 
 
 class Successor:
-    """A loop that does what is delivered, but for the offsets that it `keeps` unfinished."""
+    """A loop that finishes every delivered message, except the offsets in `keeps`."""
 
     def __init__(self, finished: FinishedOffsets, ends_are_known: bool = True, keeps: frozenset[int] = frozenset()):
         self.worked_on: list[int] = []
@@ -114,7 +114,7 @@ class Successor:
 
 @dataclass
 class Holder:
-    """The lock of the process with that epoch."""
+    """The lock of a process with this epoch."""
 
     arena_epoch: int
 
@@ -162,7 +162,7 @@ def test_it_notes_for_its_own_successor_what_is_finished_without_a_gap(tmp_path:
 
 
 def test_a_rebalance_ends_what_the_predecessor_knew(tmp_path: Path) -> None:
-    """Another owner was there in between; its commits are the truth."""
+    """Another owner may have had the partition in between; only its commits are valid."""
     open_log(tmp_path, 1).note({PLACE: Progress(0, 12)})
     log = open_log(tmp_path, 2)
     successor = Successor(log, keeps=frozenset(range(END)))

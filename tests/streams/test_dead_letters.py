@@ -1,4 +1,4 @@
-"""Dead letters hold the raw message, and say why and from where."""
+"""Dead letters contain the raw message, the reason and the origin."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_message_without_key_and_value_is_kept_too(kafka_settings: KafkaSettin
 def test_a_dead_letter_that_can_not_be_written_says_so_and_is_not_counted() -> None:
     writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
     done: list[bool] = []
-    # Fills the producer's queue: nobody takes from it.
+    # Fills the producer's queue, which is not drained.
     for _ in range(20):
         writer.write(message(bytes(4 * 1024 * 1024), topic="nowhere"), "malformed", "", done.append)
     assert done

@@ -1,4 +1,4 @@
-"""The finished offsets that one process leaves to the next: which of them are plausible."""
+"""The finished offsets of a process, and whether its successor may use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKING_0, RANKING_3 = TopicPartition("t.ranking", 0), TopicPartition("t.ranking
 
 @dataclass
 class Holder:
-    """A lock, as far as it is asked."""
+    """A lock with the members that `FinishedOffsets` uses."""
 
     arena_epoch: int
     holds: bool = True
@@ -36,7 +36,7 @@ def open_log(folder: Path, epoch: int, identity: TopicIdentity = IDENTITY) -> Fi
 
 
 def leave(folder: Path, epoch: int = 1, finished: int = 120) -> None:
-    """A process of that epoch notes an offset and dies: nothing is closed."""
+    """A process of this epoch notes an offset and dies without closing the file."""
     open_log(folder, epoch).note({RANKING_0: Progress(100, finished)})
 
 
@@ -74,12 +74,12 @@ def test_a_holder_that_noted_nothing_ends_the_line(tmp_path: Path) -> None:
 def test_another_cluster_or_topic_is_not_plausible(tmp_path: Path, other: TopicIdentity) -> None:
     leave(tmp_path)
     assert open_log(tmp_path, 2, other).predecessor() == {}
-    # And nothing of it comes back for those that it was written for.
+    # The offsets do not come back for the original cluster and topics either.
     assert open_log(tmp_path, 2).predecessor() == {}
 
 
 def test_one_note_in_a_file_of_other_topics_is_enough_for_the_next(tmp_path: Path) -> None:
-    """It was taken for older than what had been written a hundred times for the other topics."""
+    """The note was once taken for older than a hundred notes for the other topics."""
     log = open_log(tmp_path, 1)
     for finished in range(100, 200):
         log.note({RANKING_0: Progress(100, finished)})
@@ -109,7 +109,7 @@ def test_a_process_without_the_lock_writes_nothing(tmp_path: Path) -> None:
 def test_a_write_that_was_cut_short_leaves_the_one_before(
     tmp_path_factory: pytest.TempPathFactory, torn: bytes, finished: int
 ) -> None:
-    """The copy that a dying process was writing holds the first bytes of the new values, then old ones."""
+    """The copy that a dying process was writing starts with bytes of the new values and ends with old bytes."""
     folder = tmp_path_factory.mktemp("torn")
     leave(folder, finished=120)
     before = (folder / "finished").read_bytes()
@@ -141,9 +141,9 @@ def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> Non
         (100, 200, True),
         (110, 120, True),
         (120, 120, True),
-        (99, 200, False),  # The group was set back before all that the predecessor saw.
+        (99, 200, False),  # The offset of the group was reset to before `start`.
         (121, 200, False),  # Another owner committed past it.
-        (100, 119, False),  # The log ends before: it was cut, or is another.
+        (100, 119, False),  # The log ends earlier: it was truncated, or it is another log.
     ],
 )
 def test_it_must_lie_between_commit_and_end(committed: int, end: int, expected: bool) -> None:

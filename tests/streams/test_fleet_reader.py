@@ -1,4 +1,4 @@
-"""The thread that feeds the fleet's view from the workers topic."""
+"""The thread that updates the fleet from the workers topic."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_empty_topic_is_read_to_its_end_at_once(kafka_settings: KafkaSettings
 
 @pytest.mark.slow
 def test_a_fleet_that_never_stops_talking_is_caught_up_with(kafka_settings: KafkaSettings) -> None:
-    """With ten workers a status comes every 50 ms. The end was looked up only after 200 ms of silence: never."""
+    """With ten workers a status comes every 50 ms. The end was once looked up only after 200 ms without one: never."""
     stop, talks = threading.Event(), threading.Event()
     producer = make_producer(kafka_settings, ProducerKind.DURABLE, "test-writer")
 

@@ -1,4 +1,4 @@
-"""What the settings of Kafka's clients refuse: librdkafka would refuse it later, or take it and do something else."""
+"""Values that the Kafka settings refuse: librdkafka would refuse them later, or accept and change them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relaygr.kafka.settings import KafkaSettings
 
 
 def test_both_clients_get_the_same_addresses() -> None:
-    """With a blank after the comma aiokafka looked for a host whose name began with it, librdkafka did not."""
+    """With a blank after the comma, aiokafka used a host name with a leading blank; librdkafka did not."""
     kafka = KafkaSettings(bootstrap=" kafka-1:9092, [::1]:9093 ,kafka-3")
     assert kafka.bootstrap == "kafka-1:9092,[::1]:9093,kafka-3"
     assert aiokafka_options(kafka)["bootstrap_servers"] == ["kafka-1:9092", "[::1]:9093", "kafka-3"]
@@ -20,7 +20,7 @@ def test_both_clients_get_the_same_addresses() -> None:
     "bootstrap", ["", " ", "a:9092,", "a b:9092", "PLAINTEXT://a:9092", "a:b:c", "a:port", "::1:9092"]
 )
 def test_what_is_no_address_is_refused(bootstrap: str) -> None:
-    with pytest.raises(ValidationError, match=r"is no address: HOST:PORT"):
+    with pytest.raises(ValidationError, match=r"is not an address: use HOST:PORT"):
         KafkaSettings(bootstrap=bootstrap)
 
 
@@ -30,7 +30,7 @@ def test_heartbeats_must_fit_into_the_session() -> None:
 
 
 def test_each_times_largest_value_is_one_that_the_client_takes() -> None:
-    """librdkafka cuts a number to 32 bits without a word: 10^10 ms would have been 16 days."""
+    """librdkafka truncates a number to 32 bits without an error: 10^10 ms would have been 16 days."""
     largest = KafkaSettings(session_timeout_ms=300_000, heartbeat_interval_ms=299_999, fetch_wait_max_ms=10_000)
     make_group_consumer(largest, "group", "client").close()
     make_assigned_consumer(largest, "client").close()

@@ -1,4 +1,4 @@
-"""Lag against clusters: what is measured equals what Kafka's own tool says, and what can not be had is said."""
+"""Lag on real clusters: the figures equal those of Kafka's own tool, and values that can not be read are reported."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def send(kafka: KafkaSettings, topic: Topic, each: int) -> None:
 
 
 def commit(kafka: KafkaSettings, group: str, topic: str, offsets: dict[int, int]) -> None:
-    """Commits from outside: the group has no members then."""
+    """Commits offsets without joining, so the group has no members."""
     consumer = make_group_consumer(kafka, group, "test")
     consumer.commit(offsets=[TopicPartition(topic, p, o) for p, o in offsets.items()], asynchronous=False)
     consumer.close()
 
 
 class PollingMember:
-    """A member that polls while it is waited for."""
+    """A group member that polls whenever `owns` is called."""
 
     def __init__(self, kafka: KafkaSettings, topics: list[Topic], name: str) -> None:
         self.consumer: Consumer = make_group_consumer(kafka, kafka.workers_group, name)

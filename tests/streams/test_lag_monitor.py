@@ -1,4 +1,4 @@
-"""The thread that measures: what it outlives, and how it is left."""
+"""The measuring thread: the errors that it survives, and its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = LagSettings(interval_s=0.1, request_timeout_s=0.1)
 def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """A time-out of the client's own futures used to end the thread: its figures grew old without a word."""
+    """A time-out of the client's own futures used to end the thread, and its figures became stale without an error."""
     polls, again = [0], threading.Event()
 
     def fail(*_: object) -> Snapshot:

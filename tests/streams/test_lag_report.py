@@ -1,4 +1,4 @@
-"""Polls put together: owner split, lag, status; and the metrics made of them."""
+"""Reports from several polls: owner split, lag and status; and their metrics."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_group_that_is_gone_is_forgotten() -> None:
 
 
 class Scrapes:
-    """An exporter over a monitor that never asks a cluster."""
+    """An exporter with a monitor that never polls a cluster."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -118,7 +118,7 @@ def test_non_negative_least_squares_satisfies_its_optimality_conditions(seed: in
 
 
 def test_ranking_few_candidates_pays_for_the_length_of_its_prefix() -> None:
-    """Without a term of its own, gathering a long prefix was charged to the candidates, or to nobody."""
+    """Without the coefficient c3, the cost of reading a long prefix was charged to the candidates, or not at all."""
     measured = [RankPoint(n, m, 200 + 0.4 * n + 2 * m) for n in (256, 1024, 4096) for m in (16, 128)]
     model = fit(
         full=measured,
@@ -153,12 +153,12 @@ def test_the_correction_stays_within_its_bounds_whatever_is_measured(measured: l
 
 
 class ObservedMeanwhile(Corrector):
-    """Whenever a model was made, the device's thread has observed something by the next instruction."""
+    """Resets the model as soon as it is made, as an observation on the device thread can."""
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, None if name == "_model" else value)
 
 
 def test_the_corrected_model_may_be_read_while_the_device_is_observed() -> None:
-    """A status is written on another thread, and for a moment there was no model."""
+    """The status thread once found no model for a moment."""
     assert ObservedMeanwhile(MODEL).model == MODEL

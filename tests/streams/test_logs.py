@@ -1,4 +1,4 @@
-"""Logs: one form for all, JSON where nobody watches, and no floods."""
+"""Logs: one format for all loggers, JSON unless on a terminal, and limited repeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECOND_US = 1_000_000
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """A stream to log to; afterwards logging is as it was."""
+    """A stream to log to. The fixture restores the logging configuration."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield io.StringIO()

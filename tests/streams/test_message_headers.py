@@ -1,4 +1,4 @@
-"""Headers as outsiders write them. Without `headers_of` the second read of these ended the process."""
+"""Headers whose names are not UTF-8. Without `headers_of`, the second read of such headers crashed the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_header_name_that_is_not_utf8_leaves_a_message_without_headers(kafka_s
     consumer.assign([TopicPartition(topic, 0, 0)])
     good, message = consumer.poll(10), consumer.poll(10)
     assert good is not None and message is not None
-    # A call that has run often takes another way through the interpreter.
+    # The interpreter specializes a call that has run often.
     for _ in range(1000):
         assert list(headers_of(good) or ()) == [("a", b"1")]
     assert (headers_of(message), message.value()) == (None, b"x")

@@ -1,4 +1,4 @@
-"""Every producer puts a key where `partition_for` says."""
+"""Every producer sends a key to the partition of `partition_for`."""
 
 from __future__ import annotations
 

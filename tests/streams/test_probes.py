@@ -1,4 +1,4 @@
-"""What a process says of itself over HTTP."""
+"""The HTTP server of probes and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
 
 
 class Subject:
-    """A process whose checks a test sets."""
+    """A probe server whose checks a test sets."""
 
     def __init__(self) -> None:
         self.checks: tuple[Check, ...] = ()

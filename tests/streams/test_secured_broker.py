@@ -1,4 +1,4 @@
-"""TLS and SASL against a real Kafka that demands both, with both clients."""
+"""TLS and SASL against a real Kafka that requires both, with both client libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASSWORD = "open sesame"
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, and key and certificate in one file as Kafka wants them."""
+    """A self-signed certificate for 127.0.0.1, and key and certificate in one file as Kafka requires."""
     key, cert = folder / "key.pem", folder / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
@@ -41,7 +41,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
-    """Settings that a broker with SASL_SSL takes."""
+    """Settings that a broker with SASL_SSL accepts."""
     home = available_brokers().kafka_home
     if real_broker.kind is not BrokerChoice.KAFKA or home is None:
         pytest.skip("tests run on a Kafka that they did not start")

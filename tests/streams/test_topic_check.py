@@ -60,7 +60,7 @@ def test_unequal_counts_of_co_partitioned_topics_are_an_error_that_lists_them(od
 def test_a_deployment_with_another_count_says_which_setting_fits_it() -> None:
     finding = only(compare(Observed(as_wanted(KafkaSettings(partitions=12))), KAFKA))
     assert finding.severity is Severity.ERROR
-    assert "have 12 partitions each, the settings say 16" in finding.what
+    assert "have 12 partitions each, the setting is 16" in finding.what
     assert finding.mend.startswith("set `partitions` to 12")
 
 
@@ -106,7 +106,7 @@ def test_a_topic_that_takes_larger_messages_is_fine() -> None:
 def test_fewer_replicas_than_set_are_a_warning() -> None:
     finding = only(compare(Observed(as_wanted()), KAFKA.model_copy(update={"replication_factor": 3}))[:1])
     assert finding.severity is Severity.WARNING
-    assert "1 replicas, the settings say 3" in finding.what
+    assert "1 replicas, the setting is 3" in finding.what
 
 
 def test_brokers_that_create_topics_by_themselves_are_a_warning() -> None:

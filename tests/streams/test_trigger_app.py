@@ -62,7 +62,7 @@ def worker_status(kafka: KafkaSettings, written_at_us: int) -> WorkerStatus:
         dram_free_bytes=0,
         ranking_queue_p99_us=0,
         preinfer_queue_us=0,
-        # 10 µs a token: a history of 2,000 takes the whole budget of 20 ms.
+        # 10 µs a token: a history of 2,000 tokens takes the whole budget of 20 ms.
         latency=LatencyCoefficients(0, 10, 0, 0, 10, 0, 0, 10, 0, 0, 0),
     )
 
@@ -179,7 +179,7 @@ async def test_garbage_goes_to_dead_letters_and_the_loop_goes_on(kafka_settings:
 
 @pytest.mark.asyncio
 async def test_a_record_that_aiokafka_can_not_read_is_passed_over(kafka_settings: KafkaSettings) -> None:
-    """It used to end the trigger, and the next one at the same record."""
+    """Such a record used to end the trigger, and again each restarted trigger."""
     async with running(kafka_settings) as bench:
         topic = kafka_settings.topic(Topic.RETRIEVAL)
         await send_bad_header(kafka_settings, topic, 0, b"unread")

@@ -1,4 +1,4 @@
-"""The buckets: what they bound, over every window, whatever is offered."""
+"""The buckets: their bounds over every window and for any offered work."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_short_bucket_prefers_what_saves_the_most_time_per_byte() -> None:
     good = poor = 0
     for step in range(4000):
         now_us = step * 10_000
-        # Twice what the footprint carries, half of it of ten times the value.
+        # Offers twice what the footprint bucket drains; half of the offers have ten times the value.
         valuable = step % 2 == 0
         estimate = offer(new_bytes=90_000, alive_us=200_000, saved_us=10_000.0 if valuable else 1_000.0)
         if buckets.admit(estimate, now_us) is None:

@@ -1,4 +1,4 @@
-"""The view of the fleet: who owns a partition, and for how long that counts."""
+"""The view of the fleet: the owner of each partition, and how long an owner is fresh."""
 
 from __future__ import annotations
 

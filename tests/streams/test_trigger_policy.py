@@ -1,4 +1,4 @@
-"""The admission policy: each reason by a case, and what holds for every case."""
+"""The admission policy: a case for each reason, and properties of every case."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ AT_RISK = ImpressionFacts(
 
 
 class OpenBuckets:
-    """Room for everything; notes what it was asked."""
+    """Buckets that admit everything, and record the calls."""
 
     def __init__(self, refusal: Refusal | None = None) -> None:
         self.refusal = refusal

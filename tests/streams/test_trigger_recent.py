@@ -1,4 +1,4 @@
-"""The guess at what an owner's DRAM holds."""
+"""The estimate of the prefixes in an owner's DRAM."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ class CommandSpec:
 
 
 COMMANDS: dict[str, CommandSpec] = {
-    "demo": CommandSpec("relaygr.cli.demo:demo", "Run it all here, relay on and relay off, and compare.", "all"),
+    "demo": CommandSpec("relaygr.cli.demo:demo", "Run the whole relay here, on and off, and compare.", "all"),
     "topics": CommandSpec("relaygr.cli.topics:app", "Create the topics, or check them."),
     "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank.", "worker"),
-    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide what is pre-inferred.", "trigger"),
+    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide about pre-infer jobs.", "trigger"),
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers.", "cli,http"),
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),

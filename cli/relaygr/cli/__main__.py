@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. `relaygr` without extras has no typer and no rich: then the extra is named."""
+    """Runs the command line. If typer or rich is missing, prints the extra that installs it."""
     try:
         from relaygr.cli.app import app
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""`relaygr bench` runs a benchmark of those that are installed, or lists them.
+"""`relaygr bench` runs one of the installed benchmarks, or lists them.
 
-A benchmark is an entry point of the group `relaygr.benchmarks`: a function with the options of a command. Its module
-imports what is slow when the function runs, as the modules of commands do.
+A benchmark is an entry point of the group `relaygr.benchmarks`: a function with the options of a command. As in the
+modules of commands, slow imports are inside the function.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bench(context: typer.Context) -> None:
     group = context.command
     assert isinstance(group, BenchmarkGroup)
     if not group.commands:
-        raise RelayError("No benchmark is found: install relaygr again, with pip install 'relaygr[bench]'.")
+        raise RelayError("No benchmark was found: install relaygr again, with pip install 'relaygr[bench]'.")
     width = max(map(len, group.commands))
     for name, command in group.commands.items():
         typer.echo(f"{name:<{width}}  {command.get_short_help_str(limit=100)}")

@@ -40,13 +40,13 @@ _GIB = 2**30
 _ASSUMED = LatencyCoefficients(
     a0=1_000, a1=5.0, a2=5e-4, b0=1_000, b1=5.0, b2=5e-4, c0=1_000, c1=5.0, c2=5e-4, d0=30, d1=5e-5
 )  # fmt: skip
-"""Latency used if neither the trace nor the command line gives one: roughly an accelerator."""
+"""Latency used if neither the trace nor the command line gives one: roughly that of an accelerator."""
 
 
 @app.command("replay")
 def replay_command(
     trace_file: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Trace of worker.cache_trace, or of `cache trace`.")
+        Path, typer.Argument(metavar="TRACE", help="Trace of a worker (worker.cache_trace) or of `cache trace`.")
     ],
     policy: Annotated[
         list[str] | None,
@@ -67,7 +67,7 @@ def replay_command(
     link_delay_us: Annotated[float, typer.Option(min=0, help="Fixed time of each copy, µs.")] = 30.0,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Device latency: a file of `relaygr calibrate`.", show_default="as recorded"),
+        typer.Option(metavar="FILE", help="Calibration file with the device's latency.", show_default="as recorded"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Replay at most this many look-ups, from the first.")] = 1_000_000,
 ) -> None:
@@ -91,24 +91,24 @@ def replay_command(
     hbm_sizes = [_size("--hbm", text) for text in hbm] if hbm else [header.hbm_pages * header.geometry.kv.page_bytes]
     dram_sizes = [_size("--dram", text) for text in dram] if dram else [header.dram_pages * header.geometry.page_bytes]
     if min(hbm_sizes) < header.geometry.kv.page_bytes:
-        raise RelayError(f"--hbm holds no page of {header.geometry.kv.page_bytes} bytes: give a larger size.")
+        raise RelayError(f"--hbm has no room for a page of {header.geometry.kv.page_bytes} bytes: give a larger size.")
     candidates = [
         Candidate(policies, hbm_bytes, dram_bytes)
         for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
     ]
     counter, bound = _look_through(reader, limit)
     if not counter.demands:
-        raise RelayError(f"The trace {trace_file} holds no look-ups yet: there is nothing to replay.")
+        raise RelayError(f"The trace {trace_file} contains no look-ups yet: there is nothing to replay.")
     _describe(console, trace_file, header, counter, limit)
     results = _replay_all(trace_file, counter.demands, environment, candidates)
     if any(one.visits != bound.visits for one in results):
-        raise RelayError(f"The trace {trace_file} became another one while it was replayed: replay a copy of it.")
+        raise RelayError(f"The trace {trace_file} was replaced during the replay: replay a copy of it.")
     for table in tables_of(results, bound, environment):
         console.print()
         console.print(table)
     console.print(
-        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse something. "
-        "A visit that finds it is a hit. "
+        f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse a cached prefix. "
+        "A visit that finds all of it is a hit. "
         f"Computed: share of the {results[0].asked_tokens:,} requested tokens, including first visits and growth. "
         "Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""`relaygr demo` runs everything on this machine, relay on and relay off, and compares."""
+"""`relaygr demo` runs the whole relay on this machine, first on and then off, and compares."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ def gateway(
     reference_of: Annotated[
         Path | None,
         typer.Option(
-            help="Rank impressions in the records of an earlier run again, with a long deadline.", show_default=False
+            help="Rank the impressions that an earlier run recorded again, with a long deadline.", show_default=False
         ),
     ] = None,
     sample: Annotated[
-        int, typer.Option(min=1, help="With --reference-of: how many impressions at most, spread evenly.")
+        int, typer.Option(min=1, help="With --reference-of: largest number of impressions, spread evenly.")
     ] = 240,
     at_once: Annotated[int, typer.Option(min=1, help="With --reference-of: requests in flight.")] = 4,
 ) -> None:

@@ -17,7 +17,7 @@ from relaygr.runtime.errors import RelayError
 app = typer.Typer(add_completion=False)
 
 PIPE_WIDTH: Final = 240
-"""Columns of a table that is not written to a terminal: wide enough to cut nothing short."""
+"""Width, in characters, of a table that is not written to a terminal: wide enough to truncate nothing."""
 NOT_MEASURED: Final = 3
 """The exit code when Kafka does not answer."""
 

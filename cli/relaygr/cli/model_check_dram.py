@@ -72,7 +72,7 @@ def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUse
 
     read, random = read_interactions(path), np.random.default_rng(0)
     if not read.users:
-        raise RelayError(f"{path} holds no interactions.")
+        raise RelayError(f"{path} contains no interactions.")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours
     items = np.unique(read.behaviours.items)

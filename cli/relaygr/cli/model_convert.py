@@ -82,7 +82,8 @@ def convert_command(
         typer.Option(help=".npy: the id of each row of the item table.", show_default="the number of the row"),
     ] = None,
     projection: Annotated[
-        ProjectionLayout | None, typer.Option(help="The order of the joint projection's columns, if names do not tell.")
+        ProjectionLayout | None,
+        typer.Option(help="The order of the joint projection's columns, if unclear from names."),
     ] = None,
     concatenated: Annotated[
         bool | None,

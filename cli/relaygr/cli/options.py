@@ -1,6 +1,6 @@
 """The options that every command shares, and the settings that they load.
 
-The modules of commands import what is slow to import inside the command, so that `--help` answers at once.
+In the modules of commands, slow imports are inside the command, so that `--help` answers at once.
 """
 
 from __future__ import annotations

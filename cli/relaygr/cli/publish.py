@@ -39,7 +39,7 @@ RateOption = Annotated[
 MaxBadLinesOption = Annotated[
     int, typer.Option("--max-bad-lines", min=0, help="Bad lines are skipped; stop if there are more than this.")
 ]
-GatewayOption = Annotated[str, typer.Option("--gateway-id", help="First part of the request ids of lines without one.")]
+GatewayOption = Annotated[str, typer.Option("--gateway-id", help="First part of request ids for lines without one.")]
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`relaygr vectors FILE.npz`: our layers against values that other implementations computed.
+"""`relaygr vectors FILE.npz`: checks our layers against values that other implementations computed.
 
 The command imports torch only when it runs, so that `--help` answers without it.
 """
@@ -34,7 +34,7 @@ def vectors(
 
 
 def exit_code(results: list[CaseResult]) -> int:
-    """0 if every case passed, 1 if one failed, 2 if none failed but one was not understood."""
+    """0 if every case passed, 1 if one failed, 2 if none failed but one is of an unknown kind."""
     from relaygr.worker.model.vectors import CaseVerdict
 
     verdicts = {result.verdict for result in results}

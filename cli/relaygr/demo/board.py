@@ -1,4 +1,4 @@
-"""What the demo prints: the plan, a live table during a run, and the summary of both runs.
+"""The output of the demo: the plan, a live table during a run, and the summary of both runs.
 
 The live table shows the answers of the gateway, the cache of each worker, the decisions of the trigger, and the lag.
 """
@@ -41,7 +41,7 @@ class RecordTail:
         self.records: list[ImpressionRecord] = []
 
     def read(self) -> None:
-        """Reads the new lines up to the last whole one."""
+        """Reads the new lines up to the last complete one."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -265,7 +265,7 @@ def print_summary(
     table.add_row("lost", *(str(run.lost) for run in runs))
     _add_punctuality(table, [run.whole for run in runs])
     table.add_section()
-    table.add_row(f"Without the first {COLD_SHARE:.0%}, when all is cold:")
+    table.add_row(f"Without the first {COLD_SHARE:.0%} (cold start):")
     _add_punctuality(table, [run.warm for run in runs])
     table.add_section()
     for ending in sorted(set(relay.endings) | set(full.endings)):
@@ -273,7 +273,7 @@ def print_summary(
     table.add_row("prefix from DRAM", *(str(run.from_dram) for run in runs))
     table.add_section()
     table.add_row("device seconds", *(f"{run.device_seconds:.1f}" for run in runs))
-    table.add_row("generator behind, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
+    table.add_row("generator delay, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
     console.print()
     console.print(table)
     console.print(
@@ -286,7 +286,7 @@ def print_summary(
 
 
 def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
-    table.add_row("late, cut short, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
+    table.add_row("late, truncated, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
     table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
     table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
 

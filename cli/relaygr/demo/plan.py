@@ -3,11 +3,11 @@
 During the calibration nothing else runs. In the demo two workers share the cores with the broker, the trigger and the
 gateway, so the plan multiplies the measured times by `CROWDING`. The plan then follows these rules:
 
-* The deadline is between the time of ranking on a cached prefix and the time of full inference on a typical one.
+* The deadline is between the time of ranking on a cached prefix and the time of full inference on a typical history.
 * The lead time is long enough to compute the prefix of a long history.
 * With the relay on, the devices use about a quarter of the cores: the broker, the trigger and the gateway need cores
   too, and queueing delays are long even at half load.
-* HBM holds a part of the users' prefixes, so that others are reloaded from DRAM, which holds all of them.
+* HBM holds a part of the users' prefixes, so that the rest is reloaded from DRAM, which holds all of them.
 
 Options of the command override the plan.
 """

@@ -1,6 +1,6 @@
-"""Child processes of the demo: started with a log each, stopped together, and ended when the parent ends.
+"""Child processes of the demo: each has a log, all are stopped together, and they end when the parent ends.
 
-Also: their settings as a file, and their metrics read over HTTP.
+The module also writes their settings to a file and reads their metrics over HTTP.
 """
 
 from __future__ import annotations

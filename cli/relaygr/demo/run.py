@@ -78,7 +78,7 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
         with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
             console.print(f"broker     {broker.what}")
             for limit in broker.limits:
-                console.print(f"           it can not show everything: {limit}", style="dim")
+                console.print(f"           limit: {limit}", style="dim")
             prefix = _own_prefix(console, broker, options.assume_yes)
             planned = _planned(settings, plan, model, folder, broker)
             relay_file, full_file, reference_file = (

@@ -25,7 +25,7 @@ _STALE_MS = 3000
 
 
 class DemoStack:
-    """The processes of one run, with their own topics. A context manager: ready inside, stopped after."""
+    """The processes of one run, with their own topics. The context manager starts and stops them."""
 
     def __init__(
         self,

@@ -193,7 +193,7 @@ def recognise(path: Path) -> Layout:
 
 def _first_lines(path: Path) -> list[str]:
     if path.is_dir():
-        raise RelayError(f"{path} is a folder: name the file of interactions in it")
+        raise RelayError(f"{path} is a folder: give the file of interactions in it")
     text = ""
     for block in read_blocks(path, _SAMPLE_BYTES):
         text = block.text
@@ -201,7 +201,7 @@ def _first_lines(path: Path) -> list[str]:
     if not text.strip():
         raise RelayError(f"{path} is empty")
     if text.startswith("PK\x03\x04"):
-        raise RelayError(f"{path} is a zip archive: unpack it and name the file of interactions in it")
+        raise RelayError(f"{path} is a zip archive: unpack it and give the file of interactions in it")
     if text.encode("utf-8", "surrogateescape").startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RelayError(f"{path} is UTF-16 text: convert it to UTF-8 (iconv -f utf-16 -t utf-8)")
     if "\x00" in text:
@@ -222,7 +222,7 @@ def _recbole(path: Path, fields: Sequence[str]) -> Layout:
             return None
         at = names.index(name)
         if types[at] != wanted:
-            raise RelayError(f"{path}: header says {name}:{types[at]}, this reader needs {name}:{wanted}")
+            raise RelayError(f"{path}: header has {name}:{types[at]}, expected {name}:{wanted}")
         return at
 
     notes = []

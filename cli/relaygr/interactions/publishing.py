@@ -4,7 +4,7 @@ All replicas acknowledge each snapshot, and every delivery report is checked. Wh
 publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further snapshot would wait for
 its time-out while the broker is away.
 
-Publishing again is safe: for each user the largest version number counts, and the latest snapshot of that number.
+Publishing again is safe: workers use each user's largest version number, and the latest snapshot of that number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from relaygr.schemas.topics import Topic
 MAX_FAILURES: Final = 100
 CLIENT_ID: Final = "relaygr-publish-history"
 _FULL_QUEUE_WAIT_S: Final = 0.1
-# The durable producer gives a message up after 30 s.
+# The durable producer gives up on a message after 30 s.
 _FLUSH_S: Final = 40.0
 
 
@@ -35,9 +35,9 @@ class Selection:
     """The part of the histories that is published."""
 
     users: int | None = None
-    """Publish the first so many users; None: all."""
+    """The number of users, from the first; None: all."""
     max_behaviours: int = MAX_BEHAVIOURS
-    """Publish the newest so many behaviours of each user."""
+    """The number of behaviours of each user, from the newest."""
     number: int | None = None
     """The version number of all histories; None: the time of the user's newest behaviour, in ms."""
 

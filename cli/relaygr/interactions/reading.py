@@ -52,7 +52,7 @@ _INT64: Final = 2**63
 
 
 class BadIdError(ValueError):
-    """A text that can not be an id, and why."""
+    """A text that can not be an id, with the reason."""
 
 
 def hashed_item(text: str) -> int:
@@ -82,7 +82,7 @@ class UserIndex(dict[str, int]):
 
 
 class ItemIndex(dict[str, int]):
-    """Item id -> number. `index[text]` adds an id. Raises BadIdError, and RelayError for two ids of one number."""
+    """Item id -> number. `index[text]` adds an id. Raises BadIdError, and RelayError if two ids get one number."""
 
     def __init__(self, latin1: bool) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class _Reader:
             shown = "; ".join(f"line {bad.number}: {bad.reason}" for bad in self.bad_lines[:_SHOWN_BAD_LINES])
             raise RelayError(
                 f"{self.path}: more than {self.limits.max_bad_lines} bad lines, read as {self.layout.kind} "
-                f"({self.layout.because}). The first: {shown}. Mend the file or raise --max-bad-lines"
+                f"({self.layout.because}). The first: {shown}. Correct the file or raise --max-bad-lines"
             )
 
     def finish(self) -> Interactions:

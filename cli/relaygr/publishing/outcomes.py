@@ -21,7 +21,7 @@ from relaygr.schemas.messages import RankingRequest
 class Outcomes:
     """Prints outcomes in a thread of its own, and limits the number of open requests.
 
-    With a thread of its own it prints an outcome while the main thread waits for the next line of a pipe.
+    So it can print an outcome while the main thread waits for the next line of a pipe.
     """
 
     def __init__(self, max_in_flight: int) -> None:

@@ -68,7 +68,7 @@ def send_lines(
 
 
 def when_there_is_room(send: Callable[[], T], idle: Callable[[float], object]) -> T:
-    """Retries while the queue is full. It empties as messages are delivered or expire."""
+    """Retries while the queue is full. The queue empties as messages are delivered or expire."""
     while True:
         try:
             return send()

@@ -7,12 +7,12 @@ variable object sizes", SIGMETRICS 2018.
 Number the look-ups 1..N. Take a visit that begins with look-up j and whose user had its last look-up at i. The visit
 is a hit only if the reusable pages of its prefix were cached just before each of the look-ups i+1 .. j. That takes
 `pages * (j - i)` page-steps. There are `capacity * N` page-steps in all. So no policy has more hits than this budget
-pays for, cheapest first.
+covers if the cheapest visits come first.
 
 It is a bound and not a policy, for three reasons. It may use more than the capacity at one time and less at another.
 Prefixes that are being computed take no room. And a prefix counts as cached at once after its look-up: on a link so
 slow that other look-ups come meanwhile, a prefix is cached for fewer steps than are counted here. With the capacity of
-both tiers together it bounds the hits in either tier, since a page in either tier takes one of its pages.
+both tiers together, it bounds the hits in HBM or DRAM, since a cached page takes a page of one of the tiers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Demand: who asked for which prefix, and when. It is the part of a trace that does not depend on the cache.
+"""Demand: the requests for prefixes, with user and time. This part of a trace does not depend on the cache.
 
 A *visit* is a user's request for a prefix. Look-ups of the same history within `VISIT_US` belong to one visit, such as
 the look-ups of the pre-infer job and of the ranking request of one impression.
@@ -23,7 +23,7 @@ class DemandKind(enum.StrEnum):
     """The kind of request."""
 
     PREPARE = "prepare"
-    """A pre-infer job: the prefix is to be made ready."""
+    """A pre-infer job: prepare the prefix."""
     RANK = "rank"
     FORGET = "forget"
     """The prefixes of the user are invalidated."""
@@ -99,7 +99,7 @@ class Visit:
 
 
 class Visits:
-    """Finds the visits in a list of demands, and what each could reuse."""
+    """Finds the visits in a list of demands, and the reusable part of each."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, bytes], tuple[Sketch, int, int]] = {}
@@ -128,14 +128,14 @@ class Visits:
 
 
 class PrefixKeyMaker:
-    """Makes the keys that the cache needs from sketches: invented digest chains that diverge where the sketches do."""
+    """Makes keys for the cache from sketches: with invented digest chains that diverge where the sketches do."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, bytes], tuple[Sketch, PrefixKey]] = {}
         self._made = 0
 
     def key(self, demand: Demand) -> PrefixKey:
-        """The key of the demand's prefix. It shares with the user's previous key what their sketches share."""
+        """The key of the demand's prefix. It agrees with the user's previous key as far as their sketches agree."""
         who = (demand.user, demand.namespace)
         before = self._latest.get(who)
         if before is not None and before[0] == demand.sketch:

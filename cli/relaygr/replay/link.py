@@ -1,7 +1,7 @@
 """A simulated link between the tiers on a virtual clock: copies in the order of the real queue, without bytes.
 
 Copies cross the link one after the other. Each takes `delay_us` + its bytes / `bytes_per_us`. `advance` ends the copies
-whose time has come.
+that are complete by its time.
 """
 
 from __future__ import annotations

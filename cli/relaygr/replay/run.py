@@ -43,7 +43,7 @@ _OPEN_GATE_US = 1e15
 
 @dataclass(frozen=True, slots=True)
 class ReplayEnvironment:
-    """What all candidates share: the shape of K,V, the device's latency, and the link between the tiers."""
+    """The conditions of all candidates: the shape of K,V, the device's latency, and the link between the tiers."""
 
     geometry: DramGeometry
     layout: PrefixLayout

@@ -29,7 +29,7 @@ _MADE = "made"
 
 
 class Sketches:
-    """Makes sketches of histories that only grow. When the window of behaviours slides, it is another history."""
+    """Makes sketches of histories that only grow. A window of behaviours that slides makes another history."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
@@ -53,7 +53,7 @@ class Sketches:
 
 
 def window_start(length: int, max_behaviours: int, anchor_behaviours: int) -> int:
-    """Number of oldest behaviours that a worker leaves out: the fewest whole steps that make the rest fit."""
+    """Number of oldest behaviours that a worker leaves out: the smallest multiple of the anchor step that is enough."""
     over = max(0, length - max_behaviours)
     return -(-over // anchor_behaviours) * anchor_behaviours
 

@@ -87,7 +87,7 @@ class Gateway:
         self._record = record
         self._candidates = Candidates(settings, population)
         self._open: dict[str, _OpenRequest] = {}
-        # Not a threading.Event: a signal handler must not take the lock with which the main thread waits.
+        # Not a threading.Event: a signal handler must not take a lock that the main thread may hold in its wait.
         self._stopping = False
         self._lost_after_s = lost_after_s
         self._versions: dict[int, _VersionedHistory] = {}
@@ -133,7 +133,7 @@ class Gateway:
     # -- the stream --------------------------------------------------------------------------------
 
     def _play(self, stream: Iterator[Impression]) -> None:
-        """Makes the calls of all impressions in the order of their times. A heap holds the calls of started ones."""
+        """Makes the calls of all impressions in the order of their times. The calls of started ones are in a heap."""
         started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
         calls: list[_TimedCall] = []
         sequence = itertools.count()
@@ -248,7 +248,7 @@ class Gateway:
         return self._version_of(impression).version
 
     def _version_of(self, impression: Impression) -> _VersionedHistory:
-        """The history of the impression and its version. The last one of each user is kept, for three messages."""
+        """The history of the impression and its version. Each user's last one is cached for three messages."""
         known = self._versions.get(impression.user)
         if known is None or known.history.number != impression.history_length:
             history = history_at(self._population, impression.user, impression.history_length)

@@ -70,7 +70,7 @@ class SyntheticPopulation:
         return int(self._first_lengths[index])
 
     def sequence(self, index: int) -> Behaviours:
-        """A pure function of seed and index, as long as the longest published history."""
+        """A pure function of seed and index. Its length is the longest history plus a suffix."""
         return self._sequences(index)
 
     def _make_sequence(self, index: int) -> Behaviours:
@@ -87,11 +87,11 @@ class LogPopulation:
     """The users of an interaction log with the longest histories."""
 
     def __init__(self, interactions: Interactions, settings: TrafficSettings) -> None:
-        """Raises ValueError if the log holds no user with at least two behaviours."""
+        """Raises ValueError if the log contains no user with at least two behaviours."""
         ordered = sorted(range(len(interactions.users)), key=lambda index: -len(interactions.of(index)))
         self._indices = [index for index in ordered[: settings.users] if len(interactions.of(index)) > 1]
         if not self._indices:
-            raise ValueError("the log holds no user with at least two behaviours")
+            raise ValueError("the log contains no user with at least two behaviours")
         self._interactions = interactions
         self._most = settings.history_max + settings.suffix
         items = [interactions.of(index).items for index in self._indices]

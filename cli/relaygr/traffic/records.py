@@ -26,7 +26,7 @@ class ImpressionRecord:
     """The outcome of one impression, by the gateway's monotonic clock.
 
     `latency_us` is the time from the *scheduled* ranking request to the answer, so that a delay of the gateway counts;
-    None without an answer. `send_lag_us` is the delay of the gateway itself, as part of it.
+    None without an answer. `send_lag_us` is the part of it that the gateway itself caused.
     """
 
     number: int

@@ -10,19 +10,19 @@ How the schema changes:
 
 * A new *optional* field keeps the version. A reader ignores a field that it does not know (the bounds on
   number and size hold for it too), and takes the default of a field that is absent or nil.
-* A new member of an *open* choice keeps the version. Open are `reason`, `path` and `prefix_source` of a
-  result and `state` of a worker's status: they inform, and no other field depends on a new member. A reader
-  keeps a text that it does not know as `Other(text)`, encodes it unchanged, and labels its metrics `other`.
-  A writer still refuses a plain text that is no member.
+* A new member of an *open* choice keeps the version. The open choices are `reason`, `path` and `prefix_source`
+  of a result and `state` of a worker's status: no other field depends on a new member of them. A reader keeps
+  an unknown text as `Other(text)`, encodes it unchanged, and labels its metrics `other`. A writer still refuses
+  a plain text that is not a member.
 * Everything else takes the next version: a new required field, a changed meaning, unit or bound, and a new
   member of a *closed* choice. `outcome` is closed, because it decides which other fields a result must have
-  and what a gateway does next. A reader refuses a version that it does not know with
+  and what a gateway does next. A reader refuses an unknown version with
   `DecodeError(UNSUPPORTED_VERSION)` and writes the message to dead letters, from where it can be replayed
   after the reader's upgrade. So a new version is deployed to readers before writers.
 * Tests in `tests/schemas/` compare the wire form with recorded bytes.
 
 `decode` bounds each length before it allocates, and bounds the number of maps and lists, so that a message
-cannot unfold into much more memory than it takes on the wire. It refuses a map that names a field twice. It
+cannot expand into much more memory than it takes on the wire. `decode` refuses a map with a repeated field. It
 raises `DecodeError` for invalid bytes, and no other exception.
 """
 
@@ -71,7 +71,7 @@ class DecodeError(ValueError):
 
 
 class EncodeError(ValueError):
-    """A message holds a value outside its field's type or bounds."""
+    """A message contains a value outside its field's type or bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class FieldSpec:
 
 
 def field_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
-    """The fields of a message class in order. Raises TypeError if an annotation names no kind."""
+    """The fields of a message class in order. Raises TypeError if an annotation contains no FieldKind."""
     specs = _SPECS.get(message)
     if specs is None:
         specs = _SPECS[message] = _read_specs(message)
@@ -132,7 +132,7 @@ def _read_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
         if kind is None and is_dataclass(plain):
             kind = Nested(typing.cast(type[Any], plain))
         if kind is None:
-            raise TypeError(f"{message.__name__}.{field.name} names no field kind")
+            raise TypeError(f"{message.__name__}.{field.name} has no field kind in its annotation")
         specs.append(FieldSpec(field.name, kind, doc, optional))
     return tuple(specs)
 
@@ -145,7 +145,7 @@ def encode(message: Any) -> bytes:
         raise EncodeError(f"{type(message).__name__}{error}") from error
     data = bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body))
     if len(data) > MAX_MESSAGE_BYTES:
-        raise EncodeError(f"{type(message).__name__} takes {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
+        raise EncodeError(f"{type(message).__name__} takes {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
     return data
 
 
@@ -155,12 +155,12 @@ def decode(message: type[M], data: bytes | None) -> M:
         raise DecodeError(DecodeReason.EMPTY, f"{message.__name__}: no bytes")
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(
-            DecodeReason.TOO_LARGE, f"{message.__name__}: {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}"
+            DecodeReason.TOO_LARGE, f"{message.__name__}: {len(data)} bytes, more than {MAX_MESSAGE_BYTES}"
         )
     if data[0] != SCHEMA_VERSION:
         raise DecodeError(
             DecodeReason.UNSUPPORTED_VERSION,
-            f"{message.__name__}: schema version byte is {data[0]}, this reader knows {SCHEMA_VERSION}",
+            f"{message.__name__}: schema version byte is {data[0]}, this reader supports {SCHEMA_VERSION}",
         )
     containers = _Containers()
     # The containers of a short message take little memory, so they are not counted.
@@ -190,7 +190,7 @@ def decode(message: type[M], data: bytes | None) -> M:
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
-        raise ValueError("a map names a field twice")
+        raise ValueError("a map contains a field twice")
     return body
 
 
@@ -257,7 +257,7 @@ def _within(name: str, error: FieldError) -> FieldError:
 
 
 def _check_whole(message: Any) -> None:
-    """Runs the message's `check`, which covers rules over several fields, such as equal lengths."""
+    """Runs the message's `check` of rules over several fields, such as equal lengths."""
     check = getattr(message, "check", None)
     if check is not None:
         check()

@@ -44,7 +44,7 @@ class DigestChain:
         return self.blocks[-1] if self.blocks else self.seed
 
     def at(self, length: int) -> bytes | None:
-        """The digest of the first `length` behaviours; None unless that is the end of a block or of the history."""
+        """The digest of the first `length` behaviours; None unless a block or the history ends there."""
         if length == self.length:
             return self.digest
         if length == 0:
@@ -77,7 +77,7 @@ def digest_chain(features: NDArray, behaviours: Behaviours) -> DigestChain:  # t
 
 
 def extend_chain(chain: DigestChain, behaviours: Behaviours) -> DigestChain:
-    """The chain of a whole history of which `chain` covers the first behaviours.
+    """Extends `chain`, which covers the first behaviours of a history, to the whole history.
 
     `behaviours` is the whole history. Only the behaviours after the last full block of `chain` are hashed. The
     caller ensures that `chain` was computed from the first behaviours of this history.

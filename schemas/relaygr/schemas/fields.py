@@ -63,9 +63,9 @@ class Text(FieldKind):
         except UnicodeEncodeError as error:
             raise FieldError("not encodable as UTF-8") from error
         if not 1 <= size <= self.max_bytes:
-            raise FieldError(f"{size} bytes of text, allowed are 1 to {self.max_bytes}")
+            raise FieldError(f"{size} bytes of text, expected 1 to {self.max_bytes}")
         if _CONTROL.search(raw):
-            raise FieldError("text holds control characters")
+            raise FieldError("text contains control characters")
         return raw
 
     def describe(self) -> str:
@@ -138,16 +138,16 @@ class Flag(FieldKind):
 
 
 class Other(str):
-    """A value of an open choice that this version does not know: the text that a newer version wrote.
+    """An unknown value of an open choice: the text that a newer version wrote.
 
-    It equals that text and is no member of the enum. A message that holds it is encoded with the same text.
+    An `Other` equals its text and is not a member of the enum. A message with an `Other` is encoded with that text.
     """
 
     __slots__ = ()
 
     @property
     def value(self) -> str:
-        """The text, as `value` is of an enum's member."""
+        """The text; the counterpart of an enum member's `value`."""
         return str(self)
 
 
@@ -162,7 +162,7 @@ def choice_label(choice: enum.StrEnum | Other) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice(FieldKind):
-    """A member of a string enum, sent as its value. If `is_open`, a text that is no member is read as `Other`."""
+    """A member of a string enum, sent as its value. If `is_open`, any other text is read as `Other`."""
 
     members: type[enum.StrEnum]
     is_open: bool = False
@@ -186,7 +186,7 @@ class Choice(FieldKind):
         try:
             return self.members(raw)
         except ValueError as error:
-            raise FieldError(f"{raw[:40]!r} is none of {', '.join(self.members)}") from error
+            raise FieldError(f"{raw[:40]!r} is not one of {', '.join(self.members)}") from error
 
     def describe(self) -> str:
         listed = "one of " + ", ".join(f"`{member}`" for member in self.members)
@@ -257,7 +257,7 @@ class Packed(FieldKind):
 
     def _check(self, array: NDArray[Any]) -> None:
         if not self.min_length <= array.size <= self.max_length:
-            raise FieldError(f"{array.size} entries, allowed are {self.min_length} to {self.max_length}")
+            raise FieldError(f"{array.size} entries, expected {self.min_length} to {self.max_length}")
         if self.finite and not bool(np.isfinite(array).all()):
             raise FieldError("an entry is not finite")
 
@@ -297,7 +297,7 @@ class ListOf(FieldKind):
         if not isinstance(value, (list, tuple)):
             raise FieldError(f"expected a list, got {type(value).__name__}")
         if len(value) > self.max_length:
-            raise FieldError(f"{len(value)} entries, allowed are at most {self.max_length}")
+            raise FieldError(f"{len(value)} entries, expected at most {self.max_length}")
 
     def describe(self) -> str:
         return f"list of up to {self.max_length}: {self.item.describe()}"

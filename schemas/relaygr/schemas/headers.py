@@ -56,7 +56,7 @@ class RankingHeaders:
 
     @classmethod
     def decode(cls, raw: RawHeaders) -> RankingHeaders:
-        """Raises DecodeError if one is absent, repeated or out of bounds."""
+        """Raises DecodeError if a header is absent, repeated or out of bounds."""
         values = _values(raw)
         return cls(
             request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
@@ -79,16 +79,16 @@ class ResultHeaders:
 
     @classmethod
     def decode(cls, raw: RawHeaders) -> ResultHeaders:
-        """Raises DecodeError if one is absent, repeated or out of bounds."""
+        """Raises DecodeError if a header is absent, repeated or out of bounds."""
         values = _values(raw)
         return cls(request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT), gateway_id=_text(values, GATEWAY_ID))
 
 
 def _values(raw: RawHeaders) -> dict[str, bytes]:
-    """Headers by name. Headers of other systems, such as tracing, may repeat; ours may not."""
+    """Headers by name. Headers of other systems, such as tracing, may repeat; ours only with the same value."""
     values: dict[str, bytes] = {}
     for name, value in raw or ():
-        # Decoded when it is read: a header of another system need not be UTF-8.
+        # `_text` decodes a value, because a header of another system need not be UTF-8.
         data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         if data is None:
             continue

@@ -75,7 +75,7 @@ class Path(enum.StrEnum):
 
 
 class PrefixSource(enum.StrEnum):
-    """Where the prefix's K,V came from before it was ready in HBM."""
+    """The source of the prefix's K,V before the prefix was ready in HBM."""
 
     COMPUTED = "computed"
     DRAM = "dram"
@@ -176,7 +176,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalEvent:
-    """Gateway to trigger: an impression has begun. The event estimates when the ranking request comes and its size."""
+    """Gateway to trigger: an impression has begun. The event estimates the time and size of the ranking request."""
 
     request_id: RequestId
     user_id: UserId
@@ -191,9 +191,9 @@ class RetrievalEvent:
     expected_suffix: Annotated[
         int, UInt("behaviours", MAX_SUFFIX_BEHAVIOURS), "estimated number of short-term behaviours"
     ]
-    history_version: Annotated[
-        HistoryVersion | None, "the history to use; absent: the newest that the worker knows"
-    ] = None
+    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
+        None
+    )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
 
     @property
@@ -245,9 +245,9 @@ class RankingRequest:
     query_time_ms: Annotated[int, UInt("ms since the epoch"), "query time of the time encodings, fixed at retrieval"]
     candidates: Annotated[Int64Array, Packed("<i8", MAX_CANDIDATES, "candidates", min_length=1), "item ids to score"]
     suffix: Annotated[Behaviours, "short-term behaviours that follow the prefix"]
-    history_version: Annotated[
-        HistoryVersion | None, "the history to use; absent: the newest that the worker knows"
-    ] = None
+    history_version: Annotated[HistoryVersion | None, "the history to use; absent: the newest that the worker has"] = (
+        None
+    )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
 
     def __eq__(self, other: object) -> bool:
@@ -255,7 +255,7 @@ class RankingRequest:
 
     def check(self) -> None:
         if len(self.suffix) > MAX_SUFFIX_BEHAVIOURS:
-            raise FieldError(f".suffix: {len(self.suffix)} behaviours, allowed are {MAX_SUFFIX_BEHAVIOURS}")
+            raise FieldError(f".suffix: {len(self.suffix)} behaviours, expected at most {MAX_SUFFIX_BEHAVIOURS}")
         _check_history(self.user_id, self.history_version, self.history)
 
 
@@ -303,11 +303,11 @@ class RankingResult:
         int, UInt("tokens"), "prefix tokens that were cached when the worker looked the prefix up"
     ] = 0
     history_version: Annotated[HistoryVersion | None, "the history that was used"] = None
-    history_stale: Annotated[bool, Flag(), "the worker did not know the requested version and used a different one"] = (
+    history_stale: Annotated[bool, Flag(), "the worker did not have the requested version and used a different one"] = (
         False
     )
     history_loading: Annotated[bool, Flag(), "the worker had not read all of this partition's histories yet"] = False
-    unknown_items: Annotated[int, UInt("items"), "item ids that are not in the model's vocabulary"] = 0
+    unknown_items: Annotated[int, UInt("items"), "number of item ids that are not in the model's vocabulary"] = 0
     model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
 
     def __eq__(self, other: object) -> bool:
@@ -384,7 +384,7 @@ def _check_history(user_id: str, version: HistoryVersion | None, history: Histor
     if history.user_id != user_id:
         raise FieldError(f".history.user_id: {history.user_id!r} is not the message's user {user_id!r}")
     if version is not None and version.length != len(history.behaviours):
-        raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version says {version.length}")
+        raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
 
 
 def _check_array(name: str, value: Any) -> None:

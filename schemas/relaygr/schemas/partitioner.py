@@ -1,6 +1,6 @@
 """The partition of a key: murmur2, as Java's clients compute it. Every producer of the relay uses this hash.
 
-librdkafka's default partitioner agrees with it for 8.5 % of keys only. So every producer sets
+librdkafka's default partitioner gives the same partition for 8.5 % of keys only. So every producer sets
 `partitioner=murmur2_random`, and receivers check with `partition_for`. The hash is implemented here, so that a
 gateway can route without a Kafka library. Source: `org.apache.kafka.common.utils.Utils.murmur2`.
 """

@@ -1,8 +1,8 @@
 """The topic catalogue: the key, partitions, retention, writers and readers of every topic.
 
 `retrieval`, `preinfer`, `ranking` and `history` have the same partition count, so that the consumer that
-owns a partition receives all of a user's messages. Kafka deletes closed segments only, so every topic sets
-when its segments close as well as its retention.
+owns a partition receives all of a user's messages. Kafka deletes only closed segments, so every
+topic sets its segment time as well as its retention.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ CATALOGUE: dict[Topic, TopicSpec] = {
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=True,
             max_compaction_lag_ms=2 * 60 * _MINUTE_MS,
         ),
-        _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a group of its own)", "RankingRequest", False),
+        _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a separate group)", "RankingRequest", False),
         TopicSpec(
             Topic.WORKERS, "worker id", "workers", "triggers and monitors (assign, no group)", "WorkerStatus",
             Cleanup.COMPACT, retention_ms=-1, segment_ms=5 * _MINUTE_MS, segment_bytes=16 * _MIB,
@@ -127,7 +127,7 @@ def check_prefix(prefix: str) -> str:
     """Returns the prefix. Raises ValueError if Kafka would refuse it."""
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(
-            f"topic prefix {prefix!r}: allowed are 1 to 100 of a-z, A-Z, 0-9, '.', '_' and '-', "
+            f"topic prefix {prefix!r}: use 1 to 100 of a-z, A-Z, 0-9, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
     return prefix

@@ -19,7 +19,7 @@ the recently offered values, which rises with the level of the bucket. Equal val
 Each process has its own buckets per owner. Their share of the owner's budget is (partitions of the owner that are
 assigned to this process) / (partitions of the owner), so the buckets of several trigger processes add up to one budget.
 
-Not thread-safe: the deciding thread owns the buckets. Times are arguments; a time that goes back has no effect.
+Not thread-safe: the deciding thread owns the buckets. Times are arguments; a time before the last one has no effect.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MAX_OWNERS = 4096
 
 
 class LeakyBucket:
-    """A level that drains at a constant rate. A charge has room unless it would raise the level above the burst.
+    """A level that drains at a constant rate. The bucket has room for a charge that keeps the level within the burst.
 
-    A charge that is larger than the burst has room while the bucket is empty; otherwise it would never be admitted.
+    An empty bucket has room for any charge; otherwise a charge larger than the burst would never be admitted.
     """
 
     def __init__(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
@@ -59,7 +59,7 @@ class LeakyBucket:
         self._burst = rate_per_us * burst_us
 
     def configure(self, rate_per_us: float, burst_us: float, now_us: int) -> None:
-        """Changes the rate from now on. The level stays."""
+        """Changes the rate from now on and keeps the level."""
         self._drain(now_us)
         self._set(rate_per_us, burst_us)
 
@@ -97,7 +97,7 @@ class ValueGate:
         self._window = window
 
     def observe(self, density: float) -> None:
-        """Adds an offered value and drops the oldest one beyond the window, in O(log window) and one short move."""
+        """Adds an offered value and drops the oldest one beyond the window: O(log window) and a short memory move."""
         if len(self._recent) == self._window:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(density)
@@ -186,7 +186,7 @@ class OwnerBuckets:
 
 
 class FleetBuckets:
-    """The buckets of every owner that this process decides for: at most `MAX_OWNERS`, least recently changed out."""
+    """The buckets of at most `MAX_OWNERS` owners. The owner whose buckets changed least recently is evicted."""
 
     def __init__(self, limits: BucketLimits) -> None:
         self._limits = limits
@@ -218,6 +218,7 @@ class FleetBuckets:
         return buckets
 
     def _share(self, owner: OwnerView) -> float:
-        # An event can arrive before the assignment of its partition is known. It then gets the share of one partition.
+        # An event can arrive before the assignment of its partition is known. The owner then gets the share of one
+        # partition.
         held = max(1, len(owner.partitions & self._assigned))
         return held / max(1, len(owner.partitions))

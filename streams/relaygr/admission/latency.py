@@ -1,4 +1,4 @@
-"""The latency model: predicted device times of a worker. The trigger, the scheduler and the cache decide with it.
+"""The latency model: predicted device times of a worker, for the decisions of trigger, scheduler and cache.
 
     T_full(n, m)    = a0 + a1 (n+m) + a2 (n+m)²       full inference
     T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
@@ -144,7 +144,7 @@ def fit(
     hit: Sequence[RankPoint],
     reload: Sequence[ReloadPoint],
 ) -> LatencyModel:
-    """The model that fits a calibration run. Raises ValueError as the single fits do."""
+    """The model that fits a calibration run. Raises ValueError in the same cases as `fit_full`."""
     a0, a1, a2 = fit_full(full)
     b0, b1, b2 = fit_append(append)
     c0, c1, c2, c3 = fit_hit(hit)
@@ -159,13 +159,13 @@ def fit_full(points: Sequence[RankPoint]) -> tuple[float, float, float]:
 
 
 def fit_append(points: Sequence[AppendPoint]) -> tuple[float, float, float]:
-    """(b0, b1, b2) of T_pre and T_append, which share them. Raises ValueError as `fit_full`."""
+    """(b0, b1, b2), shared by T_pre and T_append. Raises ValueError in the same cases as `fit_full`."""
     rows = [(1.0, float(p.new_tokens), float(p.new_tokens) * (2 * p.cached_tokens + p.new_tokens)) for p in points]
     return _three(rows, [point.duration_us for point in points])
 
 
 def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
-    """(c0, c1, c2, c3) of T_hit. Raises ValueError as `fit_full`."""
+    """(c0, c1, c2, c3) of T_hit. Raises ValueError in the same cases as `fit_full`."""
     sizes = [(float(point.prefix_tokens), float(point.scored_tokens)) for point in points]
     rows = [(1.0, m, m * (n + m), n) for n, m in sizes]
     c0, c1, c2, c3 = _fit(rows, [point.duration_us for point in points])
@@ -173,7 +173,7 @@ def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
 
 
 def fit_reload(points: Sequence[ReloadPoint]) -> tuple[float, float]:
-    """(d0, d1) of T_reload. Raises ValueError as `fit_full`."""
+    """(d0, d1) of T_reload. Raises ValueError in the same cases as `fit_full`."""
     rows = [(1.0, float(point.size_bytes)) for point in points]
     d0, d1 = _fit(rows, [point.duration_us for point in points])
     return d0, d1
@@ -242,7 +242,7 @@ class Corrector:
         self._model: LatencyModel | None = calibrated
 
     def recalibrate(self, calibrated: LatencyModel) -> None:
-        """Starts again with another calibration and without corrections."""
+        """Replaces the calibration and drops all corrections."""
         self.calibrated = self._model = calibrated
         self._factors = dict.fromkeys(Stage, 1.0)
 
@@ -260,7 +260,7 @@ class Corrector:
         return self._factors[stage]
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
-        """Takes the time of finished work that `calibrated` (not `model`) predicts, and the measured time."""
+        """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it."""
         if not (calibrated_us > 0 and math.isfinite(calibrated_us) and measured_us >= 0 and math.isfinite(measured_us)):
             return
         factor = self._factors[stage]

@@ -8,7 +8,7 @@
 An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
 impressions that save the most time per byte are preferred. While the owner is unknown or silent, the length of the
 history decides alone. Skipping an impression is always safe: its ranking request takes the full path. The rules come
-from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` works an example.
+from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
 
 The trigger decides from metadata and estimates what the owner has cached. The worker decides again with buckets of its
 own and the real state of its cache: a prefix in HBM is charged for its tail, a prefix in DRAM for its reload and tail.
@@ -101,7 +101,7 @@ class ImpressionFacts:
 
 @dataclass(frozen=True, slots=True)
 class OwnerView:
-    """The facts about the worker that owns a partition, as the policy takes them."""
+    """Input of the policy: the worker that owns a partition."""
 
     worker_id: str
     partitions: frozenset[int]
@@ -133,7 +133,7 @@ class OwnerView:
         )
 
     def prefix_tokens(self, behaviours: int) -> int:
-        """Tokens of the prefix of a history with so many behaviours. Beyond the model's limit they count no more."""
+        """Tokens of the prefix of a history. Behaviours beyond the model's limit add no tokens."""
         return self.contextual_tokens + self.tokens_per_behaviour * min(behaviours, self.max_prefix_behaviours)
 
 
@@ -193,7 +193,7 @@ class Buckets(Protocol):
     """The buckets of one owner, for the share of this process (`relaygr.admission.buckets.OwnerBuckets`)."""
 
     def admit(self, estimate: Estimate, now_us: int) -> Refusal | None:
-        """Charges both buckets and returns None, or charges neither and returns why."""
+        """Charges both buckets and returns None, or charges neither and returns the reason."""
 
     def count_ranking(self, device_us: float, now_us: int) -> None:
         """Adds the device time of an expected ranking request to the ranking load."""
@@ -201,7 +201,7 @@ class Buckets(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether the impression is admitted, and why. `estimate` is None if no owner is known or none was needed."""
+    """Whether the impression is admitted, and why. `estimate` is None without an owner or if it was not needed."""
 
     admit: bool
     reason: DecisionReason

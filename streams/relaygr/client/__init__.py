@@ -8,7 +8,7 @@ publisher.py     EventPublisher, for retrieval events and histories only
 requests.py      request ids, and messages from keyword arguments
 pending.py       the table of open requests and their timers; no I/O
 clock_offset.py  the offset of each worker's clock; no I/O
-ledger.py        joins both with futures, counters and callbacks; no Kafka
+ledger.py        the open requests, with futures, counters and callbacks; no Kafka
 link.py          producers, the results partition, the I/O thread
 metrics.py       the metrics relaygr_gateway_*
 """

@@ -6,7 +6,8 @@ t2 and answered at t3 on the worker's,
     offset = ((t2 - t1) + (t3 - t4)) / 2        round trip = (t4 - t1) - (t3 - t2)
 
 and the error is at most half the round trip. A queue or a pause makes the two directions unequal, so the
-estimate is the sample with the shortest round trip among the last few. Positive: the worker's clock is ahead.
+estimate is the sample with the shortest round trip among the last few. If the offset is positive,
+the worker's clock is ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SAMPLES_KEPT: Final = 16
-# A longer round trip or a larger offset means a wrong message, not a wrong clock.
+# A longer round trip or a larger offset comes from a wrong message, not from a wrong clock.
 MAX_ROUND_TRIP_US: Final = 60_000_000
 MAX_OFFSET_US: Final = 366 * 24 * 3600 * 1_000_000
 
@@ -40,7 +41,7 @@ def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a sample changed: the worker's new estimate if it changed, and the worker that was evicted, if any."""
+    """The effect of a sample: the worker's new estimate if it changed, and the evicted worker, if any."""
 
     estimate: ClockOffset | None = None
     evicted: str | None = None

@@ -104,7 +104,7 @@ class Ledger:
             return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
 
     def answered(self, result: RankingResult) -> AnswerMatch:
-        """Takes a result."""
+        """Handles a result."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             answer = self._table.answer(result.request_id, now_us)
@@ -114,7 +114,7 @@ class Ledger:
         return answer.match
 
     def answered_undecodable(self, request_id: str | None) -> None:
-        """Takes a result whose body could not be decoded; `request_id` is None if its headers could not be either."""
+        """Handles a result with an undecodable body; `request_id` is None if its headers are undecodable too."""
         now_us = self._clock.monotonic_us()
         with self._lock:
             self._counts.undecodable += 1

@@ -1,8 +1,8 @@
 """A gateway's link to Kafka: its producers, its partition of the results topic, and one I/O thread.
 
 `GatewayLink` sends and receives messages; the ledger keeps the requests. `connect` finds the end of the results
-partition before it returns, and the link reads from there. So it misses no answer to a later request, and reads
-no answers to requests of an earlier process with the same gateway id.
+partition before it returns, and the link reads from there. So the link misses no answer to a later request,
+and reads no answers to requests of an earlier process with the same gateway id.
 
 In each turn the thread fires timers, waits for a result with `poll`, takes further results with `consume`
 without waiting, and serves delivery reports. A new request cannot wake the thread, so it waits `MAX_WAIT_MS` at
@@ -87,7 +87,7 @@ class GatewayLink:
         """Checks the cluster, finds the end of the results partition, connects, starts the thread.
 
         Raises RelayError if the cluster cannot be reached, a topic is missing, or the results partition does
-        not exist. It then closes what it opened.
+        not exist, after it has closed the clients that it opened.
         """
         try:
             self._check_topics()
@@ -143,7 +143,7 @@ class GatewayLink:
         if partition >= count:
             raise RelayError(
                 f"results_partition is {partition}, but {self._results_topic} has {count} partitions: "
-                f"take one from 0 to {count - 1}, or leave it out"
+                f"set it to a partition from 0 to {count - 1}, or unset it"
             )
         self.results_partition = partition
 
@@ -153,7 +153,7 @@ class GatewayLink:
         self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
 
     def _end_of_results(self, consumer: Consumer) -> int:
-        """The next offset of our partition. It retries while a new topic or a moving partition has no leader."""
+        """The next offset of our partition. It retries while the partition has no leader."""
         place = TopicPartition(self._results_topic, self.results_partition)
         ends_s = time.monotonic() + self._kafka.connect_timeout_s
         while True:
@@ -162,7 +162,7 @@ class GatewayLink:
             except KafkaException as error:
                 if time.monotonic() >= ends_s:
                     raise RelayError(
-                        f"the end of {self._results_topic} [{self.results_partition}] was not known within "
+                        f"the end of {self._results_topic} [{self.results_partition}] could not be read within "
                         f"{self._kafka.connect_timeout_s:g} s: {error.args[0].str()}. Is its leader up?"
                     ) from error
             time.sleep(_PAUSE_AFTER_ERROR_S)

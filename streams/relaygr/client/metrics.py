@@ -16,7 +16,7 @@ NO_PATH: Final = "none"
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """The counters of one client since it was made, and its number of open requests."""
+    """The counters of one client since its creation, and its number of open requests."""
 
     submitted: int
     acknowledged: int
@@ -81,7 +81,7 @@ class GatewayMetrics:
         )
         self.duplicates = Counter(
             "relaygr_gateway_duplicate_results_total",
-            "Results of requests that had a result already",
+            "Results of requests that already had a result",
             registry=registry,
         )
         self._lost = Counter(
@@ -151,7 +151,7 @@ _SHARED: dict[CollectorRegistry, GatewayMetrics] = {}
 
 
 def gateway_metrics(registry: CollectorRegistry = REGISTRY) -> GatewayMetrics:
-    """The metrics on `registry`. They are made once, because a registry accepts each name once."""
+    """The metrics on `registry`, created by the first call, because a registry accepts each name once."""
     metrics = _SHARED.get(registry)
     if metrics is None:
         metrics = _SHARED[registry] = GatewayMetrics(registry)

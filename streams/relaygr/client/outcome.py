@@ -42,7 +42,7 @@ class RankOutcome:
     if `timed_out`. `result` is absent if `timed_out`, and if the result could not be decoded (`failed` with
     reason `undecodable`). `reason` is set if `failed` or `timed_out`; a reason of a newer worker that this
     version does not know is an `Other`. `late` is true only in the outcomes passed to `on_late`: the result
-    arrived after the caller was told `timed_out`.
+    arrived after the caller got `timed_out`.
     """
 
     request_id: str
@@ -55,7 +55,7 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LostRequest:
-    """A request without a result by `lost_after_ms` after its deadline."""
+    """A request that has no result `lost_after_ms` after its deadline."""
 
     request_id: str
     acknowledged: bool

@@ -57,7 +57,7 @@ class AnswerMatch(enum.StrEnum):
 
 
 class Timer(enum.StrEnum):
-    """What a timer does when it is due."""
+    """The effect of a timer when it is due."""
 
     TIME_OUT = "time_out"
     GRACE_OVER = "grace_over"
@@ -90,7 +90,7 @@ class Answer:
     match: AnswerMatch
     entry: PendingRequest | None = None
     untold: bool = False
-    """The deadline has passed, but its timer has not fired yet: the caller must still be told `timed_out`."""
+    """The deadline has passed, but its timer has not fired yet: the caller has not got `timed_out` yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,10 @@ class PendingTable:
         if in_flight >= self._max_in_flight:
             raise QueueFull(
                 f"{in_flight} ranking requests are in flight: max_in_flight is {self._max_in_flight}. "
-                "Send slower, or raise it"
+                "Send more slowly, or raise max_in_flight"
             )
         if entry.request_id in self._entries or entry.request_id in self._answered:
-            raise MessageRefused(f"request id {entry.request_id} was used already: each ranking needs its own")
+            raise MessageRefused(f"request id {entry.request_id} was used already: each request needs its own")
         self._entries[entry.request_id] = entry
         self._waiting += 1
         self._push(entry.deadline_us, Timer.TIME_OUT, entry)

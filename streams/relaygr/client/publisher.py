@@ -82,7 +82,10 @@ class EventPublisher:
         return self._producer.poll(timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Waits at most `timeout_s` until all is delivered. Returns how many messages failed; these report an error."""
+        """Waits at most `timeout_s` for all deliveries. Returns the number of messages that failed.
+
+        The delivery reports of failed messages have an error.
+        """
         if self._running is None:
             return 0
         left = self._running.flush(timeout_s)
@@ -98,7 +101,7 @@ class EventPublisher:
     @property
     def _producer(self) -> Producer:
         if self._running is None:
-            raise NotRunning("the publisher is not running: call start() first, and nothing after close()")
+            raise NotRunning("the publisher is not running: call start() first, and no method after close()")
         return self._running
 
     def _publish(self, topic: str, user_id: str, value: bytes | None, on_delivery: OnDelivery | None) -> None:
@@ -141,7 +144,7 @@ def produce(
         producer.produce(topic, value=value, key=key, headers=[*(headers or ())], on_delivery=report)
     except BufferError as error:
         raise QueueFull(
-            f"{len(producer)} messages wait for the broker: send slower, or check that the broker is up"
+            f"{len(producer)} messages wait for the broker: send more slowly, or check that the broker is up"
         ) from error
     except KafkaException as error:
         raise MessageRefused(f"the message cannot be sent to {topic}: {error.args[0].str()}") from error

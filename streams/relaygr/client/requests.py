@@ -99,7 +99,7 @@ def ranking_request(
     """
     _RANK_NAMES.check(fields)
     if not 0 < fields["budget_ms"] <= MAX_BUDGET_MS:
-        raise ValueError(f"budget_ms is {fields['budget_ms']}: allowed is more than 0, up to {MAX_BUDGET_MS}")
+        raise ValueError(f"budget_ms is {fields['budget_ms']}: expected more than 0 and at most {MAX_BUDGET_MS}")
     query_time_ms = fields.get("query_time_ms")
     suffix = fields.get("suffix")
     return RankingRequest(
@@ -117,7 +117,7 @@ def ranking_request(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of a TypedDict. Its own `__required_keys__` miss `Required` in annotations that are strings."""
+    """The names of a TypedDict. `__required_keys__` ignores `Required` in annotations that are strings."""
 
     required: frozenset[str]
     allowed: frozenset[str]

@@ -97,11 +97,11 @@ class RelayClient:
             self._state = _State.RUNNING
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits for waiting callers and undelivered messages, at most `timeout_s` and about a second more.
+        """Waits for open requests and undelivered messages, at most `timeout_s` and about a second more.
 
         None: the setting `close_timeout_s`. Callers that still wait then get `timed_out` with reason `closed`,
         and `on_delivery` of an unacknowledged message gets an error. Requests past their deadline are not
-        counted as lost; call `drain` first if you need that count. Raises ClientError in a callback.
+        counted as lost; call `drain` first if you need that count. Raises ClientError if called in a callback.
         """
         self._refuse_in_callback("close")
         with self._lifecycle:
@@ -128,7 +128,7 @@ class RelayClient:
     def drain(self, timeout_s: float) -> bool:
         """Waits until every request is answered or lost. Returns False if that takes longer than `timeout_s`.
 
-        Raises ClientError in a callback.
+        Raises ClientError if called in a callback.
         """
         self._refuse_in_callback("drain")
         ends_s = time.monotonic() + timeout_s
@@ -163,7 +163,7 @@ class RelayClient:
     def publish_retrieval(
         self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]
     ) -> RetrievalEvent:
-        """Publishes that an impression begins now. Pass the event's request id to `rank`.
+        """Publishes the retrieval event of an impression that begins now. Pass the event's request id to `rank`.
 
         Does not wait for the broker; `on_delivery` gets the delivery report. Raises EncodeError, TypeError, NotRunning,
         QueueFull, MessageRefused.
@@ -192,7 +192,7 @@ class RelayClient:
         """Ranks `candidates` (item ids, int64, shape [candidates]) and waits at most `budget_ms`.
 
         Raises EncodeError, ValueError, TypeError, NotRunning, QueueFull, MessageRefused, all before anything is
-        sent; ClientError in a callback.
+        sent; ClientError if called in a callback.
         """
         self._refuse_in_callback("rank")
         called_us = self._clock.monotonic_us()
@@ -201,7 +201,7 @@ class RelayClient:
         try:
             return entry.future.result(timeout=max(0, left_us) / 1e6)
         except FutureTimeoutError:
-            # The calling thread keeps the deadline itself, so that a busy I/O thread cannot delay it.
+            # The calling thread enforces the deadline itself, so that a busy I/O thread cannot delay it.
             self._ledger.time_out(entry)
             return entry.future.result()
 

@@ -1,23 +1,23 @@
 """The watermark of finished offsets in a mapped file, for the next process of the same worker.
 
-A consumer commits about once a second. A successor that starts at the commit would repeat up to a second of work, so
-the poll thread also writes the watermark of each partition into a small mapped file whenever the watermark moves. A
-successor uses a watermark only if
+A consumer commits about once a second. A successor that starts at the committed offset would repeat up to a second of
+work, so the poll thread also writes the watermark of each partition into a small mapped file whenever the watermark
+moves. A successor uses a watermark only if
 
 * the file was written for this cluster and these topics, compared by id, so that a recreated topic does not match;
-* the file was written under the `arena_epoch` directly before the successor's epoch, so that no process was in between;
+* the file was written under the `arena_epoch` directly before the successor's epoch, with no process in between;
 * `start <= committed <= finished <= end`, where the predecessor finished all of [start, finished). This fails if the
   offset of the group was reset to before `start` or if the log was truncated.
 
-The successor does not skip the finished messages: they are delivered from the commit on, and the tracker answers
-FINISHED for each.
+The successor does not skip the finished messages: Kafka delivers them again from the committed offset on, and the
+tracker returns FINISHED for each.
 
     header   magic | length u32 | CRC-32 u32 | JSON object, in 4096 bytes
     slots    by topic, in the order of names, then partition; each has two copies, written alternately, of
              arena_epoch u64 | sequence u64 | start u64 | finished u64 | CRC-32 of these u32 | unused u32
 
-A reader takes the newer copy with a correct checksum, so a process that dies during a write leaves the copy before it.
-`begin` may be called only while this process is the writer; after that only the poll thread uses the object.
+A reader takes the newer copy with a correct checksum, so a process that dies during a write leaves the previous copy
+intact. `begin` may be called only while this process is the writer; after that only the poll thread uses the object.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Writer(Protocol):
 
 
 class FinishedLog(Protocol):
-    """Where the consumer loop keeps finished offsets for its successor."""
+    """A store in which the consumer loop keeps finished offsets for its successor."""
 
     def predecessor(self) -> Mapping[TopicPartition, Progress]:
         """The offsets that the process before this one finished. The caller checks them against Kafka."""
@@ -73,7 +73,7 @@ def is_plausible(progress: Progress, committed: int, end: int) -> bool:
 
 
 class FinishedOffsets:
-    """A `FinishedLog` in a file. See the module."""
+    """A `FinishedLog` in a file. See the module docstring."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Allocated in full: a write to a hole without free memory behind it would end the process.
+            # Allocated in full: a write to a hole would kill the process if memory or disk space has run out.
             os.posix_fallocate(file, 0, size_bytes)
             return mmap.mmap(file, size_bytes)
         finally:
@@ -166,5 +166,5 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise RelayError(
             f"{path} can not be used ({error.strerror}): set `worker.shared_path` to a folder with free space that "
-            "this user may write."
+            "this user can write to."
         ) from error

@@ -39,7 +39,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message, handed over once. `message` is the object of the Kafka client, for dead letters."""
+    """One message, passed to the handler once. `message` is the Kafka client's object, for dead letters."""
 
     topic: str
     partition: int
@@ -63,7 +63,7 @@ class LoopStatus:
     partitions: frozenset[int]
     assignment_epoch: int
     last_poll_us: int
-    """Monotonic. When it is older than a second, the poll thread hangs."""
+    """Monotonic. If it is more than a second ago, the poll thread hangs."""
     broker_reachable: bool
     stalled: bool
     in_flight: int
@@ -73,7 +73,7 @@ class LoopStatus:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Answers whether this process was replaced. The loop asks after it lost its membership or was suspended."""
+    """Shows whether this process was replaced. The loop checks it after a lost membership or a suspension."""
 
     may_own: Callable[[], bool] = lambda: True
     """Whether this process may own partitions, for example because it holds the lock of its worker id."""
@@ -104,7 +104,7 @@ log = structlog.get_logger()
 
 
 def holder_of(kafka: KafkaSettings, group: str, instance_id: str, timeout_s: float) -> str | None:
-    """The member id of the static `instance_id` in `group`; None if there is none or the broker does not tell."""
+    """The member id of the static `instance_id` in `group`; None if there is none or the broker does not report it."""
     try:
         admin = make_admin(kafka, f"relaygr-{instance_id}-holder")
         answer: Future[Any] = admin.describe_consumer_groups([group], request_timeout=timeout_s)[group]

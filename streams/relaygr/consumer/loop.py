@@ -13,9 +13,9 @@ Contract:
   next owner of its partition.
 * If a `FinishedLog` is given, the loop also writes finished offsets there. At the first assignment it treats the
   offsets of the predecessor as finished, if they are plausible (`relaygr.consumer.finished`).
-* `on_assigned` tells the whole ownership and the `assignment_epoch`, which counts this process's assignments.
-  `status()` shows an assignment once `on_assigned` has returned: a worker that is not told of its partitions yet is
-  not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
+* `on_assigned` gets all owned partitions and the `assignment_epoch`, which counts this process's assignments.
+  `status()` shows an assignment once `on_assigned` has returned: a worker whose handler does not have its partitions
+  yet is not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * Any thread may call `pause` and `resume`. They take effect within `poll_timeout_ms` and persist over rebalances.
   The loop itself pauses a partition whose span reaches `max_span`, until half of the span is finished.
 * `stop(drain_s)` stops reading, waits for the work in flight, commits and closes. `join` waits for the end. Closing
@@ -27,9 +27,9 @@ Contract:
   partition.
 * An unreachable broker does not end the loop; `status().broker_reachable` is false until it is back. If the outage is
   longer than the session time-out, the membership is lost, and the loop joins again, with a new consumer if necessary.
-  The same happens after this process was suspended. Before it joins, the loop asks `membership`: if this process may
+  The same happens after this process was suspended. Before it joins, the loop checks `membership`: if this process may
   not own partitions any more, or if its static id has another member id in the group, the loop ends as FENCED. After
-  a shorter suspension the loop asks the same before it hands over a message or commits.
+  a shorter suspension the loop makes the same check before it hands over a message or commits.
 
 Calls of a confluent consumer from other threads block for seconds, so other threads put commands into a queue that
 the poll thread reads between polls.
@@ -69,15 +69,15 @@ _REFUSED: Final = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topics",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
     KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
-    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to what the broker allows (6000 by default)",
+    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to the broker's minimum (6000 by default)",
 }
 _PROBE_INTERVAL_US: Final = 1_000_000
-# While the broker is away the poll thread has nothing to read, and may wait so long for metadata.
+# While the broker is away the poll thread has nothing to read, and may wait this long for metadata.
 _PROBE_TIMEOUT_S: Final = 0.1
 _LOG_INTERVAL_US: Final = 10_000_000
 # A new topic has partitions without a leader for some milliseconds.
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
-# A running member learns from its heartbeats that it was replaced. A process that was suspended for longer has to ask.
+# A running member learns from its heartbeats that it was replaced. A process that was suspended for longer must check.
 _ABSENCE_US: Final = 1_000_000
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
@@ -114,7 +114,7 @@ _STALLED = Gauge("relaygr_consumer_stalled", "1 while unread messages of owned p
 
 
 class ConsumerLoop:
-    """See the module. `topics` are co-partitioned: one member must own the same partitions of all of them."""
+    """See the module docstring. `topics` are co-partitioned: one member must own the same partitions of all of them."""
 
     def __init__(
         self,
@@ -167,14 +167,14 @@ class ConsumerLoop:
         self._missing_since_us = 0
         self._logged_at_us: dict[int, int] = {}
 
-    # Before `start`, one thread.
+    # Called before `start`, by one thread.
 
     def connect(self, timeout_s: float) -> None:
         """Creates the client and opens its connections, the one to the group's coordinator included, without joining.
 
         A later `start` then owns its partitions within milliseconds. Until `start`, call this method again from time
-        to time: it serves the client's callbacks and keeps brokers from closing idle connections. A broker that does
-        not answer is no error here. Raises the errors of the factory.
+        to time: it serves the client's callbacks and keeps brokers from closing idle connections. An
+        unreachable broker is not an error here. Raises the errors of the factory.
         """
         if self._consumer is None:
             self._consumer = self._factory(self._on_client_error)
@@ -195,7 +195,7 @@ class ConsumerLoop:
         _BROKER_REACHABLE.labels(self._name).set(int(self._broker_reachable))
         self._thread.start()
 
-    # Any thread.
+    # Called by any thread.
 
     def finish(self, token: Token) -> None:
         """Marks the work of a message as done: its offset may be committed. Never blocks."""
@@ -241,7 +241,7 @@ class ConsumerLoop:
             owner_split=self._owner_split,
         )
 
-    # The poll thread.
+    # Called by the poll thread.
 
     def _subscribe(self) -> None:
         if self._consumer is None:
@@ -263,7 +263,7 @@ class ConsumerLoop:
             self._fail(LoopState.FAILED, error)
             self._log.exception("consumer loop failed")
         if self._state is LoopState.FENCED:
-            # The process must exit at once, so it is told before the consumer is closed.
+            # The process must exit at once, so `on_end` is called before the consumer is closed.
             self._tell_end()
             self._close()
         else:
@@ -308,7 +308,7 @@ class ConsumerLoop:
             self._on_error(error)
             return
         if self._state is not LoopState.RUNNING:
-            # The message is not begun and so never committed. The next owner reads it.
+            # The tracker does not begin the message, so it is never committed, and the next owner reads it.
             return
         topic, partition, offset = message.topic(), message.partition(), message.offset()
         assert topic is not None and partition is not None and offset is not None
@@ -504,7 +504,7 @@ class ConsumerLoop:
                 [KafkaPartition(*tp, OFFSET_END) for tp in ahead], timeout=self._settings.request_timeout_s
             )
         except KafkaException as error:
-            # About a second of work is done again then.
+            # The loop then repeats about a second of work.
             self._count_error(error.args[0])
             return
         ends = _offsets(found)
@@ -573,7 +573,7 @@ class ConsumerLoop:
                 self._missing_topic = next((topic for topic in self._topics if topic in error.str()), self._topics[0])
             self._count_error(error)
         elif code in _REFUSED:
-            self._fail(LoopState.FAILED, RelayError(f"Kafka refuses: {cause_of(error)}. {_REFUSED[code]}"))
+            self._fail(LoopState.FAILED, RelayError(f"Kafka refuses the consumer: {cause_of(error)}. {_REFUSED[code]}"))
         elif code in _UNREACHABLE:
             self._broker_is(False)
         else:
@@ -586,7 +586,7 @@ class ConsumerLoop:
                 return
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
         else:
-            self._fail(LoopState.FAILED, RelayError(f"The consumer can not go on: {cause_of(error)}"))
+            self._fail(LoopState.FAILED, RelayError(f"The consumer can not continue: {cause_of(error)}"))
 
     def _was_absent(self) -> bool:
         """Whether the poll thread was suspended for so long that this process may have lost its partitions."""

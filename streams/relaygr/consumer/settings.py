@@ -16,7 +16,7 @@ class ConsumerSettings(Section):
         int, Field(ge=1, le=1000, description="longest wait for a message; also the longest delay of a pause or a stop")
     ] = 10
     batch_messages: Annotated[
-        int, Field(ge=1, le=10_000, description="most messages read before pauses and stops are handled")
+        int, Field(ge=1, le=10_000, description="largest number of messages read before pauses and stops are handled")
     ] = 64
     tick_interval_ms: Annotated[
         int, Field(ge=1, le=1000, description="time between two calls of the handler's on_tick")
@@ -25,7 +25,7 @@ class ConsumerSettings(Section):
         int, Field(ge=1, le=60_000, description="time between two updates of the offsets that the client commits")
     ] = 100
     max_span: Annotated[
-        int, Field(ge=1, description="a partition is paused so many messages past its oldest unfinished one")
+        int, Field(ge=1, description="number of messages past its oldest unfinished one at which a partition is paused")
     ] = 10_000
     request_timeout_s: Annotated[
         float, Field(gt=0, description="time-out of the request for the group's offsets on assignment")
@@ -34,5 +34,6 @@ class ConsumerSettings(Section):
         float, Field(gt=0, description="how long a subscribed topic may be missing before the loop ends")
     ] = 10.0
     stall_s: Annotated[
-        float, Field(gt=0, description="not ready if no message arrives for so long although some are unread")
+        float,
+        Field(gt=0, description="time without a message, despite unread ones, after which the worker is not ready"),
     ] = 10.0

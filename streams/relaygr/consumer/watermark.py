@@ -1,8 +1,8 @@
 """The commit watermark of each partition: the offset up to which every message is finished.
 
 Work ends out of order, but Kafka commits one offset. The tracker therefore holds, for each partition, the offsets that
-were begun and are not finished. The watermark is the first of them or, if there is none, the offset after the last
-message that was begun. A consumer delivers in order, so offsets that it skipped (compacted records, transaction
+were begun and are not finished. The watermark is the lowest of these offsets or, if there is none, the offset after the
+last message that was begun. A consumer delivers in order, so offsets that it skipped (compacted records, transaction
 markers) do not exist and do not hold up the watermark.
 
     assign(positions)       the group assigned these partitions, to be read from these offsets
@@ -72,7 +72,7 @@ class _Partition:
         # [low, next_offset) was delivered here; None until the first position is known.
         self.low: int | None = None
         self.next_offset = 0
-        # The offset that the group has or will have soon, so that it is not committed again; None: not known.
+        # The group's committed offset, or the one given to the client to commit; None: not known.
         self.committed: int | None = None
         # The last offset delivered in this assignment. Within an assignment it grows.
         self.delivered = -1
@@ -99,8 +99,8 @@ class WatermarkTracker:
     def assign(self, positions: Mapping[TopicPartition, int | None]) -> None:
         """Adds owned partitions.
 
-        A position is the committed offset of the group, from which it reads. If the position is None, it is not known
-        yet, and the first delivered message sets it.
+        A position is the committed offset of the group, from which it reads. None means that the position is not
+        known yet; the first delivered message then sets it.
         """
         for tp, position in positions.items():
             state = self._partitions.get(tp)

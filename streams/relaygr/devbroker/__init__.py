@@ -1,8 +1,8 @@
 """Local brokers for development, tests and the demo: `with local_broker("auto") as broker:`.
 
 `auto` takes the first of: a cluster that the caller names, a real Apache Kafka (KAFKA_HOME and Java), librdkafka's own
-cluster. It never downloads anything. A broker that is started here ends with the block, or with this process in any
-way it may die. Each broker describes itself (`what`) and lists what a run on it can not show (`limits`).
+cluster. It never downloads anything. A broker that is started here ends with the block, or when this
+process ends in any way. `what` describes the broker, and `limits` lists the limits of a run on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["AvailableBrokers", "BrokerChoice", "Chosen", "LocalBroker", "availab
 
 
 def available_brokers(known_bootstrap: str | None = None, environ: Mapping[str, str] | None = None) -> AvailableBrokers:
-    """The brokers of this machine that `choose` can take. Only the caller knows `known_bootstrap`."""
+    """The brokers of this machine that `choose` can take. The caller gives `known_bootstrap`."""
     environ = os.environ if environ is None else environ
     home = environ.get("KAFKA_HOME")
     java_home = environ.get("JAVA_HOME")
@@ -76,7 +76,7 @@ def _external(bootstrap: str, why: str, kafka: KafkaSettings) -> Iterator[LocalB
     cluster = require_broker(kafka.model_copy(update={"bootstrap": bootstrap}))
     limits = ["the cluster may have other users, whose load is in the figures"]
     if is_embedded(cluster):
-        limits.append("it is librdkafka's embedded cluster, which has no admin requests")
+        limits.append("it is librdkafka's embedded cluster, which supports no admin requests")
     yield LocalBroker(
         BrokerChoice.EXTERNAL,
         bootstrap,

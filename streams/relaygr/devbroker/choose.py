@@ -1,4 +1,4 @@
-"""Which broker a `--broker` choice means: a pure decision over the available brokers.
+"""Selects the broker for a value of `--broker`: a pure function of the available brokers.
 
 `auto` takes the first of: an address that is already known (`RELAYGR_BOOTSTRAP`), a real Apache Kafka
 (`KAFKA_HOME` and a Java runtime), librdkafka's own cluster. It never downloads anything.
@@ -53,14 +53,14 @@ class Chosen:
 
 
 def choose(choice: str, available: AvailableBrokers) -> Chosen:
-    """Decides. Raises RelayError for an unknown choice, and for one that is not possible on this machine."""
+    """The broker for a choice. Raises RelayError if it is unknown or not possible on this machine."""
     if _ADDRESSES.fullmatch(choice):
         return Chosen(BrokerChoice.EXTERNAL, "named by --broker", bootstrap=choice)
     try:
         kind = BrokerChoice(choice)
     except ValueError:
         raise RelayError(
-            f"--broker {choice!r} is none of auto, embedded, kafka, docker, HOST:PORT[,HOST:PORT...]"
+            f"--broker {choice!r} is not one of auto, embedded, kafka, docker, HOST:PORT[,HOST:PORT...]"
         ) from None
     if kind is BrokerChoice.AUTO:
         return _first(available)
@@ -86,12 +86,12 @@ def _first(available: AvailableBrokers) -> Chosen:
 
 
 def _hindrance(available: AvailableBrokers) -> str | None:
-    """Why no real Kafka can be started on this machine; None if it can."""
+    """The reason why no real Kafka can be started on this machine; None if one can."""
     if available.kafka_home is None:
         return "KAFKA_HOME is not set (the folder of an unpacked Apache Kafka)"
     missing = [script for script in (SERVER_SCRIPT, STORAGE_SCRIPT) if not (available.kafka_home / script).is_file()]
     if missing:
-        return f"KAFKA_HOME={available.kafka_home} holds no {' and no '.join(missing)}"
+        return f"KAFKA_HOME={available.kafka_home} contains no {' and no '.join(missing)}"
     if available.java is None:
         return "no Java runtime found: put `java` (17 or later) on PATH, or set JAVA_HOME"
     return None

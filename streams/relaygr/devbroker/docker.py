@@ -37,9 +37,9 @@ def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterato
         container = _container(DockerContainer, port)
         container.start()
     except Exception as error:
-        # The Docker client raises many kinds of errors if there is no Docker, or none that this user may use.
+        # The Docker client raises many kinds of errors if Docker is missing or this user may not use it.
         raise RelayError(
-            f"Docker can not start {IMAGE}: {error}. Is the Docker daemon running, and may you use it?"
+            f"Docker can not start {IMAGE}: {error}. Is the Docker daemon running, and may this user access it?"
         ) from error
     try:
         _await_ready(container, bootstrap, start_timeout_s)
@@ -63,7 +63,7 @@ def _container(make: Any, port: int) -> Any:
         "KAFKA_NODE_ID": "1",
         "KAFKA_PROCESS_ROLES": "broker,controller",
         "KAFKA_LISTENERS": "PLAINTEXT://0.0.0.0:9092,CONTROLLER://127.0.0.1:9093",
-        # Clients connect to what the broker advertises: the port on this side of Docker.
+        # Clients connect to the advertised address, so it has the port outside the container.
         "KAFKA_ADVERTISED_LISTENERS": f"PLAINTEXT://127.0.0.1:{port}",
         "KAFKA_CONTROLLER_LISTENER_NAMES": "CONTROLLER",
         "KAFKA_LISTENER_SECURITY_PROTOCOL_MAP": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",

@@ -26,11 +26,11 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
 
 LIMITS: Final = (
-    "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, and knows neither retention, "
-    "compaction, replicas nor security",
-    "its waiting fetches do not wake up for new data, so a hop takes up to fetch_wait_max_ms: not Kafka's latency",
+    "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, without retention, "
+    "compaction, replicas or security",
+    "a waiting fetch does not return early for new data, so a hop takes up to fetch_wait_max_ms: not Kafka's latency",
     "it answers no admin requests: topic settings are not checked, and group members can not be listed",
-    "when the members of a group change it waits for the session time-out less a second: rebalance times are not "
+    "after a change of a group's members it waits for the session time-out less a second: rebalance times are not "
     "Kafka's",
 )
 FETCH_WAIT_MAX_MS: Final = 2
@@ -83,7 +83,7 @@ class _ClusterProcess:
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request and returns the answer. Raises RelayError for a refusal or a child that does not answer."""
+        """Sends a request and returns the answer. Raises RelayError if the child refuses it or does not answer."""
         with self._lock:
             assert self._process.stdin is not None
             try:

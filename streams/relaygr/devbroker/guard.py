@@ -68,7 +68,7 @@ def _die_with_the_guard() -> None:
 
 
 def _say(line: str) -> None:
-    # Fails if the parent has died. The end of standard input tells that too.
+    # The write fails if the parent has died. Standard input then ends as well.
     with contextlib.suppress(OSError):
         print(line, flush=True)  # noqa: T201 (its protocol)
 

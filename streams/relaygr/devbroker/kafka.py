@@ -66,7 +66,7 @@ _PROPERTIES: Final[dict[str, str | int]] = {
     "group.consumer.min.heartbeat.interval.ms": 200,
     "group.consumer.session.timeout.ms": 3000,
     "group.consumer.min.session.timeout.ms": 3000,
-    # A broker is back sooner after kill -9.
+    # A broker that was killed can join again sooner.
     "broker.session.timeout.ms": 2000,
     "broker.heartbeat.interval.ms": 500,
     "auto.create.topics.enable": "false",
@@ -130,7 +130,7 @@ def _start(home: Path, heap_mib: int, start_timeout_s: float, properties: Mappin
             raise
         else:
             return server
-    raise RelayError(f"Kafka found its ports taken {_ATTEMPTS} times: are there free ports on 127.0.0.1?")
+    raise RelayError(f"Kafka found its ports in use {_ATTEMPTS} times: are there free ports on 127.0.0.1?")
 
 
 class _Server:
@@ -161,7 +161,7 @@ class _Server:
         )
 
     def await_ready(self, timeout_s: float) -> None:
-        """Raises RelayError, or _PortTakenError, if it does not come up."""
+        """Raises RelayError, or _PortTakenError, if the broker does not get ready."""
         kafka = KafkaSettings(bootstrap=self.bootstrap)
         # Connections are refused while the broker starts, so client errors are not logged.
         admin = make_admin(kafka, "relaygr-broker-start", ClientErrors("relaygr-broker-start", quiet=True))

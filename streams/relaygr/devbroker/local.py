@@ -1,4 +1,4 @@
-"""What all kinds of local brokers share: the description of a running broker, and free ports."""
+"""The description of a running local broker, and free ports: used by all kinds of brokers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LocalBroker:
     """Never AUTO."""
     bootstrap: str
     what: str
-    """Which broker it is and why it was chosen, for the user."""
+    """The kind of broker and the reason for the choice, for the user."""
     limits: tuple[str, ...]
-    """Sentences about what a run on this broker can not show."""
+    """Sentences about the limits of a run on this broker."""
     create_topics: Callable[[KafkaSettings], object]
     """Creates the topics of the catalogue with the prefix of these settings."""
     delete_topics: Callable[[KafkaSettings], object]

@@ -75,7 +75,7 @@ class MockCluster:
     def _awake(self, function: Callable[..., int], name: bytes, *arguments: int) -> int:
         """Calls `function` while a thread opens connections to the cluster.
 
-        The thread of an idle cluster looks at calls only once a second; a connection wakes it.
+        The thread of an idle cluster checks for calls only once a second; a connection wakes it.
         """
         done = threading.Event()
         waker = threading.Thread(target=self._connect_until, args=(done,), daemon=True)

@@ -52,7 +52,7 @@ def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicRep
 
 
 def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = False) -> TopicReport:
-    """Creates the missing topics and keeps existing ones. It can be run again.
+    """Creates the missing topics and keeps existing ones. A second call changes nothing.
 
     `dry_run` changes nothing and reports what would be created. `repair` also sets the settings of existing
     topics to the catalogue's. Raises RelayError, before anything is created, if a topic exists with another
@@ -207,7 +207,7 @@ def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -
 def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> Observed:
     """Waits until every partition has a leader and, if `repaired`, the brokers report the new settings.
 
-    The controller answers before the brokers have the change.
+    The controller acknowledges a change before all brokers have it.
     """
     names = [kafka.topic(topic) for topic in CATALOGUE]
     ends_s = time.monotonic() + ADMIN_TIMEOUT_S

@@ -29,7 +29,7 @@ from relaygr.schemas.topics import CATALOGUE
 Options = Mapping[str, Any]
 
 PARTITIONER: Final = "murmur2_random"
-"""Java's hash. librdkafka's default agrees with it for 8.5 % of keys."""
+"""Java's hash. librdkafka's default gives the same partition for 8.5 % of keys only."""
 ASSIGNOR: Final = "range"
 """The only assignor that always gives a user's partitions of both topics to the same worker."""
 LARGEST_MESSAGE_BYTES: Final = max(spec.max_message_bytes for spec in CATALOGUE.values())
@@ -49,7 +49,7 @@ class ProducerKind(enum.StrEnum):
 
 
 _COMMON: Final[dict[str, Any]] = {
-    # Detects a connection that a firewall dropped before a request needs it.
+    # Detects, before a request needs it, a connection that a firewall dropped.
     "socket.keepalive.enable": True,
     # Small messages are sent at once, without waiting for the previous acknowledgement.
     "socket.nagle.disable": True,
@@ -60,7 +60,7 @@ _COMMON: Final[dict[str, Any]] = {
     "topic.metadata.refresh.interval.ms": 200,
     # Only `relaygr topics create` creates topics, with their retention and partition counts.
     "allow.auto.create.topics": False,
-    # That the broker closes an idle connection is not an error.
+    # A broker that closes an idle connection is not an error.
     "log.connection.close": False,
     # `error_cb` reports errors; librdkafka would print each as well, up to 40 a second.
     "log_level": 2,

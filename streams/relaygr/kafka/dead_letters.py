@@ -36,7 +36,7 @@ OnDone = Callable[[bool], None]
 LARGEST_KEY_BYTES: Final = 64 * 1024
 KEPT_HEADERS: Final = 32
 KEPT_HEADERS_BYTES: Final = 16 * 1024
-# The most that the record, its batch and our own headers add.
+# Upper bound on what the record, its batch and our own headers add.
 _OVERHEAD_BYTES: Final = 8 * 1024
 LARGEST_RECORD_BYTES: Final = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes - KEPT_HEADERS_BYTES - _OVERHEAD_BYTES
 """Bound on key and value together."""
@@ -79,7 +79,7 @@ class DeadLetterWriter:
         """Writes `message` to the dead letters, whatever it contains.
 
         `reason` is one of a small set, because it is a metric label; `detail` is a sentence. `on_done` gets True when
-        the cluster has acknowledged the dead letter, and False if it could not be written: write it again then.
+        the cluster has acknowledged the dead letter, and False if it was not written; the caller then writes it again.
         """
         origin = message.topic() or ""
         key, value, remarks = _cut(message.key(), message.value())
@@ -133,7 +133,7 @@ def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: i
 
 
 def _cut(key: bytes | None, value: bytes | None) -> tuple[bytes | None, bytes | None, list[str]]:
-    """Cuts key and value to the topic's bound. The texts say what was cut."""
+    """Cuts key and value to the topic's bound. The texts describe the cuts."""
     remarks = []
     if key is not None and len(key) > LARGEST_KEY_BYTES:
         remarks.append(f"key cut from {len(key)} to {LARGEST_KEY_BYTES} bytes")

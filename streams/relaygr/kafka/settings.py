@@ -1,4 +1,4 @@
-"""Settings of everything that talks to Kafka."""
+"""Settings of all Kafka clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SecurityProtocol(enum.StrEnum):
 
 
 class SaslMechanism(enum.StrEnum):
-    """Kafka's `sasl.mechanism`: those that librdkafka and aiokafka both support."""
+    """The values of Kafka's `sasl.mechanism` that librdkafka and aiokafka both support."""
 
     PLAIN = "PLAIN"
     SCRAM_SHA_256 = "SCRAM-SHA-256"
@@ -76,7 +76,7 @@ class GroupProtocol(enum.StrEnum):
 
 
 class KafkaSettings(Section):
-    """The address and the use of Kafka. The root settings inherit these fields."""
+    """The Kafka cluster and its clients. The root settings inherit these fields."""
 
     bootstrap: str = Field("127.0.0.1:9092", description="HOST:PORT[,HOST:PORT...] of the cluster")
     topic_prefix: str = Field(DEFAULT_PREFIX, description="topics are PREFIX.retrieval, PREFIX.ranking, ...")

@@ -15,11 +15,11 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic, TopicSpec
 
 LEAST_PARTITIONS_PER_WORKER = 8
-"""With fewer, a single partition is more than an eighth of a worker's load."""
+"""With fewer, one partition is more than an eighth of a worker's load."""
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -143,7 +143,7 @@ def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
     elif counts and counts != {kafka.partitions}:
         [deployed] = counts
         names = ", ".join(map(kafka.topic, together))
-        what = f"{names} have {deployed} partitions each, the settings say {kafka.partitions}"
+        what = f"{names} have {deployed} partitions each, the setting is {kafka.partitions}"
         mend = f"set `partitions` to {deployed}; to have {kafka.partitions}: {new_prefix}"
         findings.append(Finding(Severity.ERROR, None, what, mend))
     for topic, spec in CATALOGUE.items():
@@ -152,7 +152,7 @@ def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
             continue
         # Gateways select their results partition by the count, and readers of statuses read one partition only.
         severity = Severity.ERROR if topic in (Topic.RESULTS, Topic.WORKERS) else Severity.WARNING
-        what = f"{kafka.topic(topic)} has {observed.topics[topic].partitions} partitions, wanted are {wanted}"
+        what = f"{kafka.topic(topic)} has {observed.topics[topic].partitions} partitions, expected {wanted}"
         findings.append(Finding(severity, kafka.topic(topic), what, new_prefix))
     return findings
 
@@ -160,7 +160,7 @@ def _counts(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
 def _replication(name: str, seen: ObservedTopic, kafka: KafkaSettings) -> list[Finding]:
     if seen.replication_factor >= kafka.replication_factor:
         return []
-    what = f"{name} has {seen.replication_factor} replicas, the settings say {kafka.replication_factor}"
+    what = f"{name} has {seen.replication_factor} replicas, the setting is {kafka.replication_factor}"
     mend = "add replicas with `kafka-reassign-partitions.sh`, or lower `replication_factor`"
     return [Finding(Severity.WARNING, name, what, mend)]
 
@@ -178,7 +178,7 @@ def _settings(name: str, spec: TopicSpec, config: Mapping[str, str]) -> list[Fin
             severity = Severity.ERROR
         elif key == "cleanup.policy":
             severity = Severity.ERROR
-        what = f"{name} has {key}={found}, wanted is {wanted}"
+        what = f"{name} has {key}={found}, expected {wanted}"
         findings.append(Finding(severity, name, what, "run `relaygr topics create --repair`"))
     return findings
 

@@ -21,7 +21,7 @@ class TopicIdentity:
 
 
 def identify_topics(kafka: KafkaSettings, names: Collection[str], client_id: str, timeout_s: float) -> TopicIdentity:
-    """Asks the cluster. Raises KafkaException if the cluster does not answer or does not know a topic."""
+    """The ids of the cluster and of these topics. Raises KafkaException without an answer, or if a topic is missing."""
     admin = make_admin(kafka, client_id)
     ids = dict.fromkeys(names, "")
     for name in names:
@@ -29,7 +29,7 @@ def identify_topics(kafka: KafkaSettings, names: Collection[str], client_id: str
         error = metadata.topics[name].error
         if error is not None:
             raise KafkaException(error)
-    # The request would time out on the embedded cluster.
+    # On the embedded cluster the request for ids would time out.
     if not is_embedded(metadata):
         answers = admin.describe_topics(TopicCollection(list(names)), request_timeout=timeout_s)
         ids = {name: str(answer.result().topic_id) for name, answer in answers.items()}

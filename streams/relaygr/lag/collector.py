@@ -37,7 +37,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 
 _T = TypeVar("_T")
-# Each request has its own time-out. This one is for a client that hangs.
+# Each request has its own time-out. This longer one is for a client that hangs.
 _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
 _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
@@ -54,7 +54,7 @@ def group_topics(kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _GroupDescription:
-    """The answer of DescribeGroups for one group, or why there is none."""
+    """The answer of DescribeGroups for one group, or the reason why there is none."""
 
     state: str = UNKNOWN
     protocol: str = UNKNOWN
@@ -130,7 +130,7 @@ class LagCollector:
         return found
 
     def _no_answer(self, error: KafkaException | TimeoutError) -> RelayError:
-        cause = error.args[0].str() if isinstance(error, KafkaException) else "a request has no end"
+        cause = error.args[0].str() if isinstance(error, KafkaException) else "a request did not end"
         return RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {cause}")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class GroupMember:
 
     @property
     def name(self) -> str:
-        """The name for people: static id (or client id) and host."""
+        """A readable name: static id (or client id) and host."""
         return f"{self.instance_id or self.client_id}@{self.host.lstrip('/')}"
 
 

@@ -46,7 +46,7 @@ class EndOffsets:
         self._polls: deque[tuple[int, int]] = deque(maxlen=capacity)
 
     def add(self, polled_at_us: int, end: int) -> None:
-        """Adds the end at a monotonic time. An end that went back means a recreated topic: earlier ends are dropped."""
+        """Adds the end at a monotonic time. A lower end means a recreated topic: earlier ends are dropped."""
         if self._polls and end < self._polls[-1][1]:
             self._polls.clear()
         if len(self._polls) >= 2 and self._polls[-1][1] == self._polls[-2][1] == end:
@@ -57,7 +57,7 @@ class EndOffsets:
     def time_lag(self, committed: int) -> TimeLag | None:
         """Seconds since the end of the log passed `committed`, as of the last poll.
 
-        None if that was before the oldest poll that is kept. The timestamp of the record is needed then.
+        None if that was before the oldest poll that is kept; the timestamp of the record is then needed.
         """
         if not self._polls:
             return None
@@ -184,7 +184,7 @@ class LagTracker:
         return wanted
 
     def learn(self, timestamps_ms: Mapping[TopicPartition, tuple[int, int]]) -> None:
-        """Takes the records that were read: (requested offset, timestamp of the first record from there)."""
+        """Adds the records that were read: (requested offset, timestamp of the first record from there)."""
         for (_, tp), history in self._histories.items():
             if tp in timestamps_ms:
                 offset, timestamp_ms = timestamps_ms[tp]

@@ -1,6 +1,6 @@
 """Whether a group keeps up, by Burrow's rules over the last polls. They need no threshold on lag.
 
-A polled offset does not tell *when* it was committed, so "no commit for a whole window" looks like an offset that did
+A polled offset does not show *when* it was committed, so "no commit for a whole window" looks like an offset that did
 not move. Whether a member owns the partition tells the two cases apart. The first rule that applies gives the status:
 
     lag within bounds                                   OK
@@ -8,7 +8,7 @@ not move. Whether a member owns the partition tells the two cases apart. The fir
     lag was within bounds at some time in the window    OK
     the offset did not move, and no member owns it      STOP
     the offset did not move, and a member owns it       STALL
-    it moved, and lag is what arrives in two polls      OK
+    it moved, and lag is at most two polls' arrivals    OK
     it moved, and lag never fell                        WARN
     else                                                OK
 
@@ -73,7 +73,7 @@ class LagSample:
 
 
 def worst(statuses: Iterable[LagStatus]) -> LagStatus:
-    """The most severe status; UNKNOWN of none."""
+    """The most severe status; UNKNOWN if there is none."""
     return max(statuses, key=_SEVERITY.__getitem__, default=LagStatus.UNKNOWN)
 
 

@@ -16,7 +16,7 @@ Python's default of 5 ms is too long against deadlines of tens of milliseconds.
 
 
 def tune_interpreter() -> None:
-    """Shortens the turns of threads, and excludes every object that exists now from garbage collection.
+    """Shortens the switch interval of threads, and excludes every object that exists now from garbage collection.
 
     Call it once, at the end of start-up. A full collection over a heap that contains torch stops every thread for tens
     of milliseconds.

@@ -60,7 +60,7 @@ class RepeatLimiter:
         return RepeatDecision(False, 0)
 
     def take_overdue(self, now_us: int) -> list[tuple[tuple[str, str], int]]:
-        """Kinds with suppressed lines and no admitted line for a second, and the number of lines. Reports each once."""
+        """Kinds with no admitted line for a second, and their numbers of suppressed lines. Returns each kind once."""
         overdue = []
         for key, window in self._windows.items():
             if window.suppressed and now_us - window.started_us >= _WINDOW_US:

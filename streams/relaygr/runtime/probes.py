@@ -68,7 +68,7 @@ class ProbeServer:
         registry: CollectorRegistry = REGISTRY,
         documents: Mapping[str, Callable[[], object]] | None = None,
     ) -> None:
-        """`port` 0 takes any free port, which the property `port` tells after `start`.
+        """`port` 0 takes any free port, which the property `port` returns after `start`.
 
         `documents`: path -> a function whose value is served there as JSON. It is called at every request.
         """
@@ -129,7 +129,7 @@ class ProbeServer:
             return
         self._server.should_exit = True
         self._thread.join(timeout_s)
-        # uvicorn leaves the socket open when it had to cut off connections.
+        # uvicorn leaves the socket open if it had to abort connections.
         self._listener.close()
         self._server = self._thread = self._listener = None
 
@@ -154,8 +154,8 @@ class ProbeServer:
 def _answer(ask: Callable[[], Readiness]) -> Response:
     try:
         readiness = ask()
-    except Exception as error:  # The answer must tell that the check itself is broken.
-        log.exception("a check of a probe raised")
+    except Exception as error:  # The response must show that the check itself is broken.
+        log.exception("a check of a probe raised an exception")
         readiness = Readiness((Check("check", False, f"{type(error).__name__}: {error}"),))
     body = {"ok": readiness.ready, "checks": [asdict(check) for check in readiness.checks]}
     return JSONResponse(body, status_code=200 if readiness.ready else 503)

@@ -37,5 +37,6 @@ class LogSettings(Section):
     level: LogLevel = Field(LogLevel.INFO, description="the least severe level that is written")
     format: LogFormat = Field(LogFormat.AUTO, description="auto: console on a terminal, else json")
     repeats_per_second: Annotated[
-        int, Field(ge=1, description="most lines a second of one logger and message; more are only counted")
+        int,
+        Field(ge=1, description="largest number of lines a second of one logger and message; more are only counted"),
     ] = 10

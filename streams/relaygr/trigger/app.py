@@ -11,7 +11,7 @@
   the settings and the partitioner of all our producers.
 * If the broker goes away, the clients reconnect by themselves, and a gauge shows the outage.
 
-`docs/trigger.md` has the tuning and its effects.
+`docs/trigger.md` describes the tuning and its effects.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class TriggerApp:
             decision = self._handler.decide(message.key, message.value, message.partition)
             reason = self._apply(decision, message)
         except Exception as error:
-            log.exception("deciding an event failed", partition=message.partition, offset=message.offset)
+            log.exception("the decision on an event failed", partition=message.partition, offset=message.offset)
             reason = DecisionReason.ERROR
             self._dead_letter(message, reason, repr(error))
         else:

@@ -5,8 +5,8 @@ and no producer of its own. Its consumer has our settings and security, and runs
 
 Two things are changed in aiokafka itself, for this process:
 
-* Its loggers are limited to one line of a kind a second. While a broker is away they were measured to write 25,000
-  lines in 5 s.
+* Its loggers are limited to one line of a kind a second. Without the limit they wrote 25,000 lines in 5 s while a
+  broker was away.
 * A record that aiokafka can not read is skipped. Kafka allows any bytes as the name of a header; aiokafka raises for a
   name that is not UTF-8, and raises again at the same record after every restart, so one such record on the retrieval
   topic would end all pre-infer. The rest of the batch is skipped with the record, because aiokafka reads a batch only
@@ -54,7 +54,7 @@ _REQUEST_TIMEOUT_MS: Final = 10_000
 
 
 class RawSchema(Schema):  # type: ignore[misc]
-    """Passes the messages of faust on undecoded. The handler decodes them, and reports why it cannot."""
+    """Passes the messages of faust on undecoded. The handler decodes them, and reports failures."""
 
     def compile(self, app: Any, **_: Any) -> Any:
         create_event = app.create_event
@@ -66,7 +66,7 @@ class RawSchema(Schema):  # type: ignore[misc]
 
 
 class _NoMonitor(Monitor):  # type: ignore[misc]
-    """faust's monitor without the statistics of every event, which nothing reads."""
+    """faust's monitor without the statistics of every event, which are not used."""
 
     mundane_level = "debug"
 
@@ -137,7 +137,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         )
 
     def verify_event_path(self, now: float, tp: Any) -> None:
-        """Does nothing: it would read the disabled statistics. The lag monitor measures this group as all others."""
+        """Does nothing: it would read the disabled statistics. The lag monitor measures this group."""
 
 
 class _Consumer(driver.Consumer):  # type: ignore[misc]
@@ -152,7 +152,7 @@ class _Transport(driver.Transport):  # type: ignore[misc]
 
 
 class _Boot(BootStrategy):  # type: ignore[misc]
-    # Jobs leave through our own producer.
+    # Our own producer sends the jobs.
     enable_kafka_producer = False
     enable_web = False
 
@@ -171,7 +171,7 @@ def _fetch_wait_ms(kafka: KafkaSettings) -> int:
 
 
 def make_app(kafka: KafkaSettings, client_id: str) -> _App:
-    """The faust app of the trigger's group. Changes aiokafka for this process, as the module says."""
+    """The faust app of the trigger's group. Changes aiokafka for this process (see the module docstring)."""
     limit_log_repeats()
     skip_unreadable_records()
     app = _App(

@@ -5,8 +5,8 @@
 * The owner of a partition is the worker with the newest claim. The time of a claim is the time of the first status
   seen with this assignment epoch of the worker; the epochs of two workers cannot be compared.
 * An owner is fresh while it is READY and its last status is at most `status_stale_ms` old. The age is computed from
-  `written_at_us`, because a compacted topic delivers old statuses late. For a writer whose clock is ahead, the time of
-  receipt counts.
+  `written_at_us`, because a compacted topic delivers old statuses late. If the writer's clock is ahead, the age
+  is computed from the time of receipt.
 * A tombstone, or the state STOPPING, gives up all partitions of a worker.
 """
 
@@ -164,7 +164,7 @@ class FleetReader:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # The client reports the end of the topic. A pause without messages would not: statuses arrive all the time.
+        # The client then reports the end of the topic. Statuses arrive too often for a pause to mark the end.
         options = {"enable.partition.eof": True}
         consumer = make_assigned_consumer(self._kafka, self._client_id, options=options)
         try:
@@ -188,7 +188,7 @@ class FleetReader:
             worker_id = bytes(key or b"").decode()
             status = decode(WorkerStatus, value) if value else None
             if status is not None and status.worker_id != worker_id:
-                raise ValueError(f"the key says {worker_id[:128]!r}, the status {status.worker_id!r}")
+                raise ValueError(f"the key is {worker_id[:128]!r}, but the status is of {status.worker_id!r}")
             if status is not None and any(partition >= MAX_PARTITIONS for partition in status.partitions):
                 raise ValueError("a partition is out of bounds")
             self._fleet.apply(worker_id, status, self._clock.wall_us())

@@ -30,7 +30,7 @@ from relaygr.trigger.settings import TriggerSettings
 
 @dataclass(frozen=True, slots=True)
 class TriggerDecision:
-    """What to do with one event: send `job`, or write the event to dead letters if `detail` is set, or nothing."""
+    """The action for one event: send `job`, or write the event to dead letters if `detail` is set, or nothing."""
 
     reason: DecisionReason
     job: bytes | None = None
@@ -43,16 +43,17 @@ class TriggerDecision:
 
 MAX_USERS_PER_OWNER = 100_000
 MAX_OWNERS = 64
-"""How many owners are remembered. With more owners, some jobs are charged in full."""
+"""The largest number of owners that are kept. With more owners, some jobs are charged in full."""
 
 
 class RecentPrefixes:
     """Estimates which prefixes the DRAM of an owner holds, from the recent admissions. Pure; not thread-safe.
 
-    The job of a returning user costs a reload instead of a pre-infer. Charged in full, it would be refused for load
-    just when the cache is most useful, and without the job the worker would not reload the prefix. So the trigger
-    remembers the admitted prefixes of each owner, up to the owner's DRAM capacity, least recently used out first, as in
-    the default cache policy. A wrong estimate costs little, because the worker decides again with its real cache.
+    The job of a returning user costs a reload instead of a pre-infer. If it were charged in full, it would be refused
+    for load just when the cache is most useful, and without the job the worker would not reload the prefix. So the
+    trigger keeps the admitted prefixes of each owner, up to the owner's DRAM capacity. The least recently used prefix
+    is evicted first, as in the default cache policy. A wrong estimate costs little, because the worker decides again
+    with its real cache.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class EventHandler:
         self._buckets.reassign(partitions)
 
     def decide(self, key: bytes | None, value: bytes | None, partition: int) -> TriggerDecision:
-        """The decision about a message read from `partition`. Raises nothing, whatever the bytes."""
+        """The decision about a message read from `partition`. Raises no exception for any bytes."""
         now_us = self._clock.wall_us()
         try:
             event = decode(RetrievalEvent, value)
