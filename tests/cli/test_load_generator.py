@@ -98,8 +98,8 @@ class StallingClient:
 
 @pytest.mark.slow
 def test_a_stalled_server_yields_growing_latency() -> None:
-    """16. Coordinated omission: a generator that waited for a stalled server sent nothing meanwhile, and its P99
-    was that of the requests that it did send. Here the latency of every request counts from its due time.
+    """16. Coordinated omission: a generator that waited for a stalled server sent nothing meanwhile, so its P99
+    covered only the requests that it had sent. Here the latency of every request counts from its due time.
     """
     settings = TrafficSettings(
         duration_s=0.6, rate_per_s=200, users=3, history_median=8, history_max=16, settle_s=0, lead_median_ms=1,

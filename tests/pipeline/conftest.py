@@ -27,6 +27,6 @@ def module_kafka(broker: LocalBroker) -> Iterator[KafkaSettings]:
 
 @pytest.fixture(scope="module")
 def relay(module_kafka: KafkaSettings, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    """Nothing runs in it yet."""
+    """A relay without running processes."""
     with Relay(module_kafka, tmp_path_factory.mktemp("relay"), model) as relay:
         yield relay

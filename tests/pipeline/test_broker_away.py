@@ -109,18 +109,18 @@ def test_a_broker_that_is_killed_and_started_again_crashes_nothing(kafka_server,
                 user = user or new_user()
                 return client.rank(user, candidates_of(), budget_ms=budget_ms, history=history_of(user, 50))
 
-            # Offsets that are finished and not yet committed when the broker goes: their commit comes too late.
+            # These offsets are finished but not committed when the broker stops, so their commit comes too late.
             assert {rank().status for _ in range(30)} == {RankStatus.RANKED}
             kafka_server.stop()
             # The client answers at its deadline, whatever the broker does.
             assert rank(500).status is RankStatus.TIMED_OUT
             reachable = "relaygr_consumer_broker_reachable"
-            wait_until("the worker says so", lambda: reading(worker).total(reachable) == 0)
+            wait_until("the worker reports it", lambda: reading(worker).total(reachable) == 0)
             time.sleep(7)  # More than a session: the worker's membership is gone.
             assert worker.process.poll() is None and trigger.process.poll() is None
             kafka_server.start()
             wait_until("requests are ranked again", lambda: rank(2_000).status is RankStatus.RANKED, 60)
-            wait_until("the worker says so", lambda: reading(worker).total(reachable) == 1)
+            wait_until("the worker reports it", lambda: reading(worker).total(reachable) == 1)
             relay.await_ready(worker, trigger)
 
             def relayed() -> bool:

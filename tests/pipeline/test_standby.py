@@ -116,7 +116,7 @@ class LookUps:
             told.append(reading(supervisor))
             return "relaygr_cache_hits_total" in told[-1].samples
 
-        wait_until("the active process tells its metrics", has_told)
+        wait_until("the active process serves its metrics", has_told)
         missed = told[-1].by_label("relaygr_cache_misses_total", "reason")
         in_dram = missed.pop(MissReason.IN_DRAM, 0)
         return cls(in_dram + told[-1].total("relaygr_cache_hits_total"), sum(missed.values()))
@@ -178,7 +178,7 @@ def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(
 
 @pytest.mark.parametrize("stopped_s", [1.0, 8.0], ids=["within the session", "longer than the session"])
 def test_a_stopped_worker_that_wakes_up_after_a_take_over_is_fenced_and_writes_nothing(relay: Relay, stopped_s: float):
-    """Two machines with one id and no common supervisor. A process that woke up once took the id back."""
+    """Two machines with one id and no common supervisor. A suspended process that woke up once took the id back."""
     first = relay.start_worker("worker-00")
     relay.await_ready(first)
     ask(relay, 10)

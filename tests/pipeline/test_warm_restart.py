@@ -148,7 +148,7 @@ def test_the_first_request_after_a_kill_is_served_from_dram_with_the_same_scores
     before = life.spilled(*users)
     life.restart()
     assert life.counted("relaygr_arena_prefixes_total", "outcome")["restored"] >= 3
-    assert life.counted("relaygr_worker_ranked_total", "path") == {}, "a finished request was done again"
+    assert life.counted("relaygr_worker_ranked_total", "path") == {}, "a finished request was processed again"
     for seed, user in enumerate(users):
         after = life.rank(user, seed)
         assert (after.path, after.prefix_source) == (ServedBy.DRAM, PrefixSource.DRAM)

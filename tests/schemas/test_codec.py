@@ -301,7 +301,7 @@ def test_arrays_are_read_without_a_copy_and_read_only() -> None:
     assert decoded.history is not None
     assert held_bytes < len(data) + 100_000
     for array in (decoded.candidates, decoded.suffix.items, decoded.history.behaviours.actions):
-        assert isinstance(array.base, bytes), "the array stands on the bytes that msgpack made"
+        assert isinstance(array.base, bytes), "the array uses the memory of the bytes from msgpack"
         assert not array.flags.writeable
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1

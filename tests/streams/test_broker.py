@@ -140,7 +140,7 @@ def test_nothing_is_left_however_the_process_ends(choice: str, way: str, real_br
 
 
 def broker_folders(pids: list[int]) -> list[Path]:
-    """The temporary folders that brokers' command lines name."""
+    """The temporary folders in the command lines of brokers."""
     words = [word for pid in pids for word in psutil.Process(pid).cmdline()]
     return [Path(word) for word in words if Path(word).name.startswith("relaygr-kafka-") and Path(word).is_dir()]
 

@@ -485,9 +485,9 @@ def test_a_broker_that_goes_away_makes_time_outs_and_no_exception() -> None:
     reports: list[DeliveryReport] = []
     gateway.tombstone("u", reports.append)
     patient = gateway.submit_rank("u", [1], budget_ms=60_000)
-    assert until(lambda: gateway.statistics().retries >= 1), "its delivery failed, and its deadline is far"
+    assert until(lambda: gateway.statistics().retries >= 1), "the delivery failed long before the deadline"
     assert not patient.done()
     gateway.close()
     assert patient.result(0).reason is TimeOutReason.CLOSED
-    assert [report.delivered for report in reports] == [False], "whoever awaits it is told when the client closes"
+    assert [report.delivered for report in reports] == [False], "the caller gets an error when the client closes"
     assert [thread for thread in threading.enumerate() if "gw-0" in thread.name] == []

@@ -143,7 +143,7 @@ def test_a_discarded_request_leaves_nothing_and_its_id_is_free() -> None:
     pending.discard(entry)
     assert (len(pending), pending.waiting) == (0, 0)
     pending.add(request("a", deadline_us=70_000))
-    assert pending.due(50_000) == [], "the timer of the discarded one means nothing to its namesake"
+    assert pending.due(50_000) == [], "the timer of the discarded request has no effect on a new one with its id"
     assert len(pending.due(70_000)) == 1
 
 

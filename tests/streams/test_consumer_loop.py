@@ -198,10 +198,10 @@ def test_what_a_survivor_has_in_flight_is_not_done_twice_when_a_member_joins(sta
     until(lambda: len(a.work) == sent, "all in flight at a")
     b = stage.join("b")
     until(lambda: len(a.partitions) == len(b.partitions) == 6, "shared in halves")
-    until(lambda: len(b.work) == sent // 2, "b does what was not committed of its half")
+    until(lambda: len(b.work) == sent // 2, "b processes the uncommitted messages of its half")
     more = stage.send(1) - sent
-    until(lambda: len(a.work) == sent + more // 2, "a goes on with what is new")
-    until(lambda: len(b.work) == (sent + more) // 2, "b too")
+    until(lambda: len(a.work) == sent + more // 2, "a processes the new messages of its half")
+    until(lambda: len(b.work) == (sent + more) // 2, "b processes the new messages of its half")
     assert max(Counter(a.work).values()) == 1
     a.finish_all()
     until(lambda: stage.committed() == stage.sent, "all committed")

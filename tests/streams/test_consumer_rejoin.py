@@ -184,7 +184,7 @@ def test_a_member_that_wakes_up_from_a_stop_asks_before_it_does_anything() -> No
     life = Life(["assigned", "stopped", "note", "stopped"], membership=membership, note=asked)
     assert life.loop.join(TIMEOUT_S)
     assert life.loop.status().state is LoopState.FENCED
-    assert life.ticked_after_stops == {0, 1}, "after the first stop it goes on, after the second it does nothing"
+    assert life.ticked_after_stops == {0, 1}, "it continues after the first stop, and does nothing after the second"
 
 
 def test_a_member_that_runs_asks_nobody() -> None:

@@ -100,7 +100,7 @@ def test_a_group_that_is_gone_is_forgotten() -> None:
     tracker.observe(Snapshot("cluster", 6_000_000, 0, ()))
     back = snapshot(7, None, (PRE, 0, 5, 9))
     tracker.observe(back)
-    assert tracker.report(back).status is LagStatus.OK, "its past does not count"
+    assert tracker.report(back).status is LagStatus.OK, "polls before the group was gone do not count"
 
 
 class Scrapes:

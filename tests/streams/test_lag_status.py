@@ -44,7 +44,7 @@ def test_a_partition_is_judged_by_its_last_polls(
 def test_an_offset_that_stands_still_is_a_stop_if_nobody_owns_it() -> None:
     still = [(5, 9)] * 4
     assert status(*still, owned=False) is LagStatus.STOP
-    assert status(*still, owned=None) is LagStatus.STALL, "not known: the milder reading"
+    assert status(*still, owned=None) is LagStatus.STALL, "an unknown owner counts as an owner"
 
 
 def test_lag_within_bounds_is_ok_whatever_its_trend() -> None:

@@ -19,7 +19,7 @@ def ends(*polls: tuple[float, int], capacity: int = 100) -> EndOffsets:
 
 def test_a_group_at_the_end_is_not_behind() -> None:
     assert ends((0, 5)).time_lag(5) == TimeLag(0.0, TimeLagSource.CAUGHT_UP)
-    assert ends((0, 5)).time_lag(9) == TimeLag(0.0, TimeLagSource.CAUGHT_UP), "committed past an end asked before"
+    assert ends((0, 5)).time_lag(9) == TimeLag(0.0, TimeLagSource.CAUGHT_UP), "polled before the commit"
 
 
 def test_the_arrival_of_the_next_message_is_interpolated_between_two_polls() -> None:
@@ -60,7 +60,7 @@ def test_the_error_is_below_one_poll_interval(arrivals: list[int], data: st.Data
     history = EndOffsets(100)
     arrived: list[int] = []
     for poll, count in enumerate(arrivals):
-        # Those of a poll arrive evenly over the second before it.
+        # The messages of a poll arrive evenly over the second before it.
         arrived += [(poll - 1) * SECOND + (i + 1) * SECOND // count for i in range(count)]
         history.add(poll * SECOND, len(arrived))
     now_us = (len(arrivals) - 1) * SECOND
@@ -69,6 +69,6 @@ def test_the_error_is_below_one_poll_interval(arrivals: list[int], data: st.Data
     if committed == len(arrived):
         assert measured is not None and measured.seconds == 0
     elif measured is None:
-        assert arrived[committed] <= 0, "only what came before the first poll is not known"
+        assert arrived[committed] <= 0, "unknown only for messages from before the first poll"
     else:
         assert abs(measured.seconds * SECOND - (now_us - arrived[committed])) <= SECOND

@@ -134,4 +134,4 @@ def test_a_limiter_remembers_a_bounded_number_of_kinds() -> None:
     for name in ("a", "b", "c"):
         limiter.admit((name, ""), 0)
     assert not limiter.admit(("c", ""), 1).admitted
-    assert limiter.admit(("a", ""), 1).admitted, "the one unseen for longest was forgotten"
+    assert limiter.admit(("a", ""), 1).admitted, "the least recently seen message was dropped"

@@ -208,4 +208,4 @@ async def test_a_stopped_trigger_leaves_its_group_so_that_the_next_one_starts_at
     async with running(kafka_settings) as bench:
         assert time.monotonic() - started_s < kafka_settings.session_timeout_ms / 1000
         bench.send(event("user-2", 4000))
-        assert sum((await bench.decided(1)).values()) == 1, "what the first one committed is not read again"
+        assert sum((await bench.decided(1)).values()) == 1, "events that the first trigger committed are not read again"

@@ -136,7 +136,7 @@ def test_whatever_the_bytes_there_is_a_verdict(value: bytes | None, key: bytes |
 def test_a_flood_is_held_to_the_owners_load() -> None:
     made = handler(known_fleet())
     reasons = [made.decide(KEY, encode(EVENT), PARTITION).reason for _ in range(200)]
-    # 41 ms each, a burst of half a second at 0.8 of a device, of which ranking takes its part.
+    # 41 ms each; the burst is half a second at 0.8 of a device, less the share of ranking.
     assert 3 <= reasons.count(DecisionReason.ADMITTED) <= 10
     assert reasons[-1] in (DecisionReason.LOAD, DecisionReason.LOW_VALUE)
 

@@ -25,7 +25,7 @@ from relaygr.admission.policy import (
 from relaygr.schemas.messages import LatencyCoefficients
 
 NOW_US = 1_700_000_000_000_000
-# 1 µs a token and pair-free: full inference of n + m tokens takes n + m µs, pre-infer n, a hit m.
+# 1 µs a token, without quadratic terms: full inference of n + m tokens takes n + m µs, pre-infer n, a hit m.
 LINEAR = LatencyModel(LatencyCoefficients(0, 1, 0, 0, 1, 0, 0, 1, 0, 100, 0.01))
 OWNER = OwnerView(
     worker_id="worker-00",

@@ -75,7 +75,7 @@ def test_completions_of_a_lost_partition_never_touch_offsets() -> None:
     assert tracker.committable() == {}
     tracker.committed({TP: 1})
     tracker.assign({TP: 0})
-    assert tracker.committable() == {TP: 1}, "but it is known when the partition comes back"
+    assert tracker.committable() == {TP: 1}, "but it is known when the partition is assigned again"
 
 
 def test_work_that_another_owner_committed_past_is_dropped() -> None:
@@ -225,12 +225,12 @@ class OneLogTwoOwners(RuleBasedStateMachine):
         self.position = offset + 1
         answer = self.tracker.begin(TP, offset)
         if answer is Begin.NEW:
-            assert offset not in self.working, "in flight, and done a second time"
+            assert offset not in self.working, "in flight, but processed a second time"
             self.working[offset] = self.tracker.generation(TP)
         elif answer is Begin.IN_FLIGHT:
             assert offset in self.working
         else:
-            assert offset in self.done, "skipped, and done by nobody"
+            assert offset in self.done, "skipped, but never processed"
 
     @precondition(lambda self: self.working)
     @rule(data=st.data())
@@ -277,7 +277,7 @@ class OneLogTwoOwners(RuleBasedStateMachine):
             self.done.add(offset)
         self.working.clear()
         self.store()
-        assert self.done.issuperset(self.log), "read, and lost"
+        assert self.done.issuperset(self.log), "read, but lost"
         assert not self.log or self.group_offset == self.end
 
 

@@ -135,7 +135,7 @@ def ranking(
             run = send_lines(stream, send, rate, max_bad_lines, time.sleep, show)
             if wait:
                 outcomes.wait()
-                # Wait for the grace, so that late answers are told apart from missing ones.
+                # Wait for the grace, to distinguish late answers from missing ones.
                 client.drain(settings.client.result_grace_ms / 1000 + 1)
             else:
                 wait_until(lambda: client.statistics().acknowledged >= run.sent, _DELIVERY_TIMEOUT_S, time.sleep)

@@ -194,7 +194,7 @@ def _named(settings: Settings, prefix: str) -> Settings:
 
 
 def _own_prefix(console: Console, broker: LocalBroker, assume_yes: bool) -> str:
-    """The prefix of topics and groups. On a cluster that was not started here it is unique, and the user is asked."""
+    """The prefix of topics and groups. On a cluster that was not started here it is unique and must be confirmed."""
     if broker.ours:
         return "relaygr"
     prefix = f"relaygr-demo-{secrets.token_hex(3)}"

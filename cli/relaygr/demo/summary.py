@@ -62,7 +62,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class ScoreComparison:
-    """The scores of one run compared with those of another, for the impressions that both ranked in full."""
+    """The scores of one run compared with those of another, for the impressions that both ranked untruncated."""
 
     compared: int
     skipped: int

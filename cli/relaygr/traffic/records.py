@@ -101,7 +101,7 @@ def read_records(path: Path) -> Iterator[ImpressionRecord]:
 
 
 def numbers_to_compare(path: Path, size: int) -> frozenset[int]:
-    """The numbers of at most `size` impressions that were ranked in full, spread evenly over the run."""
+    """At most `size` numbers of impressions that were ranked untruncated, spread evenly over the run."""
     numbers = sorted(
         record.number
         for record in read_records(path)

@@ -63,7 +63,7 @@ class PrefixTier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The cached part of an impression's prefix. The worker knows it; the trigger estimates it."""
+    """The cached part of an impression's prefix: exact in the worker, estimated in the trigger."""
 
     tier: PrefixTier = PrefixTier.NONE
     tokens: int = 0

@@ -90,11 +90,11 @@ class AsyncRelayClient:
         return self._client.publish_retrieval(user_id, on_delivery=self._in_loop(on_delivery), **fields)
 
     async def publish_history(self, history: History) -> DeliveryReport:
-        """Replaces a user's history. Returns when the broker has accepted or refused it."""
+        """Replaces a user's history. Returns when the broker has accepted or refused the message."""
         return await self._delivered(lambda on_delivery: self._client.publish_history(history, on_delivery))
 
     async def tombstone(self, user_id: str) -> DeliveryReport:
-        """Deletes a user's history, also in the workers. Returns when the broker has accepted or refused that."""
+        """Deletes a user's history, also in the workers. Returns when the broker has accepted or refused it."""
         return await self._delivered(lambda on_delivery: self._client.tombstone(user_id, on_delivery))
 
     def new_request_id(self) -> str:

@@ -90,7 +90,7 @@ class EventPublisher:
             return 0
         left = self._running.flush(timeout_s)
         if left:
-            # Without the purge their reports would never come, and a caller that waits for one would hang.
+            # Without the purge, undelivered messages would get no report, and a caller that waits for one would hang.
             self._running.purge()
             self._running.flush(_PURGE_TIMEOUT_S)
         self._running = None
@@ -151,7 +151,7 @@ def produce(
 
 
 def warm_up(producer: Producer, topic: str, timeout_s: float) -> None:
-    """Fetches the topic's metadata, so that the producer knows its leaders. Raises RelayError after `timeout_s`."""
+    """Fetches the topic's metadata with the leaders of its partitions. Raises RelayError after `timeout_s`."""
     try:
         producer.list_topics(topic, timeout=timeout_s)
     except KafkaException as error:

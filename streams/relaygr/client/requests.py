@@ -29,7 +29,7 @@ class RetrievalFields(TypedDict, total=False):
     expected_suffix: Required[int]
     """Number of short-term behaviours in the ranking request."""
     history_version: HistoryVersion | None
-    """The history to use; absent: the newest that the worker knows."""
+    """The history to use; absent: the newest that the worker has."""
     history: History | None
     """The history itself, if the history topic does not carry it."""
     request_id: str | None
@@ -46,7 +46,7 @@ class RankFields(TypedDict, total=False):
     query_time_ms: int | None
     """`retrieval_at_us // 1000` of the impression's retrieval event; absent: now."""
     history_version: HistoryVersion | None
-    """The history to use; absent: the newest that the worker knows."""
+    """The history to use; absent: the newest that the worker has."""
     history: History | None
     """The history itself, if the history topic does not carry it."""
     request_id: str | None

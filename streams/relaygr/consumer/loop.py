@@ -18,8 +18,8 @@ Contract:
   yet is not ready. Partitions that are not owned on all topics alike (an owner split) are counted and logged.
 * Any thread may call `pause` and `resume`. They take effect within `poll_timeout_ms` and persist over rebalances.
   The loop itself pauses a partition whose span reaches `max_span`, until half of the span is finished.
-* `stop(drain_s)` stops reading, waits for the work in flight, commits and closes. `join` waits for the end. Closing
-  hangs while a broker hangs: call `join` with a time-out and exit then; the poll thread is a daemon.
+* `stop(drain_s)` stops reading, waits for the work in flight, commits and closes. `join` waits for the end. If a
+  broker hangs, closing hangs too: call `join` with a time-out and then exit; the poll thread is a daemon.
 * The loop ends without a call of `stop` in two states. FENCED: another process took over the `group.instance.id`;
   this process must exit at once, with an exit code on which it is not restarted. FAILED: a topic stays unknown, a
   permission is missing, or the handler raised; `error` has the reason. A handler must write a bad message to dead
@@ -173,8 +173,8 @@ class ConsumerLoop:
         """Creates the client and opens its connections, the one to the group's coordinator included, without joining.
 
         A later `start` then owns its partitions within milliseconds. Until `start`, call this method again from time
-        to time: it serves the client's callbacks and keeps brokers from closing idle connections. An
-        unreachable broker is not an error here. Raises the errors of the factory.
+        to time: it serves the client's callbacks and keeps brokers from closing idle connections. An unreachable broker
+        is not an error here. Raises the errors of the factory.
         """
         if self._consumer is None:
             self._consumer = self._factory(self._on_client_error)
@@ -517,7 +517,7 @@ class ConsumerLoop:
         adopted = sum(offset - (positions[tp] or 0) for tp, offset in finished.items())
         _TAKEN_UP.labels(self._name).inc(adopted)
         self._log.info(
-            "took over the finished offsets of its predecessor",
+            "took over the predecessor's finished offsets",
             messages=adopted,
             implausible_partitions=len(ahead) - len(finished),
         )
@@ -603,7 +603,7 @@ class ConsumerLoop:
         """Joins again with a new consumer, after the old one was fenced by its own late commit.
 
         This happens when the broker was away for longer than a session: the client sends a pending commit without the
-        member id, which it gave up with the membership, and the broker treats the commit as that of another holder.
+        member id, which it dropped with the membership, and the broker treats the commit as that of another holder.
         The client is unusable then. Allowed once until the next assignment: a second fencing comes from another
         process.
         """

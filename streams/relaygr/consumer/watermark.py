@@ -17,7 +17,7 @@ A rebalance of the classic protocol revokes all partitions, assigns most of them
 message a second time. Because the tracker keeps the state, messages that are in flight or finished here are not
 processed twice. If another owner committed a later offset in the meantime, the state before that offset is dropped.
 
-If a message is delivered from before all offsets seen here, or twice within one assignment, then the offset of the
+If a delivered offset is below all offsets seen here, or comes twice within one assignment, then the offset of the
 group was reset or the log was truncated. The tracker then drops the state of the partition and starts its next
 `generation`, so that a late `finish` of old work does not count for the new delivery.
 
@@ -74,7 +74,7 @@ class _Partition:
         self.next_offset = 0
         # The group's committed offset, or the one given to the client to commit; None: not known.
         self.committed: int | None = None
-        # The last offset delivered in this assignment. Within an assignment it grows.
+        # The last offset delivered in this assignment. Offsets grow within an assignment.
         self.delivered = -1
 
     @property

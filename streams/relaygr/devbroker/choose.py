@@ -72,8 +72,8 @@ def choose(choice: str, available: AvailableBrokers) -> Chosen:
         hindrance = _hindrance(available)
         if hindrance is not None:
             raise RelayError(f"--broker kafka: {hindrance}")
-        return Chosen(kind, "asked for", kafka_home=available.kafka_home)
-    return Chosen(kind, "asked for")
+        return Chosen(kind, "named by --broker", kafka_home=available.kafka_home)
+    return Chosen(kind, "named by --broker")
 
 
 def _first(available: AvailableBrokers) -> Chosen:

@@ -9,7 +9,7 @@
   ranking.
 * faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Jobs are sent by our own producer, with
   the settings and the partitioner of all our producers.
-* If the broker goes away, the clients reconnect by themselves, and a gauge shows the outage.
+* After a lost connection to the broker, the clients reconnect by themselves, and a gauge shows the outage.
 
 `docs/trigger.md` describes the tuning and its effects.
 """

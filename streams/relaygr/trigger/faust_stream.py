@@ -43,7 +43,7 @@ from relaygr.schemas.topics import CATALOGUE, Topic
 log = structlog.get_logger()
 
 _EMBEDDED_WAIT_MS: Final = 5
-"""A fetch wait up to this value is meant for librdkafka's own cluster, where a waiting fetch does not wake on data."""
+"""A fetch wait up to this value is meant for librdkafka's own cluster, where new data does not end a waiting fetch."""
 _LONG_POLL_MS: Final = 500
 """The fetch wait with a real broker, which answers a waiting fetch as soon as there is data.
 
@@ -131,7 +131,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
             session_timeout_ms=app.kafka.session_timeout_ms,
             heartbeat_interval_ms=app.kafka.heartbeat_interval_ms,
             request_timeout_ms=max(_REQUEST_TIMEOUT_MS, app.kafka.session_timeout_ms + 1000),
-            # Short, so that the stream goes on soon after a rebalance or the loss of a broker.
+            # Short, so that the stream continues soon after a rebalance or the loss of a broker.
             retry_backoff_ms=50,
             metadata_max_age_ms=5000,
         )
