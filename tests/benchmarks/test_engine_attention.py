@@ -1,4 +1,4 @@
-"""The comparison of attention back ends, with a stand-in for the peer's package: all compute the same."""
+"""The comparison of attention back ends, with a fake of the peer's package: all compute the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def triton_hstu_mha(
     seq_offsets: torch.Tensor,
     num_targets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """By its published signature: rows of q are the last of each sequence."""
+    """Has the published signature: the rows of q are the last tokens of each sequence."""
     users = seq_offsets.numel() - 1
     rows, length = q.shape[0] // users, k.shape[0] // users
     assert length <= N, "its grid ends there, and rows behind it are left as they are"
@@ -62,7 +62,7 @@ def test_all_contenders_compute_the_same(case: AttentionCase, meta: None) -> Non
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 2e-6
 
 
-def test_an_n_with_which_peers_would_leave_rows_out_is_refused() -> None:
+def test_an_n_below_the_length_is_refused_since_peers_would_skip_rows() -> None:
     with pytest.raises(ValueError, match=r"N = 80.0 is less than the 81 tokens"):
         Contest(AttentionCase(1, 80, 1), SPEC, KvDtype.FLOAT32, CpuDevice())
 

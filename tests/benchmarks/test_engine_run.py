@@ -54,7 +54,7 @@ def test_flops_of_a_prefix_do_not_depend_on_its_chunks() -> None:
 
 
 class Accelerator(CpuDevice):
-    """A device that is none of the host's."""
+    """A device that is not the host."""
 
     @property
     def is_cpu(self) -> bool:

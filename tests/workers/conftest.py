@@ -16,5 +16,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Whatever a test before has set."""
+    """Resets the number of threads, which an earlier test may have changed."""
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""The models and back ends that the engine's contract is held for (`test_engine_contract.py`).
+"""The models and back ends for which the engine's contract is tested (`test_engine_contract.py`).
 
-A kind is a configuration of small sizes that stands for one way of making rankers; a back end computes attention. A
-new back end adds itself to `BACKENDS` and thereby runs everything.
+A kind is a small configuration that represents one design of rankers; a back end computes attention. A
+new back end is added to `BACKENDS`, and then runs all these tests.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ if find_spec("triton") is not None:
     # Triton is there for Linux only.
     from tests.worlds.triton import DEVICE, INTERPRETED, choose_triton
 
-    # Its kinds have their attention in common, but for groups, which test_triton_attention.py has, too: under the
-    # interpreter one of them is enough.
+    # Its kinds share their attention, except for groups, which test_triton_attention.py covers: under the interpreter
+    # one kind is enough.
     BACKENDS["triton, interpreted or on a GPU"] = Backend(
         lambda: DEVICE,
         choose_triton,

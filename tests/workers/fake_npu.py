@@ -1,8 +1,8 @@
 """A device `npu` without an NPU: torch's PrivateUse1 key, taken by a back end in Python whose memory is the CPU's.
 
 Installing it cannot be undone, so tests install it in a process of their own, where `torch_npu` is this module. It
-computes what the CPU computes, and is strict where a device is: an operator whose tensors lie on both sides is refused,
-and only copies cross over.
+computes on the CPU, and is as strict as a device: an operator whose tensors are on both devices is refused; only copies
+may mix them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ operators: set[str] = set()
 
 
 class NpuTensor(torch.Tensor):
-    """A tensor that says it is on npu:0."""
+    """A tensor whose device is npu:0."""
 
     inner: torch.Tensor
 
@@ -91,7 +91,7 @@ _allocate = torch.empty
 
 
 def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-    """All memory of the host is as good as pinned."""
+    """Ignores pinning, since all host memory counts as pinned."""
     return _allocate(*args, **kwargs)
 
 

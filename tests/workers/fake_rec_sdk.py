@@ -47,7 +47,7 @@ def hstu_jagged_delta(
     alpha: float | None = 1.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """What the operator computes, after the checks that it makes or asks its callers to make."""
+    """Computes the operator's result, after the checks that the operator makes or requires of its callers."""
     calls.append(mask_type)
     assert mask is None and attn_bias is None and num_context is None and num_target is None
     assert mask_type in (0, 2)

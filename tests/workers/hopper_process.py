@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for Hopper without a GPU, and prints as JSON what came out. In a process of its own."""
+"""Compiles the Triton kernels for Hopper without a GPU, and prints the results as JSON, in a separate process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def compiled(kernel: Any, constants: dict[str, object], own: str, stored: str, w
 
 
 def described(made: Any) -> dict[str, int]:
-    """Registers and spilled bytes a thread, shared memory, and instructions that matter."""
+    """Registers and spilled bytes a thread, shared memory, and the counts of important instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()

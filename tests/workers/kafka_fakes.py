@@ -52,7 +52,7 @@ class FakeProducer:
 
 
 def refused(code: int) -> KafkaException:
-    """What `produce` raises."""
+    """The error that `produce` raises."""
     return KafkaException(KafkaError(code))
 
 
@@ -85,6 +85,6 @@ def received(
     offset: int = 0,
     received_us: int = 0,
 ) -> Received:
-    """A message as the consumer loop hands it over."""
+    """A message as the handler gets it from the consumer loop."""
     token = Token(topic, partition, offset, 0)
     return Received(topic, partition, offset, key, value, list(headers), received_us, 1, token, f"raw {offset}")

@@ -1,4 +1,4 @@
-"""Runs engines on the fake NPU and prints, as JSON, how far they are from the CPU. In a process of its own."""
+"""Runs engines on the fake NPU and prints, as JSON, their differences from the CPU. Runs in a process of its own."""
 
 from __future__ import annotations
 

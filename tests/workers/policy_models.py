@@ -21,7 +21,7 @@ class Line:
 
 
 class SlowOrder(Protocol):
-    """The part of an `EvictionOrder` that all models share. `drain_order` is the order in which all entries go."""
+    """The part of an `EvictionOrder` that all models share. `drain_order`: the order of evicting all entries."""
 
     def add(self, entry_id: int, weight: EntryWeight, now_us: int) -> None: ...
     def touch(self, entry_id: int, now_us: int) -> None: ...

@@ -77,7 +77,7 @@ class Timeline:
         self._failing = set(works)
 
     def stall_link(self, duration_us: float) -> None:
-        """Starts no copy for that long from now."""
+        """Starts no copies for the given time from now."""
         self._link_free_us = self.now_us + duration_us
 
     def step(self) -> bool:
@@ -112,7 +112,7 @@ class Timeline:
             assert self._changed.wait_for(lambda: self._waiters >= count, _REAL_PATIENCE_S), "nobody waits"
 
     def give(self, stream: SimulatedStream, item: _Work | SimulatedEvent) -> None:
-        """Work, an event of the stream to be reached, or one of another stream to be waited for."""
+        """Adds work, an event that the stream records, or an event of another stream that this stream waits for."""
         with self._changed:
             stream.queue.append(item)
             self._settle()
@@ -123,7 +123,7 @@ class Timeline:
             self._streams.append(stream)
 
     def _settle(self) -> None:
-        """Passes events: those of the stream itself are reached, others are waited for."""
+        """Passes events: completes the stream's own, and stops at those of other streams until they complete."""
         moved = True
         while moved:
             moved = False
@@ -207,7 +207,7 @@ class SimulatedStream(Stream):
 
 
 class _DriversStream(Stream):
-    """The calling thread itself: what it computes is done when the call returns, and it waits where a stream would."""
+    """The stream of the driver thread: its work is complete when the call returns, and `wait_for` blocks the thread."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -226,7 +226,7 @@ class _DriversStream(Stream):
 
 
 class SimulatedDevice(CpuDevice):
-    """See the module. It is also the clock of its time."""
+    """See the module. The device is also the clock of its virtual time."""
 
     def __init__(self, delay_us: float = 0.0, bytes_per_us: float = float("inf")) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which back end an accelerator gets, and that plain torch takes over where its library is missing or broken."""
+"""The back end of each accelerator, and plain torch in its place if the library is missing or broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GEOMETRY = KvGeometry(2, 2, 16, 32, 8, KvDtype.FLOAT32)
 
 
 class Called(CpuDevice):
-    """A device that says it is of that kind."""
+    """A device whose torch device has the given name."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Called(CpuDevice):
 
 
 def nothing(*_: object) -> None:
-    """Instead of a warm-up."""
+    """Replaces the warm-up."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_other_masks_and_other_devices_have_no_kernels_of_their_own() -> None:
         TritonAttention(windowed, DEVICE)
 
 
-def test_an_npu_gets_the_operator_where_it_is_there_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_uses_the_operator_if_it_is_installed_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_there, spec, expected in (
         (True, SPEC, RecSdkAttention),
         (False, SPEC, type(None)),
@@ -102,7 +102,7 @@ def test_an_npu_gets_the_operator_where_it_is_there_and_fits(monkeypatch: pytest
         assert type(accelerated_attention(spec, GEOMETRY, Called("npu"))) is expected
 
 
-def test_an_operator_library_that_cannot_be_loaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_library_that_cannot_be_loaded_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> bool:
         raise OSError("libascendcl.so: cannot open shared object file")
 

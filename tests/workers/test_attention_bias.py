@@ -1,4 +1,4 @@
-"""Buckets of the bias by time: the edges are those of the formula in float32, whatever the sizes."""
+"""Buckets of the bias by time: the edges agree with the formula in float32 for any sizes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_a_time_falls_into_the_bucket_of_the_formula(buckets: int, log_base: flo
     assert torch.equal(torch.bucketize(seconds, edges, right=True), expected)
 
 
-def test_edges_of_the_most_buckets_take_no_time() -> None:
+def test_the_edges_of_the_most_buckets_are_computed_quickly() -> None:
     start_s = time.process_time()
     bucket_edges(RelativeBias(positions=1, time_buckets=65_536, log_base=1e-4))
     assert time.process_time() - start_s < 2
 
 
-def test_a_base_that_float32_takes_for_nothing_is_refused() -> None:
+def test_a_base_that_is_too_small_for_float32_is_refused() -> None:
     with pytest.raises(ValidationError, match="log_base"):
         RelativeBias(positions=1, time_buckets=9, log_base=1e-46)

@@ -64,7 +64,7 @@ class TestFullUnderPinning:
         assert world.cache.acquire(keys[0], 2) == Miss(MissReason.ABSENT)
         check_invariants(world.cache)
 
-    def test_what_can_not_fit_evicts_nobody(self) -> None:
+    def test_a_prefix_that_can_not_fit_evicts_nothing(self) -> None:
         world = CacheWorld(hbm_pages=14)
         world.store(make_key("ann"))
         pinned = world.compute(make_key("bob"))
@@ -135,7 +135,7 @@ def test_clear_empties_every_index(world: CacheWorld) -> None:
 class TestFailures:
     """3. A device error ended the process."""
 
-    def test_a_failed_reload_evicts_the_doubtful_bytes_and_tells_the_waiters(self, world: CacheWorld) -> None:
+    def test_a_reload_that_fails_twice_evicts_its_dram_entry_and_fails_its_waiters(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         outcomes: list[PendingOutcome | None] = []
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
@@ -162,7 +162,7 @@ class TestFailures:
         assert pending.outcome is PendingOutcome.PUBLISHED
         world.hit(make_key())
 
-    def test_a_reload_that_nobody_may_use_any_more_is_not_tried_again(self, world: CacheWorld) -> None:
+    def test_a_failed_reload_of_an_invalidated_prefix_is_not_tried_again(self, world: CacheWorld) -> None:
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
@@ -173,7 +173,7 @@ class TestFailures:
         check_invariants(world.cache)
 
     def test_a_reload_that_waits_when_the_worker_ends_leaves_dram_as_it_was(self, world: CacheWorld) -> None:
-        """It was never tried, yet counted as failed twice: each end of a worker cost the warm start prefixes."""
+        """Such a reload counted as failed twice: each stop of a worker removed prefixes that the next start needed."""
         world.spilled(make_key())
         pending = world.cache.transfers.start_reload(make_key(), 100, 0)
         assert isinstance(pending, PendingPrefix)
@@ -264,9 +264,7 @@ class TestIdentity:
         ],
         ids=["other history", "other features", "new weights", "other user", "no user", "no model", "other behaviours"],
     )
-    def test_what_is_not_the_same_prefix_is_a_miss(
-        self, world: CacheWorld, asked: PrefixKey, reason: MissReason
-    ) -> None:
+    def test_another_prefix_is_a_miss(self, world: CacheWorld, asked: PrefixKey, reason: MissReason) -> None:
         world.store(make_key(length=100))
         assert world.cache.acquire(asked, 1) == Miss(reason)
 
@@ -410,7 +408,7 @@ class TestSingleFlight:
         second = world.cache.acquire(make_key(), 5)
         assert first is second
         world.mover.start()
-        # The first one's deadline is over: it just does not look again.
+        # The first waiter's deadline is over: it does not look up its prefix again.
         world.mover.finish()
         assert world.hit(make_key(), 50).source is PrefixSource.DRAM
 
@@ -445,7 +443,7 @@ class TestSingleFlight:
         world.cache.release(handle)
         check_invariants(world.cache)
 
-    def test_a_fill_is_shared_by_those_who_reserve_acquire_and_reload(self, world: CacheWorld) -> None:
+    def test_reserve_acquire_and_reload_join_the_same_fill(self, world: CacheWorld) -> None:
         fill = world.reserve(make_key())
         joined = world.cache.acquire(make_key(), 0)
         assert isinstance(joined, PendingPrefix) and joined.kind is PendingKind.FILL
@@ -456,12 +454,14 @@ class TestSingleFlight:
         assert joined.outcome is PendingOutcome.PUBLISHED
         assert handle is not None and world.hit(make_key()).complete
 
-    def test_a_prefix_that_is_ready_by_now_comes_back_as_a_pending_that_ended(self, world: CacheWorld) -> None:
+    def test_reserve_and_reload_of_a_ready_prefix_return_a_pending_prefix_that_has_ended(
+        self, world: CacheWorld
+    ) -> None:
         world.store(make_key())
         for answer in (world.cache.reserve(make_key(), 1), world.cache.transfers.start_reload(make_key(), 10, 1)):
             assert isinstance(answer, PendingPrefix) and answer.outcome is PendingOutcome.PUBLISHED
 
-    def test_an_append_under_way_is_waited_for_or_passed_by(self, world: CacheWorld) -> None:
+    def test_a_look_up_joins_an_append_under_way_or_hits_the_ready_part(self, world: CacheWorld) -> None:
         world.store(make_key(length=100))
         fill = world.reserve(make_key(length=150))
         assert isinstance(world.cache.acquire(make_key(length=150), 1), PendingPrefix)
@@ -472,7 +472,7 @@ class TestSingleFlight:
 
 
 class TestLooking:
-    """8. A peek that changed state and refusals that nobody counted locked entries out."""
+    """8. A peek that changed state, and refusals that were not counted, kept entries out of the cache."""
 
     def test_peek_changes_nothing(self) -> None:
         world = CacheWorld(hbm_pages=14)
@@ -564,7 +564,7 @@ class TestLeases:
         assert world.cache.end_lease("r2")
         world.store(make_key("bob"))
 
-    def test_a_lease_taken_while_filling_holds_what_is_published(self) -> None:
+    def test_a_lease_taken_during_a_fill_protects_the_published_prefix(self) -> None:
         world = CacheWorld(hbm_pages=7)
         fill = world.reserve(make_key("ann"))
         assert world.cache.lease(make_key("ann"), "r1", 100)
@@ -590,7 +590,7 @@ class TestLeases:
         assert world.hit(make_key(length=200, changed_at=150)).complete
 
     def test_a_lease_given_while_a_changed_history_is_computed_wins_over_it(self, world: CacheWorld) -> None:
-        """The growth had begun before the lease, and took the leased end away when it was published."""
+        """The growth had begun before the lease, and removed the end of the leased prefix when it was published."""
         world.store(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
         fill = world.reserve(changed)
@@ -605,7 +605,7 @@ class TestLeases:
         world.store(changed)
         assert world.hit(changed).complete and world.hit(make_key(length=200)).complete
 
-    def test_a_lease_on_what_both_histories_share_lets_the_growth_go_on(self, world: CacheWorld) -> None:
+    def test_a_lease_on_the_part_that_both_histories_share_does_not_stop_the_growth(self, world: CacheWorld) -> None:
         world.store(make_key(length=200))
         changed = make_key(length=200, changed_at=150)
         fill = world.reserve(changed)
@@ -825,7 +825,7 @@ class TestTiers:
             (400, 1, 400, 400),
         ],
     )
-    def test_of_a_copy_beside_a_ranking_only_what_the_ranking_waits_for_counts(
+    def test_a_copy_beside_a_ranking_counts_only_the_time_that_the_ranking_waits(
         self, copy_us: float, groups: int, rank_us: float, exposed_us: float
     ) -> None:
         forecast = CopyForecast(7, copy_us)
@@ -835,10 +835,10 @@ class TestTiers:
     @pytest.mark.parametrize(
         ("length", "num_layers", "pays"), [(100, 4, True), (100, 1, False), (110, 4, False)], ids=str
     )
-    def test_a_whole_prefix_that_comes_layer_by_layer_may_pay_where_another_would_not(
+    def test_a_whole_prefix_that_is_reloaded_layer_by_layer_may_pay_where_a_part_does_not(
         self, length: int, num_layers: int, pays: bool
     ) -> None:
-        """110: what is in DRAM is a part of the prefix, which is not ranked on before all of it is there."""
+        """Length 110: DRAM has only a part of the prefix, and a ranking waits until that part has arrived."""
         world = CacheWorld(layer_wise=True, num_layers=num_layers)
         world.spilled(make_key(length=100))
         copy_us = world.mover.forecast(7 * num_layers * GEOMETRY.page_bytes, CopyPriority.RELOAD).copy_us
@@ -850,8 +850,8 @@ class TestTiers:
         else:
             assert answer == Declined(DeclineReason.NOT_WORTH_IT)
 
-    def test_a_reload_that_somebody_joins_who_needs_it_earlier_goes_first(self) -> None:
-        """It kept the place of the job that had begun it, behind reloads that were needed later."""
+    def test_a_reload_that_a_request_with_an_earlier_deadline_joins_goes_first(self) -> None:
+        """The reload kept the deadline of the job that had started it, behind reloads with later deadlines."""
         world = CacheWorld(hbm_pages=35, limits=CopyLimits(max_in_flight=1))
         users = ("ann", "bob", "cid")
         for user in users:
@@ -907,7 +907,7 @@ class TestTiers:
 
 
 class TestPolicies:
-    def test_under_ttl_what_nobody_used_in_time_is_gone_but_for_what_is_held(self) -> None:
+    def test_under_ttl_unused_prefixes_expire_unless_they_are_held(self) -> None:
         world = CacheWorld(policies=TierPolicies(PolicyName.TTL, PolicyName.TTL, ttl_us=1_000))
         for user in ("ann", "bob", "cid"):
             world.store(make_key(user, 60), now_us=0)
@@ -923,8 +923,8 @@ class TestPolicies:
         assert world.cache.expire_prefixes(1_500) == 2
         check_invariants(world.cache)
 
-    def test_cost_weighs_by_what_the_cache_was_told_that_a_hit_saves(self) -> None:
-        """Time grows with the square of the length: the short prefix goes, though it was used last."""
+    def test_the_cost_policy_weighs_by_the_time_that_a_hit_saves(self) -> None:
+        """Time grows with the square of the length, so the short prefix is evicted although it was used last."""
         world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.COST, PolicyName.COST))
         world.cache.weigh_by(lambda tokens: float(tokens**2))
         for user, length in (("long", 150), ("short", 50)):
@@ -933,7 +933,7 @@ class TestPolicies:
         assert world.cache.peek(make_key("long", 150)).hbm_behaviours == 150
         assert world.cache.peek(make_key("short", 50)).hbm_behaviours == 0
 
-    def test_what_s3fifo_evicted_too_early_is_remembered_across_its_eviction(self) -> None:
+    def test_s3fifo_remembers_a_prefix_that_it_evicted_too_early(self) -> None:
         world = CacheWorld(hbm_pages=20, policies=TierPolicies(PolicyName.S3FIFO, PolicyName.S3FIFO))
         users = [f"u{number}" for number in range(12)]
         for now_us, user in enumerate(users[:10]):
@@ -945,7 +945,7 @@ class TestPolicies:
         assert world.cache.peek(make_key(users[0], 30)).hbm_behaviours == 30
 
 
-def test_release_takes_effect_when_the_device_has_passed(world: CacheWorld) -> None:
+def test_release_takes_effect_when_the_device_has_passed_the_event(world: CacheWorld) -> None:
     handle = world.compute(make_key())
     event = Later()
     world.cache.release(handle, after=event)
@@ -954,12 +954,12 @@ def test_release_takes_effect_when_the_device_has_passed(world: CacheWorld) -> N
     assert world.cache.stats().hbm.pinned == 0
 
 
-def test_nothing_is_cached_of_no_behaviours(world: CacheWorld) -> None:
+def test_a_prefix_without_behaviours_is_not_cached(world: CacheWorld) -> None:
     assert world.cache.reserve(make_key(length=0), 0) == NoRoom(NoRoomReason.NOTHING_TO_CACHE)
     assert world.cache.acquire(make_key(length=0), 0) == Miss(MissReason.ABSENT)
 
 
-def test_events_tell_each_operation_in_order() -> None:
+def test_events_report_each_operation_in_order() -> None:
     told: list[CacheEvent] = []
 
     class Recorder:
@@ -990,7 +990,7 @@ def _lines_run(call) -> int:  # type: ignore[no-untyped-def]
         return count
 
     before = sys.gettrace()
-    # A collection in between would run other people's callbacks.
+    # A garbage collection in between would run other callbacks.
     gc.disable()
     sys.settrace(count)
     try:
@@ -1035,7 +1035,7 @@ def test_metadata_needs_no_torch_and_no_arena() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_do_not_know_the_metadata() -> None:
+def test_the_modules_of_bytes_do_not_import_the_metadata() -> None:
     code = (
         "import sys, types; sys.modules['relaygr.worker.cache'] = types.ModuleType('relaygr.worker.cache'); "
         "sys.modules['relaygr.worker.cache'].__path__ = [__import__('relaygr.worker').worker.__path__[0] + '/cache']; "
@@ -1045,7 +1045,7 @@ def test_bytes_do_not_know_the_metadata() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_page_tables_say_where_each_token_lies(world: CacheWorld) -> None:
+def test_page_tables_locate_each_token(world: CacheWorld) -> None:
     handle = world.compute(make_key(length=100))
     assert handle.pages.dtype == np.int32
     assert handle.pages.size == -(-handle.tokens // PAGE_TOKENS)

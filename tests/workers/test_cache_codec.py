@@ -72,7 +72,7 @@ def test_int8_is_off_by_half_a_scale_at_most(seed: int, dtype: KvDtype) -> None:
     kv = geometry(dtype)
     pages = random_pages(kv, seed)
     _, back = round_trip(kv, DramKvDtype.INT8, pages)
-    # The rows of a bfloat16 page are rounded once more when they come back.
+    # The rows of a bfloat16 page are rounded again when they are decoded.
     rounding = 2.0**-8 if dtype is KvDtype.BFLOAT16 else 1e-6
     for exact, decoded in zip(rows(kv, pages), rows(kv, back), strict=True):
         largest = exact.abs().amax(-1, keepdim=True)
@@ -109,7 +109,7 @@ def test_zeros_stay_zeros(dtype: KvDtype, dram: DramKvDtype) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_and_spoils_its_own_row_only(value: float) -> None:
+def test_a_number_that_is_not_finite_stays_so_and_affects_only_its_own_row(value: float) -> None:
     """A NaN that became a number would turn a broken prefix into plausible scores."""
     kv = geometry(KvDtype.FLOAT32)
     clean = random_pages(kv, 1)
@@ -147,7 +147,7 @@ def test_a_page_layer_by_layer_is_the_page(dtype: KvDtype, dram: DramKvDtype) ->
 
 class TestSizes:
     @pytest.mark.parametrize("dtype", list(KvDtype))
-    def test_what_is_kept_as_it_is_needs_no_codec(self, dtype: KvDtype) -> None:
+    def test_an_exact_tier_needs_no_codec(self, dtype: KvDtype) -> None:
         kv = geometry(dtype)
         same = DramGeometry(kv, DramKvDtype.SAME)
         assert (same.is_exact, same.page_bytes, make_codec(same)) == (True, kv.page_bytes, None)
@@ -162,7 +162,7 @@ class TestSizes:
         assert 2 * DramGeometry(kv, DramKvDtype.BFLOAT16).page_bytes == kv.page_bytes
 
     @pytest.mark.parametrize(("dtype", "times"), [(KvDtype.FLOAT32, 3.7), (KvDtype.BFLOAT16, 1.88)])
-    def test_int8_holds_so_many_times_more_heads_of_64(self, dtype: KvDtype, times: float) -> None:
+    def test_int8_holds_more_prefixes_with_heads_of_64(self, dtype: KvDtype, times: float) -> None:
         kv = geometry(dtype, attention_dim=64, hidden_dim=64)
         dram = DramGeometry(kv, DramKvDtype.INT8)
         # A byte a number, and 4 bytes for each 64 of them.
@@ -179,7 +179,7 @@ class TestSizes:
 
 
 @pytest.mark.parametrize(("dtype", "dram"), LOSSY)
-def test_a_prefix_comes_back_from_smaller_pages_as_the_codec_says(dtype: KvDtype, dram: DramKvDtype) -> None:
+def test_a_prefix_reloaded_from_smaller_pages_has_the_values_of_the_codec(dtype: KvDtype, dram: DramKvDtype) -> None:
     kv = geometry(dtype)
     built = build_cache(CpuDevice(), CacheConfig(DramGeometry(kv, dram), LAYOUT, 8, 16))
     cache, key = built.cache, make_key(length=100)

@@ -34,14 +34,14 @@ def world() -> Iterator[OverlapWorld]:
 
 @pytest.fixture
 def stored(world: OverlapWorld) -> HistoryVersion:
-    """A world in which the prefix of user ann is in DRAM only."""
+    """A world in which user ann's prefix is in DRAM only."""
     version = world.put("ann", 1)
     world.spill_and_evict("ann", version)
     return version
 
 
 class TestTheDevice:
-    def test_a_copy_is_there_when_its_time_has_come_and_not_before(self) -> None:
+    def test_the_bytes_of_a_copy_change_at_its_end_and_not_before(self) -> None:
         device, done = SimulatedDevice(delay_us=10, bytes_per_us=4), []
         stream = device.stream()
         stream.run(lambda: done.append(device.timeline.now_us), 400)
@@ -73,7 +73,7 @@ class TestTheDevice:
         event.wait()
         assert (order, device.timeline.now_us) == (["slow", "other"], 100)
 
-    def test_work_that_fails_is_told_by_the_next_wait_once(self) -> None:
+    def test_work_that_fails_raises_once_at_the_next_wait(self) -> None:
         device = SimulatedDevice()
         stream = device.stream()
         device.timeline.fail(0)
@@ -85,7 +85,7 @@ class TestTheDevice:
 
 class TestReloadByLayers:
     def reload(self, world: OverlapWorld, version: HistoryVersion, layer_us: float = COPY_US) -> float:
-        """Submits a request and runs it to its answer. Returns the virtual time in µs."""
+        """Submits a request and runs until its result. Returns the virtual time in µs."""
         began_us = world.device.timeline.now_us
         self.begin(world, version, layer_us)
         world.run()
@@ -187,13 +187,13 @@ class TestReloadByLayers:
         world.spill_and_evict("ann", version)
         took_us = self.reload(world, version, 3 * LAYER_US)
         assert worst(world.scores("again"), world.exact("ann")) <= TOLERANCE
-        # The link sets the pace; only the last layer's computing comes after it.
+        # The link is the bottleneck: only the last layer is computed after the last copy.
         assert took_us == pytest.approx(3 * LAYER_US * LAYERS + LAYER_US, abs=30)
         world.close()
 
 
 class TestInt8:
-    def test_a_reload_scores_within_what_int8_costs_and_says_that_it_did(self) -> None:
+    def test_a_reload_from_int8_scores_within_its_error_and_counts_as_approximate(self) -> None:
         world = OverlapWorld(copy_us_per_layer=COPY_US, dram=DramKvDtype.INT8)
         version = world.put("ann", 1)
         world.spill_and_evict("ann", version)
@@ -205,7 +205,7 @@ class TestInt8:
         assert world.work("again").prefix_source is PrefixSource.DRAM
         assert world.metric("relaygr_worker_approximate_total") == 1
         world.until(lambda: world.cache.stats().hbm.in_flight == 0)
-        # What is added to it stands on it, and so is approximate too.
+        # An append to an approximate prefix is approximate, too.
         grown = world.put("ann", 1, 168)
         world.submit("ann", grown, "grown")
         world.run()
@@ -230,7 +230,7 @@ class TestRaces:
         assert world.cache.stats().spills == {SpillOutcome.STARTED: 1, SpillOutcome.UNDER_WAY: 1}
         world.close()
 
-    def test_a_spill_that_ends_after_its_prefix_was_invalidated_shows_nothing(self, world: OverlapWorld) -> None:
+    def test_a_spill_that_ends_after_its_prefix_was_invalidated_publishes_nothing(self, world: OverlapWorld) -> None:
         world.submit("ann", world.put("ann", 1), "first")
         world.run()
         world.device.timeline.await_waiters()
@@ -258,7 +258,7 @@ class TestRaces:
     def test_the_first_waiter_times_out_the_copy_goes_on_and_the_second_hits(
         self, world: OverlapWorld, stored: HistoryVersion
     ) -> None:
-        """7. A waiter that gave up took the copy with it."""
+        """7. A waiter that gave up cancelled the copy."""
         world.device.timeline.stall_link(100_000)
         world.submit("ann", stored, "hurried", budget_us=30_000)
         world.run()

@@ -50,7 +50,7 @@ class TestPages:
             pool.drop(pages[:1])
         assert pool.free == 4
 
-    def test_a_fresh_pool_gives_neighbours(self) -> None:
+    def test_a_fresh_pool_gives_adjacent_pages(self) -> None:
         pages = PagePool(8).take(5)
         assert pages is not None and list(np.diff(pages)) == [1, 1, 1, 1]
 
@@ -65,7 +65,7 @@ class TestIdentity:
         held=st.tuples(st.integers(0, 300), st.none() | st.integers(0, 300)),
         marks=st.lists(st.integers(0, 300), max_size=4),
     )
-    def test_never_more_than_is_equal_and_all_of_it_where_one_begins_the_other(
+    def test_common_behaviours_are_equal_and_complete_if_one_history_begins_the_other(
         self, asked: tuple[int, int | None], held: tuple[int, int | None], marks: list[int]
     ) -> None:
         one, other = make_key("ann", *asked), make_key("ann", *held)
@@ -80,7 +80,7 @@ class TestIdentity:
         else:
             assert common >= max((n for n in (*range(0, equal + 1, 64), *marks) if n <= equal), default=0)
 
-    def test_an_entry_s_key_lets_go_of_the_behaviours_and_keeps_few_marks(self) -> None:
+    def test_the_key_of_an_entry_drops_the_behaviours_and_keeps_few_marks(self) -> None:
         key = make_key(length=100)
         held = key.held(tuple(Mark(n, bytes(16)) for n in range(90)))
         assert held.behaviours is None
@@ -120,12 +120,12 @@ class TestCopyQueue:
         assert order == [soon, late, spill]
         assert len(queue) == 0
 
-    def test_a_reload_that_somebody_else_needs_earlier_moves_up(self) -> None:
+    def test_a_reload_whose_deadline_is_brought_forward_moves_up(self) -> None:
         queue = CopyQueue(100, CopyLimits(max_in_flight=1))
         first, second, joined = _request(1, 100), _request(1, 200), _request(1, 300)
         assert all(queue.push(request) for request in (first, second, joined))
         joined.deadline.bring_forward(150)
-        # Who needs it later than the others changes nothing.
+        # A later deadline changes nothing.
         first.deadline.bring_forward(1000)
         order = []
         while (request := queue.start(0)) is not None:
@@ -133,7 +133,7 @@ class TestCopyQueue:
             order.append(request)
         assert order == [first, joined, second]
 
-    def test_two_at_a_time_of_which_one_spill(self) -> None:
+    def test_two_copies_run_at_a_time_and_at_most_one_spill(self) -> None:
         queue = CopyQueue(100, CopyLimits(max_in_flight=2))
         for _ in range(3):
             queue.push(_request(1, priority=CopyPriority.SPILL))
@@ -179,8 +179,8 @@ class TestCopyQueue:
         assert queue.forecast(1000, CopyPriority.RELOAD, 0).wait_us == pytest.approx(1000, rel=0.01)
         assert queue.forecast(1000, CopyPriority.SPILL, 0).wait_us == pytest.approx(1500, rel=0.01)
 
-    def test_each_way_has_its_own_speed(self) -> None:
-        """Encoding for DRAM may take several times as long as decoding: reloads looked not worth their time."""
+    def test_each_direction_has_its_own_speed(self) -> None:
+        """Encoding may take several times as long as decoding; with one speed for both, reloads seemed not to pay."""
         queue = CopyQueue(100, CopyLimits())
         now_us = 0
         for priority, takes_us in ((CopyPriority.SPILL, 1000), (CopyPriority.RELOAD, 100)) * 40:
@@ -207,8 +207,8 @@ class TestCopyQueue:
         # 2 x 1000 bytes every 1000 µs.
         assert queue.forecast(2000, CopyPriority.RELOAD, 0).copy_us == pytest.approx(1000, rel=0.2)
 
-    def test_a_slow_moment_is_not_believed_for_good(self) -> None:
-        """After a take-over the first reload took 20 ms beside a burst; none ever paid again, so none was measured."""
+    def test_an_old_slow_measurement_is_not_trusted(self) -> None:
+        """After a take-over the first reload was slow; since then no reload seemed to pay, so none was measured."""
         queue = CopyQueue(100, CopyLimits())
         queue.push(_request(10))
         first = queue.start(0)
@@ -217,7 +217,7 @@ class TestCopyQueue:
         slow = queue.forecast(1000, CopyPriority.RELOAD, 1_900_000)
         assert slow.copy_us > 100_000
         assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_000).copy_us < 1
-        # One tries it; those behind it wait for what it finds.
+        # One reload tries it; those behind it wait for its measurement.
         queue.push(_request(10))
         assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_000).copy_us == slow.copy_us
         second = queue.start(2_100_000)
@@ -225,7 +225,7 @@ class TestCopyQueue:
         queue.end(second, 2_100_100, True)
         assert queue.forecast(1000, CopyPriority.RELOAD, 2_100_100).copy_us < 100
 
-    def test_a_failed_copy_teaches_nothing(self) -> None:
+    def test_a_failed_copy_is_not_measured(self) -> None:
         queue = CopyQueue(100, CopyLimits())
         before = queue.forecast(1000, CopyPriority.RELOAD, 0)
         queue.push(_request(10))
@@ -245,7 +245,7 @@ class TestCopyQueue:
 
 
 class _HeldCopier:
-    """Copies that end when the test says so."""
+    """Copies that end when the test releases them."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -265,7 +265,7 @@ class TestThreadMover:
     def _mover(self, copier: _HeldCopier, **limits: int) -> ThreadMover:
         return ThreadMover(copier.copy, 100, ManualClock(), CopyLimits(**limits))
 
-    def test_copies_run_in_order_and_tell_their_end(self) -> None:
+    def test_copies_run_in_order_and_report_their_end(self) -> None:
         copier, told = _HeldCopier(), threading.Semaphore(0)
         mover = self._mover(copier, max_in_flight=1)
         ends: list[bool] = []
@@ -299,7 +299,7 @@ class TestThreadMover:
         mover.close()
         assert done == [False, False]
 
-    def test_an_end_that_can_not_be_told_leaves_the_thread_alive(self) -> None:
+    def test_a_callback_that_raises_leaves_the_copy_thread_alive(self) -> None:
         def raises(_: bool) -> None:
             raise RuntimeError("a listener failed")
 
@@ -312,7 +312,7 @@ class TestThreadMover:
         mover.close()
         assert done == [True]
 
-    def test_closing_ends_what_is_under_way_and_fails_what_waits(self) -> None:
+    def test_closing_completes_copies_under_way_and_fails_those_in_the_queue(self) -> None:
         copier, under_way, waiting = _HeldCopier(), [], []
         mover = self._mover(copier, max_in_flight=1)
         mover.submit(_request(1, done=under_way))
@@ -330,7 +330,7 @@ class TestThreadMover:
 
 class TestArenas:
     def test_bytes_taken_are_bytes_planned(self) -> None:
-        """14. Rounding made the pool larger than what was planned for it."""
+        """14. Rounding made the pool larger than planned."""
         built = build_cache(CpuDevice(), CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 32, 64), extra_hbm_pages=5)
         try:
             assert built.dram_arena is not None
@@ -342,7 +342,7 @@ class TestArenas:
         finally:
             built.cache.close()
 
-    def test_an_arena_is_there_and_zero(self) -> None:
+    def test_an_arena_is_allocated_and_zero(self) -> None:
         arena = allocate_arena(CpuDevice(), Tier.DRAM, 3, 8)
         assert (arena.dtype, tuple(arena.shape), int(arena.sum())) == (torch.uint8, (3, 8), 0)
 
@@ -466,7 +466,7 @@ def test_threads_that_race_keep_every_invariant() -> None:
     assert (stats.hbm.free, stats.dram.free) == (40, 60)
 
 
-def test_metrics_are_what_the_stats_say() -> None:
+def test_metrics_equal_the_stats() -> None:
     world, registry = CacheWorld(), CollectorRegistry()
     collector = CacheCollector(world.cache.stats, registry)
     world.store(make_key())

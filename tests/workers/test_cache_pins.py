@@ -1,4 +1,4 @@
-"""Handles and fills that nobody ends are revoked after their time, without freeing pages that the device uses."""
+"""Leaked handles and fills are revoked after their time, without freeing pages that the device uses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KEY = make_key(length=100)
 SECOND_US = 1_000_000
 
 
-def test_a_leaked_handle_is_taken_away_after_its_time_and_counted() -> None:
-    """11. A reader that died kept its pages for good."""
+def test_a_leaked_handle_is_revoked_after_its_time_and_counted() -> None:
+    """11. A reader that died kept its pages for ever."""
     world = CacheWorld()
     world.compute(KEY, now_us=0)
     assert world.cache.revoke_overdue(LONGEST_HOLD_US - 1) == 0
@@ -32,8 +32,8 @@ def test_a_leaked_handle_is_taken_away_after_its_time_and_counted() -> None:
     check_invariants(world.cache)
 
 
-def test_full_of_leaked_handles_there_is_room_again() -> None:
-    """1. All pages pinned by users who never came back: no room, for ever."""
+def test_a_pool_full_of_leaked_handles_has_room_again() -> None:
+    """1. Leaked handles pinned all pages, so the cache had no room, for ever."""
     world = CacheWorld(hbm_pages=8)
     world.compute(KEY)
     other = make_key("bob", 100)
@@ -43,7 +43,7 @@ def test_full_of_leaked_handles_there_is_room_again() -> None:
     check_invariants(world.cache)
 
 
-def test_the_holder_sees_that_it_holds_nothing_and_its_release_is_counted_not_an_error() -> None:
+def test_the_holder_sees_the_revocation_and_its_late_release_is_counted_and_not_an_error() -> None:
     world = CacheWorld()
     handle = world.compute(KEY)
     assert handle.is_held
@@ -63,7 +63,7 @@ def test_pages_that_a_forward_reads_are_not_free_before_it_has_ended() -> None:
     assert isinstance(world.cache.reserve(make_key("bob", 100), LONGEST_HOLD_US), NoRoom)
     world.check_reads(handle, KEY)
     check_invariants(world.cache)
-    # Also a holder that comes back in between frees nothing.
+    # A late release of the holder frees nothing either.
     world.cache.release(handle)
     assert world.cache.stats().hbm.pinned == 7
     forward.complete()
@@ -84,7 +84,7 @@ def test_a_handle_in_time_is_left_alone_when_an_older_one_goes() -> None:
         world.cache.release(young)
 
 
-def test_the_pages_of_an_invalidated_prefix_go_too_when_its_last_handle_is_taken_away() -> None:
+def test_the_pages_of_an_invalidated_prefix_are_freed_when_its_last_handle_is_revoked() -> None:
     world = CacheWorld()
     world.compute(KEY)
     world.cache.invalidate_user("ann")
@@ -106,7 +106,7 @@ def test_copies_hold_their_pages_however_long_they_take() -> None:
 
 
 def test_a_leaked_fill_fails_after_its_time_and_others_may_compute_the_prefix() -> None:
-    """A computation that nobody ended kept its pages, and its user joined it in vain, for ever."""
+    """A leaked computation kept its pages, and all later requests of its user waited for it in vain."""
     world = CacheWorld()
     fill = world.reserve(KEY, now_us=0)
     waiting = world.cache.acquire(KEY, 0)
@@ -128,10 +128,10 @@ def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> 
     fill = world.reserve(KEY)
     world.cache.revoke_overdue(LONGEST_HOLD_US, forward)
     assert world.cache.stats().hbm.in_flight == 7
-    # Nobody joins it any more, but its pages can not be had yet.
+    # No request joins the fill any more, but its pages are not free yet.
     assert isinstance(world.cache.reserve(KEY, LONGEST_HOLD_US), NoRoom)
     check_invariants(world.cache)
-    # Also a holder that comes back in between frees nothing, and shows nothing.
+    # A late publish of the holder frees nothing and publishes nothing.
     world.write(fill, KEY, fill.tokens)
     assert fill.publish(LONGEST_HOLD_US) is None
     fill.abort()
@@ -145,7 +145,7 @@ def test_pages_that_the_device_writes_to_are_not_free_before_it_has_passed() -> 
     check_invariants(world.cache)
 
 
-def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_page_with_the_next() -> None:
+def test_a_revoked_append_keeps_its_base_and_shares_no_page_with_the_next() -> None:
     world, forward, grown = CacheWorld(), Later(), make_key(length=105)
     world.store(KEY)
     leaked = world.reserve(grown)
@@ -156,7 +156,7 @@ def test_an_append_that_was_taken_away_leaves_what_it_stood_on_and_shares_no_pag
     again = world.reserve(grown, LONGEST_HOLD_US)
     assert again.copy_page is not None
     world.write(again, grown, again.tokens)
-    # What the device was given before it writes now.
+    # The device now runs the work that it got before.
     world.begin(leaked)
     handle = again.publish(LONGEST_HOLD_US)
     assert handle is not None
@@ -178,11 +178,11 @@ def test_a_fill_in_time_is_left_alone_when_an_older_handle_goes() -> None:
     handle = young.publish(LONGEST_HOLD_US)
     assert handle is not None and handle.is_held
     assert world.cache.stats().forced_aborts == 0
-    # What it published is held from then on, not from when it began.
+    # The time of the published handle begins with the publication, not with the fill.
     assert world.cache.revoke_overdue(LONGEST_HOLD_US * 2 - 1) == 0
 
 
-def test_a_fill_of_what_was_invalidated_goes_too() -> None:
+def test_a_leaked_fill_of_an_invalidated_prefix_is_revoked_too() -> None:
     world = CacheWorld()
     world.reserve(KEY)
     world.cache.invalidate_user("ann")
@@ -192,14 +192,14 @@ def test_a_fill_of_what_was_invalidated_goes_too() -> None:
     check_invariants(world.cache)
 
 
-def test_what_was_forced_and_late_is_in_the_metrics() -> None:
+def test_forced_ends_and_late_releases_are_in_the_metrics() -> None:
     registry, cache = CollectorRegistry(), PrefixCache(CacheConfig(DramGeometry(GEOMETRY), LAYOUT, 8))
     CacheCollector(cache.stats, registry)
     for name in ("forced_unpins", "forced_aborts", "late_releases"):
         assert registry.get_sample_value(f"relaygr_cache_{name}_total") == 0
 
 
-def test_a_request_whose_prefix_was_taken_away_is_looked_up_again() -> None:
+def test_a_request_whose_prefix_was_revoked_is_looked_up_again() -> None:
     world = OverlapWorld()
     version = world.put("ann", 1)
     world.submit("ann", version, "first")
@@ -217,7 +217,7 @@ def test_a_request_whose_prefix_was_taken_away_is_looked_up_again() -> None:
 
 
 def under_way(world: OverlapWorld, user_id: str) -> PrefixWork:
-    """The user's prefix, of which a first piece was computed for a request that has time."""
+    """The computation of the user's prefix after its first chunk, for a request with enough time."""
     world.submit(user_id, world.put(user_id, 1), "first", budget_us=10 * LONGEST_HOLD_US)
     world.executor.step()
     prefix = world.executor._prefixes.by_user.get(user_id)
@@ -225,7 +225,7 @@ def under_way(world: OverlapWorld, user_id: str) -> PrefixWork:
     return prefix
 
 
-def test_a_computation_whose_fill_was_taken_away_is_not_gone_on_with_but_begun_anew() -> None:
+def test_a_computation_whose_fill_was_revoked_starts_over() -> None:
     world = OverlapWorld()
     prefix = under_way(world, "ann")
     world.cache.revoke_overdue(world.device.monotonic_us() + LONGEST_HOLD_US, Later())
@@ -238,7 +238,7 @@ def test_a_computation_whose_fill_was_taken_away_is_not_gone_on_with_but_begun_a
     world.close()
 
 
-def test_a_computation_whose_fill_was_invalidated_is_not_gone_on_with() -> None:
+def test_a_computation_whose_fill_was_invalidated_does_not_continue() -> None:
     world = OverlapWorld()
     prefix = under_way(world, "ann")
     world.cache.invalidate_user("ann")
@@ -250,10 +250,10 @@ def test_a_computation_whose_fill_was_invalidated_is_not_gone_on_with() -> None:
     world.close()
 
 
-def test_the_executor_looks_for_leaked_fills_by_itself_and_serves_who_waited_for_one() -> None:
+def test_the_executor_revokes_leaked_fills_and_serves_the_requests_that_waited_for_one() -> None:
     world = OverlapWorld()
     leaked = under_way(world, "ann")
-    # The executor loses it, without an end.
+    # The executor loses the fill without ending it.
     world.executor._context.scheduler.remove(leaked)
     del world.executor._prefixes.by_user["ann"]
     world.submit("ann", world.histories["ann"].history.version(), "second", budget_us=10 * LONGEST_HOLD_US)
@@ -267,7 +267,7 @@ def test_the_executor_looks_for_leaked_fills_by_itself_and_serves_who_waited_for
     world.close()
 
 
-def test_the_executor_looks_for_leaked_handles_by_itself() -> None:
+def test_the_executor_revokes_leaked_handles() -> None:
     world = OverlapWorld()
     leaked = world.cache.reserve(make_key("zoe", 10), world.device.monotonic_us())
     assert isinstance(leaked, Fill)

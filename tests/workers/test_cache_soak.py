@@ -1,7 +1,7 @@
 """Very many operations on one cache, with changing users and occasional faults: memory stays flat.
 
 A million operations by default; RELAYGR_TEST_SOAK_OPERATIONS sets another number. This test does not check contents
-(the random sequences of `test_cache_stateful` do). It checks that nothing is left behind over time.
+(the random sequences of `test_cache_stateful` do). It checks that nothing leaks over time.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Soak:
             cache.keep_only(self.models[0])
 
     def impression(self) -> None:
-        """A look-up and its consequences."""
+        """A look-up, and the calls that follow from its result."""
         key = self.key()
         found = self.cache.acquire(key, self.now_us, arriving=self.random.random() < 0.5)
         if isinstance(found, Hit):

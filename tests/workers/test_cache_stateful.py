@@ -1,12 +1,11 @@
 """19. Random sequences of all cache operations, with faults, under every policy.
 
 After every step the metadata is consistent and every page of a tier is in exactly one state. Every row that a hit
-would show, or that a handle covers, is what a computation for its key gives (a shadow of all bytes in both tiers).
+would return, or that a handle covers, equals the computed row of its key (a shadow of all bytes in both tiers).
 Each waiter is called exactly once, and leased prefixes are still cached. Faults: copies that fail or never end, full
-queues, waiters that raise or left, handles, fills and leases that nobody ends, histories and models removed in any
-state.
+queues, waiters that raise or gave up, leaked handles, fills and leases, histories and models removed in any state.
 
-RELAYGR_TEST_CACHE_SEQUENCES for more sequences than a few: 1,000 take some minutes.
+RELAYGR_TEST_CACHE_SEQUENCES sets the number of sequences: 1,000 take some minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.worlds.cache import LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key,
 pytestmark = pytest.mark.slow
 
 _LENGTHS = (14, 63, 64, 100, 110, 130, 190)
-# Mostly one user's one history at several lengths: there the operations meet.
+# Mostly one history of one user at several lengths, so that operations concern the same entries.
 _KEYS = [make_key("ann", length) for length in _LENGTHS for _ in range(4)]
 _KEYS += [make_key(user, length, at) for user in ("ann", "bob") for length in (100, 130, 190) for at in (None, 70)]
 _KEYS += [make_key("ann", length, 0) for length in (64, 100)]
@@ -238,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(after_the_device=st.booleans())
     def take_what_was_held_too_long(self, after_the_device: bool) -> None:
         event = Later() if after_the_device else None
-        # Those on their way out count too, while their event has not come.
+        # Handles whose release waits for its event count, too.
         leaving = [held for held, _ in self.run.leaving]
         handles = [each for each in (*self.run.handles, *self.run.leaked, *leaving) if each.handle.is_held]
         fills = [each for each in (*self.run.fills, *self.run.leaked_fills) if not each[1].work.revoked]
@@ -266,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
         until_us = self.tick() + lasts_us
         ready, coming = self.cache.peek(key).hbm_behaviours, self.cache.ledger.hbm.index.find_work(key)
         if self.cache.lease(key, f"r{request}", until_us):
-            # It holds what will be there, if that is more, and then not what is there now.
+            # The lease protects the coming prefix if that is longer, and then not the present one.
             held = 0 if coming is not None and coming.behaviours > ready else ready
             self.run.leases[f"r{request}"] = (key, held, until_us)
 
@@ -343,7 +342,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if not matches(lease[0])}
         assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
-    # Mostly the first, whose keys they are: else little would be left to happen.
+    # Mostly the first model, to which most keys belong.
     @rule(model=st.sampled_from((_MODELS[0],) * 4 + (_MODELS[1],)), frees=st.booleans())
     def another_model_serves(self, model: bytes, frees: bool) -> None:
         self.only_model = model
@@ -358,7 +357,7 @@ class CacheMachine(RuleBasedStateMachine):
     def demote(self, key: PrefixKey, by_question: bool) -> None:
         self.cache.demote((lambda user_id: user_id == key.user_id) if by_question else [key.user_id])
 
-    # Whole stories, so that the single operations meet something.
+    # Sequences of operations on one prefix, which random single operations would rarely form.
 
     @rule(key=keys)
     def store(self, key: PrefixKey) -> None:
@@ -437,7 +436,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def crowd_out(self) -> None:
-        """Another user's prefix takes all the room, and is invalidated."""
+        """Fills HBM with another user's prefix, and invalidates that prefix."""
         stats = self.cache.stats().hbm
         tokens = (stats.free + stats.evictable) * PAGE_TOKENS
         model = self.only_model or _MODELS[0]
@@ -453,7 +452,7 @@ class CacheMachine(RuleBasedStateMachine):
             for request in range(6):
                 self.cache.end_lease(f"r{request}")
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
     def books_add_up(self) -> None:
@@ -521,7 +520,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(waiter.told == 1 for waiter in self.run.waiters)
 
 
-# What fails is made shorter before it is shown.
+# Hypothesis shortens a failing sequence before it reports it.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_random_operations_keep_every_invariant(policy: PolicyName) -> None:

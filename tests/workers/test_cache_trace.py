@@ -1,4 +1,4 @@
-"""Traces of cache operations: their content, and how little the recording may disturb."""
+"""Traces of cache operations: their content, and the limits of the recording's side effects."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TestRecording:
             assert first == again != other
         assert users[0][0] != users[1][0], "the same key twice: traces of two days could be joined"
 
-    def test_no_digest_of_a_history_is_written_which_messages_carry_beside_user_ids(self, recording: Recording) -> None:
+    def test_no_digest_of_a_history_is_written(self, recording: Recording) -> None:
         recording.recorder.start(HEADER)
         chains = [make_key(length=length).chain for length in (1, 64, 200)]
         for length in (1, 64, 200):
@@ -130,7 +130,7 @@ class TestRecording:
         assert 80 <= dropped <= 90
         assert recording.counted("written") == len(recording.records()) == 100 - dropped
 
-    def test_what_two_threads_told_in_another_order_is_written_in_that_of_the_operations(
+    def test_events_that_arrive_out_of_order_are_written_in_the_order_of_the_operations(
         self, recording: Recording, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun, going, write = threading.Event(), threading.Event(), recording.recorder._write
@@ -150,7 +150,7 @@ class TestRecording:
         recording.recorder.close()
         assert [record.at_us for record in recording.records()] == [0, 1, 2, 3]
 
-    def test_a_full_file_ends_the_recording_and_what_it_holds_is_whole(self, tmp_path: Path) -> None:
+    def test_a_full_file_ends_the_recording_and_holds_whole_records(self, tmp_path: Path) -> None:
         recording = Recording(tmp_path / "small.trace", max_bytes=2_000)
         recording.recorder.start(HEADER)
         for now_us in range(500):
@@ -173,7 +173,7 @@ class TestRecording:
         recording.recorder.close()
         assert recording.counted("dropped") == 10
 
-    def test_a_record_that_the_disk_took_in_part_is_the_last(
+    def test_no_record_follows_one_that_was_written_in_part(
         self, recording: Recording, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A raw file may write only a part. Records after a torn one could never be read."""
@@ -200,7 +200,7 @@ class TestRecording:
         recording.recorder.close()
         assert len(recording.records()) == 1
 
-    def test_a_standby_that_is_asked_nothing_leaves_the_file_alone(self, tmp_path: Path) -> None:
+    def test_a_standby_without_requests_does_not_touch_the_file(self, tmp_path: Path) -> None:
         active, standby = Recording(tmp_path / "cache.trace"), Recording(tmp_path / "cache.trace")
         active.recorder.start(HEADER)
         active.world.cache.acquire(make_key(), 1)
@@ -210,7 +210,7 @@ class TestRecording:
         assert [each.name for each in tmp_path.iterdir()] == ["cache.trace"]
         assert len(active.records()) == 1
 
-    def test_the_trace_before_is_kept_once(self, tmp_path: Path) -> None:
+    def test_one_earlier_trace_is_kept(self, tmp_path: Path) -> None:
         path = tmp_path / "cache.trace"
         for now_us in (1, 2, 3):
             recording = Recording(path)
@@ -221,13 +221,13 @@ class TestRecording:
         assert sorted(each.name for each in tmp_path.iterdir()) == ["cache.trace", "cache.trace.1"]
         assert len(list(TraceReader(tmp_path / "cache.trace.1").records())) == 2
 
-    def test_a_folder_that_is_not_there_is_refused_at_the_start(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_is_refused_at_the_start(self, tmp_path: Path) -> None:
         with pytest.raises(RelayError, match=r"worker\.cache_trace .*nowhere"):
             Recording(tmp_path / "nowhere" / "cache.trace")
 
 
 class TestReading:
-    def test_a_torn_tail_is_left_out_wherever_it_is_torn(self, recording: Recording, tmp_path: Path) -> None:
+    def test_a_torn_last_record_is_left_out_wherever_it_is_torn(self, recording: Recording, tmp_path: Path) -> None:
         recording.recorder.start(HEADER)
         for now_us in range(3):
             recording.world.cache.acquire(make_key(), now_us)
@@ -261,13 +261,15 @@ class TestReading:
             (b"\xc1\xc1\xc1", "not a trace"),
         ],
     )
-    def test_what_is_no_trace_is_refused_with_the_reason(self, tmp_path: Path, content: bytes, says: str) -> None:
+    def test_a_file_that_is_no_trace_is_refused_with_the_reason(
+        self, tmp_path: Path, content: bytes, says: str
+    ) -> None:
         path = tmp_path / "x"
         path.write_bytes(content)
         with pytest.raises(RelayError, match=says):
             TraceReader(path)
 
-    def test_damage_in_the_middle_is_said_with_its_place(self, recording: Recording) -> None:
+    def test_damage_in_the_middle_is_reported_with_its_place(self, recording: Recording) -> None:
         recording.recorder.start(HEADER)
         recording.world.cache.acquire(make_key(), 1)
         recording.recorder.close()
@@ -276,7 +278,7 @@ class TestReading:
         with pytest.raises(RelayError, match="damaged at record 2"):
             recording.records()
 
-    def test_a_file_that_is_not_there_is_said(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(RelayError, match="No such file"):
             TraceReader(tmp_path / "none")
 
@@ -286,7 +288,7 @@ class TestSketch:
         one=st.tuples(st.integers(0, 900), st.none() | st.integers(0, 900)),
         other=st.tuples(st.integers(0, 900), st.none() | st.integers(0, 900)),
     )
-    def test_it_tells_where_histories_part_within_a_factor_of_two(
+    def test_sketches_show_where_histories_diverge_within_a_factor_of_two(
         self, one: tuple[int, int | None], other: tuple[int, int | None]
     ) -> None:
         histories = [history(*one), history(*other)]

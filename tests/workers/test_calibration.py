@@ -102,7 +102,7 @@ def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> Non
 
 
 class SlowAtFirst(TimedEngine):
-    """As with captured graphs: of each size the first pass runs directly, the second is captured, later ones replay."""
+    """Like captured graphs: of each size the first pass runs directly, the second is captured, later ones replay."""
 
     passes_to_warm = 2
 
@@ -131,7 +131,7 @@ def test_passes_that_capture_a_graph_are_not_measured() -> None:
 
 
 def test_a_page_larger_than_the_largest_copy_is_measured_in_enough_sizes() -> None:
-    """Two sizes are too few for the fit: the worker failed at its start."""
+    """Only two sizes were measured, too few for the fit, and the worker failed at its start."""
     engine = TimedEngine(max_prefix=256)
     below_a_page = (engine.geometry.page_bytes // 4, engine.geometry.page_bytes // 2)
     assert len({point.size_bytes for point in EngineMeter(engine).reloads(below_a_page)}) == 3

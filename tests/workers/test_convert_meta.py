@@ -83,7 +83,7 @@ def test_every_tensor_of_the_source_is_accounted_for() -> None:
     assert "do not have" in reasons["_additional_embedding_mlp"]
 
 
-def test_what_is_left_over_and_what_is_missing_is_named() -> None:
+def test_left_over_and_missing_tensors_are_named() -> None:
     made = make_dlrm()
     source = dlrm_state_dict(made) | {"loss.weight": torch.zeros(3)}
     del source["_hstu_transducer._stu_module._stu_layers.1._output_norm_bias"]
@@ -94,7 +94,7 @@ def test_what_is_left_over_and_what_is_missing_is_named() -> None:
     assert not report.is_complete
 
 
-def test_all_that_the_state_dict_does_not_say_is_asked_for_at_once() -> None:
+def test_all_missing_options_are_named_at_once() -> None:
     made = make_dlrm()
     with pytest.raises(RelayError) as refusal:
         convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, ConvertOptions(), "here")
@@ -138,7 +138,7 @@ def test_shapes_that_no_such_model_has_are_refused_in_a_sentence(name: str, tens
         convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here")
 
 
-def test_names_may_begin_with_anything() -> None:
+def test_names_may_have_any_prefix() -> None:
     made = make_dlrm()
     source = {f"model.hstu.{name}": tensor for name, tensor in dlrm_state_dict(made).items()}
     assert convert_state_dict(StateDict(source), SourceKind.META, options_of(made), "here").report.is_complete

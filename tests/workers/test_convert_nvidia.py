@@ -76,7 +76,7 @@ def test_per_head_columns_read_as_contiguous_are_another_model() -> None:
     assert largest_error(world.scores([2], history, CANDIDATES), source.scores([2], history, CANDIDATES)) > 1e-3
 
 
-def test_a_layout_that_names_do_not_tell_is_asked_for() -> None:
+def test_a_layout_that_names_do_not_show_needs_an_option() -> None:
     state = StateDict(with_tables(make_nvidia(), "inference"))
     with pytest.raises(RelayError, match="--projection"):
         convert_state_dict(state, SourceKind.NVIDIA, options_of(), "here")
@@ -116,7 +116,7 @@ def test_a_table_of_text_is_refused_in_a_sentence(tmp_path: Path) -> None:
         convert_state_dict(StateDict(with_tables(make_nvidia(), "fused")), SourceKind.NVIDIA, options, "here")
 
 
-def test_what_only_training_needs_is_not_left_over() -> None:
+def test_tensors_for_training_only_are_not_left_over() -> None:
     state = with_tables(make_nvidia(), "native")
     state["_hstu_block._attention_layers.0._linear_uvqk._extra_state"] = torch.zeros(4)
     source = StateDict(state, ("_hstu_block._attention_layers.1._linear_uvqk._extra_state",))
@@ -125,7 +125,7 @@ def test_what_only_training_needs_is_not_left_over() -> None:
     assert len([unused for unused in report.unused if unused.source.endswith("_extra_state")]) == 2
 
 
-def test_norms_and_biases_that_the_source_does_without_are_those_that_change_nothing() -> None:
+def test_norms_and_biases_that_the_source_lacks_become_neutral() -> None:
     source = make_nvidia()
     for layer in source.layers:
         for name in ("b1", "beta", "b2"):

@@ -55,7 +55,7 @@ def test_the_engine_scores_what_the_source_scores(concat_ua: bool, page_tokens: 
     prefix = "_hstu._attention_layers."
     names = ("_uvqk", "_rel_attn_bias._ts_w", "_rel_attn_bias._pos_w", "_o.weight", "_o.bias")
     layers = [{name: w[f"{prefix}{k}.{name}"] for name in names} for k in range(2)]
-    # Each candidate as the next item of the sequence, at the query's time; after it nothing comes.
+    # Each candidate is the next and last item of the sequence, at the query's time.
     stamps = np.full(SIZE, QUERY_S)
     stamps[: history.size] = times
     expected = []
@@ -68,7 +68,7 @@ def test_the_engine_scores_what_the_source_scores(concat_ua: bool, page_tokens: 
     assert np.abs(ours - np.array(expected)).max() <= 2e-5 * np.abs(expected).max()
 
 
-def test_whether_the_output_reads_three_blocks_is_asked_only_where_shapes_do_not_say() -> None:
+def test_the_option_for_three_blocks_is_required_only_if_shapes_do_not_decide() -> None:
     state, _ = source_of(concat_ua=True)
     # [6, 24] can be 3 blocks of 8, and no block of 24: the projection is 32 wide.
     converted = convert_state_dict(StateDict(state), SourceKind.RESEARCH, options_of(), "here")

@@ -1,4 +1,4 @@
-"""The device layer: how a device is chosen, and that nothing else knows which one it is."""
+"""The device layer: the choice of a device, and that no other module names a kind of device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_python(code: str, path: Path | None = None) -> subprocess.CompletedProce
 
 @pytest.fixture
 def broken_torch_npu(tmp_path: Path) -> Path:
-    """A torch_npu as it is where the CANN libraries are not: registered as torch's plug-in, and failing."""
+    """A torch_npu without the CANN libraries: registered as torch's plug-in, and its import fails."""
     package = tmp_path / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text("raise OSError('libhccl.so: cannot open shared object file')\n")
@@ -58,7 +58,7 @@ def test_no_module_but_the_device_layer_names_a_kind_of_accelerator() -> None:
             found += [
                 f"{file.relative_to(ROOT)}: {line.strip()}" for line in code.splitlines() if forbidden.search(line)
             ]
-    # The table of extras names the library that an extra brings.
+    # The table of extras names the library that an extra installs.
     assert [line for line in found if '"torch_npu": "npu"' not in line] == []
 
 
@@ -84,7 +84,7 @@ def test_without_triton_the_cpu_works() -> None:
 
 
 @pytest.mark.slow
-def test_without_cuda_the_cpu_is_taken_and_asking_for_cuda_says_what_is_missing() -> None:
+def test_without_cuda_the_cpu_is_the_default_and_the_setting_cuda_is_an_error() -> None:
     hidden = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
     done = run_python(f"{hidden}{LOADS_AN_ENGINE}open_device('cuda')")
     assert done.stdout.splitlines()[0] == "cpu"
@@ -101,7 +101,7 @@ def test_a_broken_torch_npu_does_not_break_the_cpu(broken_torch_npu: Path) -> No
 
 
 @pytest.mark.slow
-def test_asking_for_a_broken_npu_says_what_to_install(broken_torch_npu: Path) -> None:
+def test_the_setting_of_a_broken_npu_is_an_error_with_a_remedy(broken_torch_npu: Path) -> None:
     code = """
         from relaygr.runtime.errors import RelayError
         from relaygr.worker.device import open_device
@@ -115,7 +115,7 @@ def test_asking_for_a_broken_npu_says_what_to_install(broken_torch_npu: Path) ->
     assert "extra `npu`" in done.stdout
 
 
-def test_a_device_that_is_not_there_is_refused_with_what_is() -> None:
+def test_a_missing_device_is_refused_with_the_present_one() -> None:
     present = torch.accelerator.current_accelerator(check_available=True)
     missing = "xpu" if present is None or present.type != "xpu" else "mps"
     with pytest.raises(RelayError, match=f"Device '{missing}' is set"):
@@ -151,7 +151,7 @@ def test_work_on_the_cpu_is_done_when_its_call_returns() -> None:
     assert 0 < memory.free_bytes <= memory.total_bytes
 
 
-def test_captured_work_on_the_cpu_runs_again_on_what_its_memory_holds_now() -> None:
+def test_captured_work_on_the_cpu_runs_again_on_the_present_contents_of_its_memory() -> None:
     source, target = torch.ones(3), torch.zeros(3)
 
     def work() -> None:
@@ -166,7 +166,7 @@ def test_captured_work_on_the_cpu_runs_again_on_what_its_memory_holds_now() -> N
 
 
 class FakeGraph:
-    """Notes what happens while it records."""
+    """Records the calls during a capture."""
 
     events: ClassVar[list[str]] = []
     made = 0
@@ -191,9 +191,9 @@ class FakeGraph:
 
 
 def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled at the first run is not recorded; a recorder's graphs share memory that the first of them holds.
+    """The first run compiles and is not recorded. The graphs of a recorder share memory, which its first graph holds.
 
-    Two engines' graphs share none: one may be tried in another thread while the other serves.
+    The graphs of two engines share no memory: one may be tried in another thread while the other serves.
     """
     monkeypatch.setattr(torch.accelerator, "Graph", FakeGraph)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -214,8 +214,8 @@ def test_an_accelerator_runs_the_work_once_and_then_records_it(monkeypatch: pyte
     assert streams.call_count == 1, "libraries keep memory for each stream that they have seen"
 
 
-def test_what_is_sent_is_there_and_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accelerator copies from pinned memory of its own: the host's may change, or be freed, at once."""
+def test_sent_data_arrives_in_the_given_tensor_or_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator copies from its own pinned memory, so the source may change or be freed at once."""
     asked: list[bool] = []
     empty = torch.empty
 

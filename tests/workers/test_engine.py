@@ -1,4 +1,4 @@
-"""What an engine does beside computing the right scores (`test_engine_contract.py`): pages, limits, misuse, memory."""
+"""The engine apart from its scores (`test_engine_contract.py`): pages, limits, misuse, memory."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_bfloat16_kv_costs_at_most_twice_what_the_rounding_itself_costs(seed: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_never_stored_are_rounded_like_those_that_are(seed: int) -> None:
-    """Else a behaviour would count a little differently in the suffix than it does once it is in the prefix."""
+def test_rows_that_are_never_stored_are_rounded_like_stored_rows(seed: int) -> None:
+    """Otherwise a behaviour would have slightly different K,V in the suffix than later in the prefix."""
     world = make_world(small_config(num_layers=3, normalizer=4.0), seed, KvDtype.BFLOAT16)
     random = np.random.default_rng(seed)
     history, items = random_behaviours(random, 20), np.arange(20)
@@ -201,7 +201,7 @@ def test_an_empty_batch_has_no_outputs() -> None:
     assert make_world(small_config()).engine.rank([]) == []
 
 
-def test_the_namespace_tells_apart_all_that_kv_depend_on() -> None:
+def test_the_namespace_differs_with_everything_that_kv_depend_on() -> None:
     config = small_config()
     checkpoint = random_checkpoint(config, 0)
     engines = [
@@ -237,9 +237,7 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
         ("dlrm-v3", ComputeDtype.FLOAT32),
     ],
 )
-def test_scratch_memory_stays_within_what_the_engine_says(
-    kind: str, compute_dtype: ComputeDtype, tmp_path: Path
-) -> None:
+def test_scratch_memory_stays_within_the_engines_bound(kind: str, compute_dtype: ComputeDtype, tmp_path: Path) -> None:
     config = KINDS[kind].model_copy(
         update={"max_prefix_behaviours": 1024, "max_candidates": 512, "embedding_dim": 32, "hidden_dim": 16}
     )

@@ -1,7 +1,7 @@
 """The contract of every engine, for every kind of model and every back end: cached inference is full inference.
 
-Full inference is what the oracle computes, dense and in float64 (`tests.workers.reference`). What a model's
-rules forbid (chunks, a suffix, an append) is refused, and what they allow is exact.
+The oracle computes full inference, dense and in float64 (`tests.workers.reference`). Calls that a model's rules
+forbid (chunks, a suffix, an append) are refused, and calls that they allow are exact.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ContractWorld:
         made = BACKENDS[backend]
         device = made.device()
         self.engine = PagedEngine(self.checkpoint, device, kv_dtype, page_tokens, compute_dtype, made.choose)
-        # What is not written is not a number: whoever reads it cannot hide it.
+        # Rows that are not written are NaN, so that a read of one shows in the scores.
         self.arena = torch.full(
             (ARENA_PAGES, self.engine.geometry.page_bytes), UNWRITTEN, dtype=torch.uint8, device=device.torch_device
         )
@@ -140,15 +140,15 @@ class ContractWorld:
         )
 
     def prefix_of(self, behaviours: int, suffix: int) -> int:
-        """How much of a history is prefix, if so much should be suffix: all of it where there may be none."""
+        """The number of prefix behaviours, with `suffix` in the suffix if the rules allow one."""
         return max(0, behaviours - suffix) if self.engine.rules.grows else behaviours
 
     def exact(self, user: User, dtype: torch.dtype = torch.float64) -> NDArray[np.float64]:
-        """What the oracle says."""
+        """The oracle's scores."""
         return self._exact(self.checkpoint, user, dtype)
 
     def exact_nearby(self, user: User, seed: int) -> NDArray[np.float64]:
-        """What the oracle says of a model whose weights are others by up to their last bit in float32."""
+        """The oracle's scores with weights that are changed by up to their last bit in float32."""
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             name: tensor * (1 + 2**-23 * (2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1))
@@ -172,8 +172,8 @@ def error(ours: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
 
 
 def assert_exact(world: ContractWorld, user: User, scores: NDArray[np.float32]) -> None:
-    """A norm over nearly equal values magnifies float32's own rounding, with the cache or without, and so do scores
-    that cancel: what the last bits of the weights would move is allowed there, four times over."""
+    """A norm over nearly equal values magnifies float32's own rounding, with or without the cache, and so do scores
+    that cancel. There the error may be four times the effect of the last bits of the weights."""
     expected = world.exact(user)
     assert scores.dtype == np.float32
     worst = error(scores, expected)
@@ -217,7 +217,7 @@ def test_cached_inference_is_full_inference(
     seed=st.integers(0, 2**16),
 )
 @pytest.mark.slow
-def test_so_it_is_for_any_combination_of_options(
+def test_cached_inference_is_full_inference_for_any_combination_of_options(
     config: ModelConfig, page_tokens: int, behaviours: int, suffix: int, cuts: list[int], seed: int
 ) -> None:
     world = ContractWorld(config, seed=seed, page_tokens=page_tokens)
@@ -263,7 +263,7 @@ def test_an_appended_prefix_is_the_longer_prefix(
 
 
 @each_kind
-def test_a_user_at_every_limit_is_ranked_with_one_who_has_nothing(kind: str) -> None:
+def test_a_user_at_every_limit_is_ranked_with_an_empty_user(kind: str) -> None:
     world = ContractWorld(kind, seed=6, page_tokens=13)
     limits, grows = world.engine.limits, world.engine.rules.grows
     most = world.user(
@@ -283,7 +283,7 @@ def test_a_user_at_every_limit_is_ranked_with_one_who_has_nothing(kind: str) -> 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if ContractWorld(kind).engine.rules.uses_query_time])
 @pytest.mark.parametrize("times_ms", [(5, 4, 3), (0, 0, 2**62), (-(2**63), 2**63 - 1, -1)])
-def test_times_may_fall_lie_ahead_and_be_as_far_as_numbers_go(kind: str, times_ms: tuple[int, ...]) -> None:
+def test_times_may_decrease_lie_in_the_future_and_be_extreme(kind: str, times_ms: tuple[int, ...]) -> None:
     world = ContractWorld(kind, seed=7)
     user = world.user(3)
     history = Behaviours(user.history.items, user.history.actions, np.array(times_ms))
@@ -293,7 +293,7 @@ def test_times_may_fall_lie_ahead_and_be_as_far_as_numbers_go(kind: str, times_m
 
 
 @each_case
-def test_one_forward_of_chunks_and_requests_is_each_of_them_alone(kind: str, backend: str) -> None:
+def test_one_forward_of_chunks_and_requests_equals_a_forward_of_each(kind: str, backend: str) -> None:
     def setting() -> tuple[ContractWorld, list[PrefixChunk], list[RankInputs], list[User]]:
         world = ContractWorld(kind, backend, 3)
         users = [world.user(length, 3 + length % 5) for length in (17, 0, 9, 26, 14)]
@@ -351,8 +351,8 @@ def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backen
 
 
 @each_case
-def test_each_layer_says_that_it_comes_before_it_reads_the_pages(kind: str, backend: str) -> None:
-    """A prefix that is still on its way is ranked layer by layer, as its K,V arrive."""
+def test_layer_ready_is_called_before_each_layer_reads_the_pages(kind: str, backend: str) -> None:
+    """A ranking may begin while a reload is still copying K,V layer by layer."""
     world = ContractWorld(kind, backend, 5)
     user = world.user(20)
     world.pre_infer(user, 20, [])
@@ -387,7 +387,7 @@ def test_each_layer_says_that_it_comes_before_it_reads_the_pages(kind: str, back
 def test_tiles_of_the_mask_are_the_mask(
     contextual: int, window: int, exempt: int, group: int, context: int, causal: int, free: int, step: int
 ) -> None:
-    """The expected one is held against other people's test vectors (`masks.py`)."""
+    """The expected mask is checked against test vectors of other implementations (`masks.py`)."""
     history = context + causal
     contextual = min(contextual, history)
     spec = AttentionSpec(1, 1, 1, 1.0, 1.0, contextual, window, exempt if window else 0, group)
@@ -452,8 +452,8 @@ def test_the_rules_are_those_of_the_mask_and_the_encodings() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not ContractWorld(kind).engine.rules.grows])
-def test_what_a_prefix_that_does_not_grow_would_get_wrong(kind: str) -> None:
-    """One behaviour more changes K,V of rows that were there; so there is no append, and a suffix is refused."""
+def test_an_append_to_a_prefix_that_does_not_grow_would_be_wrong(kind: str) -> None:
+    """One more behaviour changes K,V of earlier rows, so appends and suffixes are refused."""
     world = ContractWorld(kind)
     user = world.user(20)
     with pytest.raises(RuleError, match="cannot be followed by a suffix"):

@@ -122,7 +122,7 @@ def test_a_failed_reload_falls_back_to_full_inference():
     assert (work.done, work.path) == (True, Path.FULL)
 
 
-def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inference_allows():
+def test_a_request_waits_for_a_slow_reload_only_while_full_inference_fits():
     world, first = world_with_a_in_dram()
     work = world.rank("a", first, "r3", budget_us=30_000)
     world.run()
@@ -131,7 +131,7 @@ def test_a_reload_that_does_not_come_is_not_waited_for_longer_than_full_inferenc
     assert world.clock.monotonic_us() <= work.deadline_us
 
 
-def test_a_job_for_a_prefix_in_dram_is_the_signal_to_reload_it():
+def test_a_job_for_a_prefix_in_dram_triggers_its_reload():
     world, first = world_with_a_in_dram()
     world.job("a", first, "r3")
     world.run()
@@ -143,7 +143,7 @@ def test_a_job_for_a_prefix_in_dram_is_the_signal_to_reload_it():
     assert (world.outbox.paths[-1], work.prefix_source) == (Path.HBM, PrefixSource.DRAM)
 
 
-def test_a_history_that_does_not_fit_the_deadline_is_cut_to_its_newest_part_and_says_so():
+def test_a_history_that_does_not_fit_the_deadline_is_truncated_to_its_newest_part():
     world = ExecutorWorld()
     work = world.rank(version=world.store.put("u", 500), budget_us=3_000)
     world.run()
@@ -179,7 +179,7 @@ def test_without_any_history_the_request_is_ranked_with_what_it_carries():
     assert (work.prefix.tokens, work.prefix.version) == (0, None)
 
 
-def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused():
+def test_an_inline_history_is_used_and_refused_if_it_is_not_the_named_version():
     world = ExecutorWorld()
     carried = history_of("u", 80)
     world.rank(history=carried, version=carried.version())
@@ -189,7 +189,7 @@ def test_an_inline_history_is_used_and_one_that_is_not_what_it_names_is_refused(
     assert [reason for _, reason, _ in world.outbox.failures] == [FailureReason.UNDECODABLE]
 
 
-def test_a_request_of_a_version_that_is_not_here_yet_waits_for_it():
+def test_a_request_waits_for_a_version_that_is_not_stored_yet():
     world = ExecutorWorld()
     world.store.put("u", 100)
     newer = history_of("u", 120, number=2).version()
@@ -215,7 +215,7 @@ def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits
     assert (work.prefix.tokens, work.prefix.stale) == (100, True)
 
 
-def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
+def test_a_waiting_job_whose_version_never_comes_ends_when_it_expires():
     world = ExecutorWorld()
     world.job(version=history_of("u", 120, number=2).version())
     world.run()
@@ -224,7 +224,7 @@ def test_a_parked_job_whose_version_never_comes_ends_when_it_expires():
     assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
 
 
-def test_what_waits_for_a_version_is_bounded():
+def test_the_work_that_waits_for_a_version_is_bounded():
     world = ExecutorWorld(parked_jobs_max=2)
     version = history_of("u", 120, number=2).version()
     for number in range(3):
@@ -294,7 +294,7 @@ def test_without_room_in_the_cache_full_inference_runs_on_the_scratch_pages_one_
     assert world.cache.stats().hbm.free == 8
 
 
-def test_without_room_a_job_ends_and_says_so():
+def test_without_room_a_job_ends_as_no_room():
     world = ExecutorWorld(hbm_pages=8)
     world.job(version=world.store.put("u", 200))
     world.run()
@@ -366,7 +366,7 @@ def test_beyond_its_bound_the_job_queue_sheds_the_job_that_saves_least():
     assert world.outbox.jobs.count(JobOutcome.COMPUTED) == 2
 
 
-def test_beyond_its_bound_the_job_queue_drops_what_has_expired_first():
+def test_beyond_its_bound_the_job_queue_drops_expired_jobs_first():
     world = ExecutorWorld(preinfer_queue_max=2)
     world.job("a", world.store.put("a", 300), "r-a", lead_us=1_000, budget_ms=1)
     world.job("b", world.store.put("b", 20), "r-b")
@@ -443,7 +443,7 @@ def test_a_request_whose_version_is_ready_does_not_wait_while_a_newer_one_is_com
     assert world.outbox.jobs == [JobOutcome.COMPUTED]
 
 
-def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with_the_rest_as_suffix():
+def test_a_cached_part_that_can_not_grow_for_lack_of_room_is_ranked_with_the_rest_as_suffix():
     world = ExecutorWorld(hbm_pages=8)
     world.rank(version=world.store.put("u", 64), request_id="r0")
     world.run()
@@ -457,12 +457,12 @@ def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_ranked_on_with
     assert world.engine.chunks == chunks, "nothing was computed for the cache"
 
 
-def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_nothing_of_it_kept():
+def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_not_cached():
     world = ExecutorWorld()
     world.rank(version=world.store.put("u", 400), request_id="r0")
     world.run()
     grown = world.store.put("u", 440, number=2)
-    # 40 tokens take 400 µs as an append, 4,000 µs as suffix rows: make the append's share the dearer one.
+    # 40 tokens take 400 µs as an append, 4,000 µs as suffix rows: make the append the more expensive one.
     world.corrector.calibrated = world.corrector._model = LatencyModel(replace(COEFFICIENTS, b0=20_000.0))
     work = world.rank(version=grown, request_id="r2", budget_us=10_000)
     world.run()
@@ -472,7 +472,7 @@ def test_a_tail_that_there_is_no_time_to_compute_is_ranked_as_suffix_and_nothing
     assert world.cache.peek(key).hbm_behaviours == 400
 
 
-def test_a_cached_beginning_that_can_not_grow_for_lack_of_room_is_full_inference_and_says_so():
+def test_a_cached_part_that_can_not_grow_for_lack_of_room_is_reported_as_full_inference():
     world = ExecutorWorld(hbm_pages=8)
     world.rank(version=world.store.put("u", 64), request_id="r0")
     world.run()
@@ -573,7 +573,7 @@ def test_a_job_of_a_deleted_user_is_not_computed():
     assert world.engine.chunks == []
 
 
-def test_whatever_breaks_a_prefix_ends_it_alone():
+def test_an_error_in_one_computation_ends_only_that_computation():
     world = ExecutorWorld()
     world.copy_page = None  # A copy that cannot be made.
     world.rank(version=world.store.put("u", 100))
@@ -617,8 +617,8 @@ def test_a_job_that_waits_for_another_version_is_charged_once():
     assert charged == ["r1", "r2"]
 
 
-def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_triggers():
-    """Triggers admit impressions that full inference would make late. With the times of a faster device, none were."""
+def test_full_inference_that_takes_longer_than_calibrated_is_reported_to_the_triggers():
+    """Triggers admit impressions that full inference would make late. With too short times they admitted none."""
     world = ExecutorWorld()
     slow = replace(COEFFICIENTS, a0=COEFFICIENTS.a0 / 2, a1=COEFFICIENTS.a1 / 2)
     world.corrector.recalibrate(LatencyModel(slow))
@@ -631,7 +631,7 @@ def test_full_inference_that_takes_longer_than_calibrated_is_told_to_the_trigger
     assert world.executor.latency_of_prefixes.full_us(100, 10) == pytest.approx(took_us, rel=0.01)
 
 
-def test_an_append_says_nothing_of_full_inference():
+def test_an_append_does_not_correct_the_prediction_of_full_inference():
     world = ExecutorWorld()
     world.rank(version=world.store.put("u", 100))
     world.run()
@@ -643,7 +643,7 @@ def test_an_append_says_nothing_of_full_inference():
     assert before != 1.0
 
 
-def test_triggers_are_told_what_a_prefix_takes_in_its_chunks():
+def test_triggers_get_the_time_of_a_prefix_in_chunks():
     world = ExecutorWorld(chunk_ms=1.0)
     world.corrector.recalibrate(LatencyModel(replace(COEFFICIENTS, b0=200.0)))
     # Pieces of 80 tokens: five pages in a millisecond, the fixed part paid for each.
@@ -660,7 +660,7 @@ class PrefixKeys:
         return PrefixKey(user_id, world.engine.namespace, stored.chain, stored.history.behaviours)
 
 
-def test_a_request_that_expired_says_so_of_its_unused_prefix():
+def test_an_expired_request_marks_its_unused_prefix_as_wasted():
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     world.job(version=version)
@@ -670,7 +670,7 @@ def test_a_request_that_expired_says_so_of_its_unused_prefix():
     assert dict(world.cache.stats().wasted) == {WasteReason.REQUEST_EXPIRED: 1}
 
 
-def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
+def test_a_request_that_overtakes_a_queued_append_hits_the_cached_part():
     world = ExecutorWorld()
     world.rank(version=world.store.put("u", 100))
     world.run()
@@ -681,8 +681,8 @@ def test_a_request_that_overtakes_a_queued_append_hits_what_is_cached_of_it():
     assert (work.path, work.tokens_cached) == (Path.HBM, 100)
 
 
-def test_each_request_is_one_look_up_and_counted_as_what_it_found_first():
-    """A request that waits or computes looks its prefix up again. Counted again, full inference was half a hit."""
+def test_each_request_counts_as_one_look_up_with_its_first_outcome():
+    """A request that waits or computes looks its prefix up again. When counted, full inference was half a hit."""
     world = ExecutorWorld()
     version = world.store.put("u", 300)
     world.rank(version=version, request_id="full")
@@ -718,7 +718,7 @@ def test_a_prefix_that_comes_back_from_dram_is_one_look_up():
 
 
 def test_however_many_wait_for_the_scratch_pages_each_gets_its_turn():
-    """Once, the request that had them stood behind more waiting prefixes than a batch passes over: a deadlock."""
+    """The request that used the pages was queued behind more waiting prefixes than a batch passes over: a deadlock."""
     world = ExecutorWorld(hbm_pages=8, max_batch_requests=4)
     for number in range(30):
         user = f"u{number}"

@@ -1,4 +1,4 @@
-"""Ranking passes: chunks in the same forward, the accounts of device time, and the host's work beside the device."""
+"""Ranking passes: chunks in the same forward, accounting of device time, and the host's work beside the device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_prefix_that_has_not_begun_may_begin_beside_a_request():
         pytest.param(HIT_US + 16 * TOKEN_US - 1, 0, id="time for none"),
     ],
 )
-def test_what_runs_beside_a_request_ends_before_its_deadline(budget_us, tokens):
+def test_a_chunk_beside_a_request_ends_before_its_deadline(budget_us, tokens):
     world = world_with_a_ready_request_and_a_job_begun(budget_us)
     asked_us = world.clock.monotonic_us()
     world.executor.step()
@@ -75,7 +75,7 @@ def test_what_runs_beside_a_request_ends_before_its_deadline(budget_us, tokens):
     assert world.clock.monotonic_us() - asked_us <= budget_us
 
 
-def test_what_runs_beside_a_batch_does_not_make_those_late_that_wait_behind_it():
+def test_a_chunk_beside_a_batch_does_not_make_waiting_requests_late():
     world = world_with_a_ready_request_and_a_job_begun(budget_us=50_000, max_batch_requests=1)
     world.rank("c", None, "c1", budget_us=3_000)
     world.rank("d", None, "d1", budget_us=3_500)
@@ -104,7 +104,7 @@ def test_the_fixed_part_of_a_pass_is_predicted_once_a_batch():
     assert world.engine.batches == [2], "1,000 µs for the first and 200 more for the second"
 
 
-def test_a_batch_has_so_many_rows_at_most_or_one_request():
+def test_a_batch_has_at_most_the_set_number_of_rows_or_one_request():
     world, cached = world_with_a_cached_prefix(max_batch_rows=25)
     for number, candidates in enumerate((40, 10, 10, 10)):
         world.rank("a", cached, f"r{number}", budget_us=50_000 + number, candidates=candidates)
@@ -112,8 +112,8 @@ def test_a_batch_has_so_many_rows_at_most_or_one_request():
     assert world.engine.batches == [1, 2, 1]
 
 
-def test_a_batch_does_not_grow_over_the_head_of_a_prefix_that_somebody_waits_for():
-    """Once, a request with enough time joined an urgent one, and the prefix was truncated because of it."""
+def test_a_batch_does_not_delay_a_prefix_that_a_request_waits_for():
+    """A request with enough time joined an urgent one, and the prefix was truncated as a result."""
     world, cached = world_with_a_cached_prefix()
     world.rank("a", cached, "urgent", budget_us=2_500)
     waits = world.rank("b", world.store.put("b", 200), "waits", budget_us=200 * TOKEN_US + 2 * HIT_US + 950)
@@ -124,12 +124,12 @@ def test_a_batch_does_not_grow_over_the_head_of_a_prefix_that_somebody_waits_for
 
 
 @pytest.mark.parametrize("job_waits", [False, True])
-def test_time_left_counts_what_is_more_urgent_and_the_share_of_pre_infer_in_it(job_waits: bool):
+def test_the_time_left_excludes_more_urgent_work_and_the_share_of_pre_infer(job_waits: bool):
     world, cached = world_with_a_cached_prefix()
     if job_waits:
         world.job("c", world.store.put("c", 100), "c1")
     world.rank("a", cached, "urgent", budget_us=2_500)
-    # Alone it takes 3 ms. One of 1 ms is ahead, beside which pre-infer may take nine more.
+    # Alone it takes 3 ms. A request of 1 ms is ahead, and pre-infer may take up to nine times as long.
     work = world.rank("b", world.store.put("b", 200), "b1", budget_us=12_000)
     assert work.path is (Path.TRUNCATED if job_waits else Path.FULL)
     if not job_waits:
@@ -144,7 +144,7 @@ def test_device_time_of_ranking_leaves_less_for_jobs():
     assert load == pytest.approx((100 * TOKEN_US + HIT_US) / 1e6, rel=0.01)
 
 
-def test_when_it_is_the_turn_of_pre_infer_requests_that_are_ready_go_with_it():
+def test_ready_requests_run_in_the_forward_of_a_chunk_that_goes_first():
     """Otherwise they would wait for the whole chunk."""
     world = ExecutorWorld(mix_chunks=True)
     cached = world.store.put("a", 100)
@@ -241,7 +241,7 @@ def test_mixed_passes_score_as_full_inference_and_leave_exact_prefixes(kind):
         world.assert_exact(work, behaviours_of(150, seed))
 
 
-# -- a device that works by itself ----------------------------------------------------------------
+# -- an asynchronous device ----------------------------------------------------------------
 
 
 @dataclass
@@ -299,7 +299,7 @@ def world_on_a_late_device() -> tuple[ExecutorWorld, LateDevice]:
     return world, device
 
 
-def test_the_host_does_what_it_can_before_it_waits_for_a_chunk():
+def test_the_host_does_other_work_before_it_waits_for_a_chunk():
     world, device = world_on_a_late_device()
     version = world.store.put("u", 64)
     world.job(version=version)
@@ -313,7 +313,7 @@ def test_the_host_does_what_it_can_before_it_waits_for_a_chunk():
 
 
 @pytest.mark.parametrize("is_seen_to_end", [True, False])
-def test_a_chunk_that_ended_before_anybody_looked_tells_nothing_of_its_time(is_seen_to_end: bool):
+def test_a_chunk_that_ended_before_it_was_settled_is_not_timed(is_seen_to_end: bool):
     world, device = world_on_a_late_device()
     device.ended = not is_seen_to_end
     world.job(version=world.store.put("u", 64))
@@ -324,7 +324,7 @@ def test_a_chunk_that_ended_before_anybody_looked_tells_nothing_of_its_time(is_s
     assert (world.corrector.factor(Stage.PRE) > 1) is is_seen_to_end
 
 
-def test_pages_of_a_mixed_pass_that_raised_are_computed_on_once_the_device_has_left_them():
+def test_pages_of_a_failed_mixed_pass_are_reused_only_after_the_device_has_finished():
     world = world_with_a_ready_request_and_a_job_begun()
     world.engine.device = device = LateDevice()
     world.engine.fail_mixed = True
@@ -342,7 +342,7 @@ def test_a_chunk_that_turns_out_to_have_failed_fails_its_prefix():
     assert world.cache.stats().hbm.free == 128
 
 
-def test_pages_of_a_chunk_that_raised_are_given_back_once_the_device_has_left_them():
+def test_pages_of_a_failed_chunk_are_freed_only_after_the_device_has_finished():
     """Its first layers were already launched when the memory for a later layer did not fit."""
     world, device = world_on_a_late_device()
 
@@ -357,7 +357,7 @@ def test_pages_of_a_chunk_that_raised_are_given_back_once_the_device_has_left_th
     assert device.log == ["raised, 124 pages free", "waited for all", "128 pages free"]
 
 
-def test_whatever_comes_while_a_chunk_runs_gets_its_answer():
+def test_requests_that_arrive_while_a_chunk_runs_are_answered():
     world, device = world_on_a_late_device()
     version = world.store.put("u", 300)
     world.job(version=version)

@@ -47,7 +47,7 @@ def test_a_model_that_allows_no_cut_gets_its_prefix_in_one_chunk() -> None:
 
 
 @given(chunkings, st.integers(1, 5_000), st.floats(0, 1))
-def test_who_sees_prefixes_only_whole_predicts_what_their_chunks_take(
+def test_a_prediction_for_whole_prefixes_is_the_time_of_their_chunks(
     chunking: Chunking, longest: int, part: float
 ) -> None:
     whole = chunking.for_whole_prefixes(LATENCY, longest)

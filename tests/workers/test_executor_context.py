@@ -1,4 +1,4 @@
-"""The queue of work that waits for a history, and the timers of a loop that looks at the clock itself."""
+"""The queue of work that waits for a history, and the timers of a loop that reads the clock itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_call_may_set_another_that_is_due_at_once() -> None:
     assert made == ["nested"]
 
 
-def test_the_next_call_is_told() -> None:
+def test_the_time_until_the_next_call_is_known() -> None:
     timers = Timers()
     assert timers.next_in_us(0) is None
     timers.at(50, lambda: None)

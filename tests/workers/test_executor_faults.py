@@ -1,4 +1,4 @@
-"""The executor with work that cannot be done: one request or job ends, its neighbours and the process do not."""
+"""The executor with work that fails: one request or job ends, other work and the process continue."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_a_request_that_breaks_once_its_prefix_is_there_fails_alone(hbm_pages):
     assert world.executor.ranking_outstanding == 0
 
 
-def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_that_wait_with_it():
-    """Once, the requests before it had been sent another way already, and were answered twice."""
+def test_a_request_that_fails_when_it_is_truncated_does_not_affect_other_waiters():
+    """The requests before it had been planned again already, and were answered twice."""
     world = ExecutorWorld()
     version = world.store.put("u", 480)
     for name in ("r1", "r2", "r3"):
@@ -110,8 +110,8 @@ def test_a_request_that_breaks_when_it_is_cut_short_takes_none_of_those_along_th
 
 
 @pytest.mark.parametrize("submit", [ExecutorWorld.job, ExecutorWorld.rank])
-def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit):
-    """Once, the cached part stayed pinned until the cache revoked the handle, three minutes later."""
+def test_an_error_before_a_tail_is_computed_releases_the_cached_part(submit):
+    """The cached part stayed pinned until the cache revoked the handle, three minutes later."""
     world = ExecutorWorld()
     world.job("u", world.store.put("u", 100), "r1")
     world.run()
@@ -126,7 +126,7 @@ def test_what_breaks_before_a_tail_is_computed_lets_go_of_what_is_cached(submit)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_scores_that_are_no_numbers_fail_the_request_and_what_is_cached_of_the_user_goes(value):
+def test_scores_that_are_no_numbers_fail_the_request_and_invalidate_the_users_prefixes(value):
     world = ExecutorWorld()
     version = world.store.put("u", 100)
     whole = world.engine.rank

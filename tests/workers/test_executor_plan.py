@@ -1,4 +1,4 @@
-"""How a ranking request is to be served in its time: tables of pure decisions."""
+"""The route of a ranking request within its time: tables of pure decisions."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_complete_prefix_is_an_event_whose_handle_pins_it() -> None:
     world.world.cache.release(event.handle)
 
 
-def test_a_request_that_would_be_late_is_told_before_the_chunk_and_not_served_by_it() -> None:
+def test_a_request_that_would_be_late_gets_an_event_before_the_chunk() -> None:
     world = PrefixWorld()
     late = world.request("u", 50, budget_us=1)
     assert world.run() is ChunkReadiness.DROPPED
@@ -121,7 +121,7 @@ def test_a_second_request_on_the_scratch_pages_waits_for_the_first() -> None:
     ]  # fmt: skip
 
 
-def test_the_job_admission_learns_of_ranking_passes_though_no_job_comes() -> None:
+def test_the_job_admission_counts_ranking_passes_without_any_job() -> None:
     world = PrefixWorld()
     told: list[tuple[float, int]] = []
     admission = world.context.parts.admission
@@ -134,7 +134,7 @@ def test_the_job_admission_learns_of_ranking_passes_though_no_job_comes() -> Non
     assert len(told) == MAX_UNCOUNTED_PASSES
 
 
-def test_timers_say_when_the_next_call_is_due() -> None:
+def test_timers_return_the_time_until_the_next_call() -> None:
     timers = Timers()
     assert timers.next_at_us == float("inf")
     timers.at(30, lambda: None)

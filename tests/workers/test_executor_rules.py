@@ -30,7 +30,7 @@ TIMED = ["time encoding", "positions from the end and times", "relative times"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_pre_inferred_scores_as_full_inference(kind: str) -> None:
+def test_a_pre_inferred_prefix_scores_as_full_inference(kind: str) -> None:
     world = RealExecutorWorld(kind)
     version = world.put("u", 100)
     world.job("u", version)
@@ -129,7 +129,7 @@ def test_a_model_that_allows_no_cut_is_computed_in_one_chunk_and_its_memory_is_p
 def test_a_tail_as_suffix_scores_as_full_inference(kind: str) -> None:
     world = RealExecutorWorld(kind)
     world.rank("u", world.put("u", 100), "r1")
-    # An append is said to take longer than there is.
+    # An append is predicted to take longer than the time left.
     slow = LatencyModel(replace(COEFFICIENTS, b0=1e6))
     world.corrector.recalibrate(slow)
     work = world.rank("u", world.put("u", 109), "r2", suffix=behaviours_of(5, start=109), budget_us=500_000)
@@ -139,8 +139,8 @@ def test_a_tail_as_suffix_scores_as_full_inference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in GROWING and kind not in TIMED])
-def test_what_is_good_for_one_impression_is_evicted_before_what_others_may_use(kind: str) -> None:
-    """The suffix is a part of the prefix. The other prefix is older, and would be evicted first."""
+def test_a_prefix_for_one_impression_is_evicted_before_reusable_ones(kind: str) -> None:
+    """The suffix is a part of the prefix. The other prefix is older, and LRU alone would evict it first."""
     world = RealExecutorWorld(kind, hbm_pages=28)
     often = world.put("often", 180, seed=1)
     world.rank("often", often, "r1")

@@ -1,4 +1,4 @@
-"""The watchdog of the device thread notices a hang, and does not take a stop of the whole process for one."""
+"""The watchdog of the device thread detects a hang, and does not mistake a stop of the whole process for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_US = 250_000
 
 
 class Executor:
-    """An executor without work. It makes progress when `step` is called, or when the test says so."""
+    """An executor without work. It makes progress when `step` is called, or when the test sets its time."""
 
     def __init__(self, clock: ManualClock | SystemClock) -> None:
         self.clock = clock
@@ -51,20 +51,20 @@ def world() -> WatchedDevice:
     return WatchedDevice()
 
 
-def test_a_device_that_does_not_move_hangs_though_nothing_more_is_queued(world: WatchedDevice) -> None:
-    """Once, a single request hung in the device, and nobody noticed until another came."""
+def test_a_device_without_progress_is_stuck_even_if_nothing_more_is_queued(world: WatchedDevice) -> None:
+    """A single request hung on the device, and the hang was not detected until another request came."""
     assert not world.look_for(WATCHDOG_S)
     assert world.look_for(0.25)
 
 
-def test_a_device_that_moves_does_not_hang(world: WatchedDevice) -> None:
+def test_a_device_that_makes_progress_is_not_stuck(world: WatchedDevice) -> None:
     for _ in range(100):
         assert not world.look_for(WATCHDOG_S / 2)
         world.executor.last_progress_us = world.clock.monotonic_us()
 
 
-def test_after_a_stop_of_the_whole_process_it_is_watched_anew(world: WatchedDevice) -> None:
-    """With Exit.STUCK a supervisor would start a process again whose id another process may have by now."""
+def test_the_watchdog_starts_again_after_a_stop_of_the_whole_process(world: WatchedDevice) -> None:
+    """After Exit.STUCK a supervisor would restart the process, although another process may have its id by now."""
     world.look_for(1)
     world.clock.advance_us(3600 * 10**6)
     assert not world.device.is_stuck()
@@ -81,7 +81,7 @@ def idle() -> Iterator[Executor]:
     assert device.stop(10)
 
 
-def test_an_idle_thread_moves_often_enough_for_its_watchdog(idle: Executor) -> None:
+def test_an_idle_thread_makes_progress_often_enough_for_its_watchdog(idle: Executor) -> None:
     ends_s = time.monotonic() + 30
     while idle.steps < 4:
         assert time.monotonic() < ends_s, "it sleeps"

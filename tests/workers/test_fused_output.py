@@ -57,7 +57,7 @@ def plain(
     heads: int,
     dim: int,
 ) -> OutputFunction:
-    """What a layer on the CPU does after attention, in float32."""
+    """The output of a layer after attention, on the CPU in float32."""
     weights = LayerWeights(
         None,
         None,
@@ -90,7 +90,7 @@ def test_the_fused_norm_is_the_plain_one_narrowed(width: int, affine: bool) -> N
 def test_a_layer_with_fused_parts_is_the_plain_layer(
     monkeypatch: pytest.MonkeyPatch, activated: Activated, form: OutputForm, dtype: torch.dtype
 ) -> None:
-    """SiLU falls on each column once, whichever part it is left to."""
+    """SiLU is applied to each column exactly once, by the projection or by the output."""
     options = LayerOptions(2, 3, 4, 1e-6, activated, form, False, dtype)
     shapes = [(WIDTH,), (WIDTH,), (WIDTH, 28), (28,), (8,), (8,), (8 * form.blocks, WIDTH), (WIDTH,)]
     weights = LayerWeights(*(random(*shape, seed=seed) for seed, shape in enumerate(shapes)))
@@ -111,15 +111,15 @@ def test_a_layer_with_fused_parts_is_the_plain_layer(
 
 
 def never(what: str, device: torch.device, make: Callable[[], object]) -> None:
-    """No device with kernels of its own."""
+    """For tests: no device has kernels of its own."""
 
 
 def always(what: str, device: torch.device, make: Callable[[], object]) -> object:
-    """Whatever the device: the interpreter runs anywhere."""
+    """For tests: every device has kernels, since the interpreter runs anywhere."""
     return make()
 
 
-def test_a_kernel_that_does_not_run_is_not_used_and_it_is_said() -> None:
+def test_a_kernel_that_does_not_run_is_not_used_and_one_warning_is_logged() -> None:
     def fails() -> None:
         raise RuntimeError("ptxas fatal: no such architecture")
 

@@ -1,4 +1,4 @@
-"""Forwards from captured graphs: the same rows as without, whatever ran in the same memory before."""
+"""Forwards from captured graphs: the same rows as without graphs, for any earlier contents of their memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_FEATURES = np.empty(0, np.int64)
 
 
 def mean_padding(low: int, high: int) -> float:
-    """What padding adds, as a share, when every size in [low, high] comes equally often."""
+    """The mean share of padding if every size in [low, high] occurs equally often."""
     sizes = range(low, high + 1)
     return sum(bucket(size) for size in sizes) / sum(sizes) - 1.0
 
@@ -65,7 +65,7 @@ class Layers:
             name: tensor.to(DEVICE.torch_device) for name, tensor in random_checkpoint(CONFIG, 0).tensors.items()
         }
         self.stack = LayerStack(build_layers(CONFIG, tensors, torch.float32), KvDtype.FLOAT32)
-        # Not of another kind than the layers: alpha and N of the model do not matter here.
+        # Of the same kind as the layers; the model's alpha and N do not matter here.
         self.attention = TritonAttention(forward([SegmentRows(1, 0, 1)]).spec, DEVICE, BLOCKS)
         self.direct = DirectRunner(self.stack, self.attention)
         self.graphs = GraphRunner(self.stack, self.attention, device, limit, pause)
@@ -91,7 +91,7 @@ def same_arena(made: RaggedForward, runs: list[SegmentRows]) -> RaggedForward:
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Products of other sizes round otherwise."""
+    """Within a tolerance, since products of other sizes round differently."""
     return float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
@@ -160,7 +160,7 @@ class Counting(CpuDevice, Recorder):
         return super().capture(work)
 
 
-def test_buckets_that_take_turns_do_not_push_each_other_out_at_every_forward() -> None:
+def test_alternating_buckets_do_not_replace_each_other_at_every_forward() -> None:
     """Capturing takes as long as many forwards."""
     counting = Counting()
     layers = Layers(counting, limit=2, pause=5)
@@ -175,7 +175,7 @@ def test_buckets_that_take_turns_do_not_push_each_other_out_at_every_forward() -
     assert captured[-1] == 3, "of 13 more forwards, one in six may capture, if its graph is missing"
 
 
-def test_another_arena_begins_anew() -> None:
+def test_another_arena_drops_all_graphs() -> None:
     layers = Layers()
     for seed in (0, 1):
         made = forward([SegmentRows(9, 0, 5)], seed)
@@ -202,7 +202,7 @@ class Wide(CpuDevice):
 
 
 def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
-    """One request on a long prefix: 3 tiles of 2 heads fill few of 132 processors, whatever a bucket adds."""
+    """One request on a long prefix: 3 tiles of 2 heads fill few of 132 processors, with any padding."""
     attention = TritonAttention(AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16), Wide(), BLOCKS)
     made = forward([SegmentRows(4000, 16, 128)])
     assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 16, stores=False)
@@ -220,7 +220,7 @@ class NoCapture(CpuDevice):
         return NoRecorder()
 
 
-def test_a_device_that_cannot_capture_says_so_once_and_runs_on() -> None:
+def test_a_device_that_cannot_capture_logs_one_warning_and_runs_directly() -> None:
     layers = Layers(NoCapture())
     made = forward([SegmentRows(9, 0, 5)])
     with capture_logs() as logs:
@@ -263,7 +263,7 @@ def ranked(engine: PagedEngine, history: Behaviours, items: np.ndarray, pages: n
     return engine.rank([request])[0].scores
 
 
-def test_a_back_end_that_cannot_be_captured_is_said() -> None:
+def test_a_back_end_that_cannot_be_captured_is_logged() -> None:
     with capture_logs() as logs:
         build_engine(random_checkpoint(CONFIG, 0), CpuDevice(), KvDtype.FLOAT32, 8, graphs=True)
     assert {"event": "this back end cannot be captured", "name": "blocked torch"}.items() <= logs[-1].items()

@@ -170,11 +170,11 @@ def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(worl
     assert dict(produced.headers) == {"request_id": b"g.0.1", "gateway_id": b"g"}
 
 
-def test_without_reply_headers_there_is_nobody_to_answer(world: HandlerWorld):
+def test_a_request_without_reply_headers_is_a_dead_letter(world: HandlerWorld):
     message = world.send(RANKING, codec.encode(world.request(world.headers())))
     ((raw, reason, detail),) = world.letters.written
     assert raw == message.message
-    assert reason == "invalid_field" and "nobody to answer" in detail
+    assert reason == "invalid_field" and "no reply address" in detail
     assert not world.finished and not world.producer.sent
     world.letters.report()
     assert world.finished == [message.token]
@@ -225,7 +225,7 @@ def test_a_dead_letter_that_was_not_delivered_is_written_again_a_second_later(wo
 
 
 @pytest.mark.parametrize("fields", [{"partition": 0}, {"key": b"someone-else"}, {"key": None}])
-def test_a_misrouted_request_is_told_where_it_belongs(world: HandlerWorld, fields: dict[str, object]):
+def test_the_result_of_a_misrouted_request_names_its_partition(world: HandlerWorld, fields: dict[str, object]):
     user = next(user for user in map(str, range(100)) if partition_for(user.encode(), PARTITIONS) != 0)
     message = world.rank(user_id=user, **fields)
     (result,) = world.results
@@ -264,7 +264,7 @@ def test_an_undecodable_job_is_a_dead_letter_and_counted(world: HandlerWorld):
     assert world.finished == [message.token]
 
 
-def test_a_new_assignment_is_told_and_a_revocation_changes_nothing(world: HandlerWorld):
+def test_a_new_assignment_is_reported_and_a_revocation_changes_nothing(world: HandlerWorld):
     world.handler.on_assigned(frozenset({1, 2}), 1)
     world.handler.on_revoked(frozenset({1, 2}))
     world.handler.on_lost(frozenset({1}))

@@ -47,7 +47,7 @@ def test_no_value_is_a_tombstone() -> None:
         pytest.param(b"u", encode(history("v")), 0, KEY_MISMATCH, id="another user's body"),
     ],
 )
-def test_what_is_no_history_record_is_rejected_with_its_reason(
+def test_an_invalid_history_record_is_rejected_with_its_reason(
     key: bytes | None, value: bytes | None, shift: int, reason: str
 ) -> None:
     partition = (partition_for(key or b"u", PARTITIONS) + shift) % PARTITIONS

@@ -1,4 +1,4 @@
-"""From tokens to rows: each form of the inputs is what its formula says, told in numpy."""
+"""From tokens to rows: each form of the inputs agrees with its formula, written in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features that a model hides from short sequences: hidden before the prefix is named, so that its key says so."""
+"""Features that a model hides from short sequences are hidden before the key is computed, so that the key differs."""
 
 from __future__ import annotations
 

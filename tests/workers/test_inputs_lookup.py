@@ -1,4 +1,4 @@
-"""From behaviours and candidates to tokens: what, where and how old each is."""
+"""From behaviours and candidates to tokens: content, place and age of each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_ages_are_bucketed_in_units_before_the_query(encoding: TimeEncoding, age
     assert age_rows(1_000_000_000 - before, 1_000_000_000, encoding, 60.0, 10).tolist() == ages
 
 
-def test_what_is_after_the_query_is_as_old_as_the_query_itself() -> None:
+def test_a_token_after_the_query_has_the_age_of_the_query() -> None:
     assert age_rows(np.array([500]), 100, TimeEncoding.SQRT, 60.0, 10).tolist() == [0]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is read back, and what disagrees is refused with its name and both shapes."""
+"""Checkpoints are read back as written; a tensor that disagrees is refused with its name and both shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relaygr model init --preset`: models of well-known forms and of any size, which score as the oracle says."""
+"""`relaygr model init --preset`: models of well-known forms and of any size, whose scores equal the oracle's."""
 
 from __future__ import annotations
 

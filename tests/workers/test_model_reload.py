@@ -358,7 +358,7 @@ def test_a_second_reload_that_is_requested_while_one_loads_is_not_lost(tmp_path,
 
 
 def test_a_reload_of_the_old_model_that_is_requested_before_the_swap_waits_for_it(tmp_path):
-    """Compared with the model that was about to be replaced it was `unchanged`, and then the other one served."""
+    """Compared with the model about to be replaced, the checkpoint was `unchanged`; then the other model served."""
     world = Reloading(save(tmp_path, seed=0))
     first = world.prepared.engine.revision
     save(tmp_path, seed=1)
@@ -391,7 +391,7 @@ def test_a_swap_replaces_the_latency_model_and_the_size_of_the_weights(tmp_path)
 
 
 def test_weights_that_were_overwritten_in_place_are_logged(tmp_path):
-    """They are mapped from their file: the model that served was no longer the one that its revision names."""
+    """Weights are mapped from their file, so the serving model no longer matched its revision."""
     world = Reloading(save(tmp_path, seed=0))
     file = tmp_path / WEIGHTS_FILE
     file.write_bytes(file.read_bytes() + b" ")

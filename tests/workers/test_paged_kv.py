@@ -1,4 +1,4 @@
-"""K,V in scattered pages is read in blocks as it was written, whatever the sizes."""
+"""K,V in scattered pages are read in blocks as they were written, for any sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(tokens: int, dim: int, layer: int) -> torch.Tensor:
 
 
 def segments_of(lengths: list[int], page_tokens: int) -> tuple[list[Segment], int]:
-    """One segment a length that stores all of it, on pages of its own in no order, and how many pages there are."""
+    """For each length a segment that stores all its tokens on shuffled pages of its own; and the number of pages."""
     counts = [-(-length // page_tokens) for length in lengths]
     scattered = np.random.default_rng(0).permutation(sum(counts) + 3).astype(np.int32)
     parts = np.split(scattered, np.cumsum(counts))
@@ -35,7 +35,7 @@ def segments_of(lengths: list[int], page_tokens: int) -> tuple[list[Segment], in
 
 
 def as_context(written: Segment) -> Segment:
-    """A candidate after what another segment stored."""
+    """A segment with one candidate after the tokens that another segment stored."""
     length = written.causal_rows
     return Segment(written.pages, length, causal_rows=0, free_rows=1, stores=False, total_tokens=length)
 
@@ -43,7 +43,7 @@ def as_context(written: Segment) -> Segment:
 @pytest.mark.slow
 @pytest.mark.parametrize("page_tokens", [1, 7, 64, 512, 600, 1000, 1024])
 @given(lengths=st.lists(st.integers(1, 1_300), min_size=1, max_size=3), k_dim=dims, v_dim=dims)
-def test_what_was_written_token_by_token_is_read_in_blocks(
+def test_tokens_that_were_written_one_by_one_are_read_in_blocks(
     page_tokens: int, lengths: list[int], k_dim: int, v_dim: int
 ) -> None:
     geometry = KvGeometry(LAYERS, HEADS, k_dim, v_dim, page_tokens, KvDtype.FLOAT32)

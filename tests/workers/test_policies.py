@@ -37,7 +37,7 @@ def weight(pages: int = 1, saved_us: float = 1.0, identity: int = 0) -> EntryWei
 
 
 class BoundedTier:
-    """A tier of so many pages under an order: what a user of it sees is who is still there."""
+    """A tier of a fixed number of pages under an order. Tests see which entries are still cached."""
 
     def __init__(self, order: EvictionOrder, capacity: int) -> None:
         self.order = order
@@ -63,7 +63,7 @@ class BoundedTier:
 
 
 def hits_of_a_hot_set_behind_scans(order: EvictionOrder) -> int:
-    """Five users come again and again; between, a hundred come once each. Room for twenty."""
+    """Hits of five users who return, between scans of a hundred users who come once each. Room for twenty."""
     tier = BoundedTier(order, 20)
     now_us, strangers, hits = 0, itertools.count(), 0
     for _ in range(10):
@@ -78,19 +78,19 @@ def hits_of_a_hot_set_behind_scans(order: EvictionOrder) -> int:
 
 
 class TestScans:
-    """A run of users who come once must not push out those who come back."""
+    """A run of users who come once must not evict the users who return."""
 
     def test_lru_forgets_the_hot_set_at_every_scan(self) -> None:
         assert hits_of_a_hot_set_behind_scans(Lru()) == 200 - 10 * 5
 
     @pytest.mark.parametrize("order", [Slru(20, visit_us=VISIT_US), S3Fifo(20, visit_us=VISIT_US)], ids=["slru", "s3"])
-    def test_slru_and_s3fifo_keep_it_after_the_first(self, order: EvictionOrder) -> None:
+    def test_slru_and_s3fifo_keep_the_hot_set_after_the_first_scan(self, order: EvictionOrder) -> None:
         assert hits_of_a_hot_set_behind_scans(order) == 200 - 5
 
     @pytest.mark.parametrize(
         "make", [lambda: Slru(20, visit_us=VISIT_US), lambda: S3Fifo(20, visit_us=VISIT_US)], ids=["slru", "s3"]
     )
-    def test_uses_within_one_visit_do_not_make_a_stranger_a_regular(self, make: Callable[[], EvictionOrder]) -> None:
+    def test_all_uses_within_one_visit_count_once(self, make: Callable[[], EvictionOrder]) -> None:
         """Job and ranking request of one impression each touch the prefix: every scan looked like a hot set."""
         tier = BoundedTier(make(), 20)
         for now_us in range(0, 4 * VISIT_US, VISIT_US):
@@ -108,7 +108,7 @@ class TestSlru:
         for number in range(1, 4):
             slru.add(number, weight(2), 0)
             slru.touch(number, number * VISIT_US)
-        # 2 + 3 are protected; 1 was pushed back, behind nobody.
+        # 2 and 3 are protected; 1 was pushed back into the empty probation segment.
         slru.add(4, weight(2), 4 * VISIT_US)
         assert list(slru.victims(0)) == [1, 4, 2, 3]
 
@@ -127,7 +127,7 @@ class TestSlru:
 
 
 class TestS3Fifo:
-    def test_who_went_too_early_enters_main_when_it_comes_back(self) -> None:
+    def test_an_entry_that_was_evicted_too_early_enters_main_when_it_returns(self) -> None:
         order = S3Fifo(10, visit_us=VISIT_US)
         order.add(1, weight(identity=1), 0)
         order.evict(1)
@@ -135,7 +135,7 @@ class TestS3Fifo:
         order.add(3, weight(identity=3), 2)
         assert list(order.victims(3)) == [3, 2]
 
-    def test_what_was_taken_away_leaves_no_ghost(self) -> None:
+    def test_a_removed_entry_leaves_no_ghost(self) -> None:
         order = S3Fifo(10, visit_us=VISIT_US)
         order.add(1, weight(identity=1), 0)
         order.remove(1)
@@ -165,7 +165,7 @@ class TestS3Fifo:
         order.touch(1, 3 * VISIT_US)
         assert list(order.victims(0)) == [3, 1]
 
-    def test_what_a_walk_passes_over_goes_to_the_young_end(self) -> None:
+    def test_an_entry_that_a_walk_passes_over_moves_to_the_young_end(self) -> None:
         order = S3Fifo(30, visit_us=VISIT_US)
         for number in (1, 2, 3):
             order.add(number, weight(identity=number), 0)
@@ -183,7 +183,7 @@ class TestCostAware:
         order.add(3, weight(pages=2, saved_us=100.0), 0)
         assert list(order.victims(0)) == [2, 1, 3]
 
-    def test_who_comes_often_is_worth_more_and_equals_go_by_last_use(self) -> None:
+    def test_frequent_entries_rank_higher_and_equal_ones_go_by_last_use(self) -> None:
         order = CostAware(VISIT_US)
         for number in (1, 2, 3):
             order.add(number, weight(), 0)
@@ -191,7 +191,7 @@ class TestCostAware:
         order.touch(2, 1)
         assert list(order.victims(0)) == [3, 2, 1]
 
-    def test_what_was_dear_and_is_not_asked_for_any_more_goes_in_the_end(self) -> None:
+    def test_a_valuable_entry_that_is_not_used_any_more_is_evicted_in_the_end(self) -> None:
         tier = BoundedTier(CostAware(VISIT_US), 10)
         for now_us in range(0, 10 * VISIT_US, VISIT_US):
             tier.ask("once dear", now_us, saved_us=5.0)
@@ -199,7 +199,7 @@ class TestCostAware:
             tier.ask(f"newer {number}", (20 + number) * VISIT_US, saved_us=1.0)
         assert "once dear" not in tier.users
 
-    def test_left_overs_are_bounded(self) -> None:
+    def test_outdated_ranks_in_the_heap_are_bounded(self) -> None:
         order = CostAware(VISIT_US)
         for number in range(10):
             order.add(number, weight(), 0)
@@ -212,7 +212,7 @@ class TestCostAware:
 
 
 class TestTtl:
-    def test_what_nobody_used_for_its_time_is_expired_oldest_first(self) -> None:
+    def test_unused_entries_expire_oldest_first(self) -> None:
         order = Ttl(1_000)
         for number, now_us in ((1, 0), (2, 10)):
             order.add(number, weight(), now_us)
@@ -223,14 +223,14 @@ class TestTtl:
         assert list(order.expired(1_500)) == [2, 1, 3]
         assert list(order.victims(0)) == [2, 1, 3]
 
-    def test_no_time_to_live_is_refused(self) -> None:
+    def test_a_time_to_live_that_is_not_positive_is_refused(self) -> None:
         with pytest.raises(ValueError, match="positive"):
             make_policy(PolicyName.TTL, PolicyOptions(10, ttl_us=0))
 
 
 @pytest.mark.parametrize("name", PolicyName)
 class TestEveryPolicy:
-    def test_demoted_ones_go_before_all_others_until_touched(self, name: PolicyName) -> None:
+    def test_demoted_entries_go_before_all_others_until_touched(self, name: PolicyName) -> None:
         policy = make_policy(name, PolicyOptions(10))
         for number in (1, 2, 3, 4):
             policy.add(number, weight(identity=number), number)
@@ -242,7 +242,7 @@ class TestEveryPolicy:
         order = list(policy.victims(7))
         assert (order[0], set(order), len(policy)) == (2, {1, 2, 3, 4}, 4)
 
-    def test_a_demoted_one_that_goes_is_gone(self, name: PolicyName) -> None:
+    def test_a_demoted_entry_can_be_evicted_and_removed(self, name: PolicyName) -> None:
         policy = make_policy(name, PolicyOptions(10))
         for number in (1, 2, 3):
             policy.add(number, weight(identity=number), number)
@@ -303,7 +303,7 @@ _MODELS: dict[str, tuple[Callable[[], EvictionOrder], Callable[[], SlowOrder]]] 
         max_size=80,
     )
 )
-def test_an_order_is_what_its_slow_model_says(name: str, steps: Steps) -> None:
+def test_an_order_agrees_with_its_slow_model(name: str, steps: Steps) -> None:
     """The first entry of the order is evicted at every step, down to the last."""
     order, model = (make() for make in _MODELS[name])
     now_us = 0
@@ -340,7 +340,7 @@ def test_an_order_is_what_its_slow_model_says(name: str, steps: Steps) -> None:
     assert model.first() is None
 
 
-# What a step costs: lines of Python, and comparisons, since what C code walks runs no lines.
+# The cost of a step: lines of Python, and comparisons, since loops in C run no lines.
 
 
 class Number(int):
@@ -433,7 +433,7 @@ class CountedRank(float):
 
 @pytest.mark.slow
 def test_the_heap_of_the_cost_aware_policy_is_compared_log_n_times() -> None:
-    """heapq is C: its work is seen in comparisons, not in lines."""
+    """heapq is written in C: its work shows in comparisons, not in lines of Python."""
     users = 100_000
     policy = Demoting(CostAware(VISIT_US))
     for number in range(users):

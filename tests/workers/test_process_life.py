@@ -36,7 +36,7 @@ DRAIN_S = 30.0
 
 
 def stop() -> None:
-    """As an operator does."""
+    """Stops the process as an operator does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -63,7 +63,7 @@ class FakeHandover:
 
 
 class FakeLoop:
-    """A consumer loop without a broker; a test says what happens in it."""
+    """A consumer loop without a broker, whose events a test triggers."""
 
     error = None
 
@@ -264,7 +264,7 @@ def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: ProcessWorld)
 
 
 def test_a_user_without_a_name_has_a_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a container may run under a number that is in no list of users."""
+    """A container's process may run under a user number without a name."""
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")

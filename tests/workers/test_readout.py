@@ -1,4 +1,4 @@
-"""From rows to scores: each form of the read-out is what its formula says, told in numpy."""
+"""From rows to scores: each form of the read-out agrees with its formula, written in numpy."""
 
 from __future__ import annotations
 

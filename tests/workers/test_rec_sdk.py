@@ -1,4 +1,4 @@
-"""The NPU back end over a stand-in for RecSDK's operator, which checks what it is given (`fake_rec_sdk.py`)."""
+"""The NPU back end with a fake of RecSDK's operator, which checks its arguments (`fake_rec_sdk.py`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_calls_a_layer_whatever_the_segments() -> None:
 
 
 class Sending(CpuDevice):
-    """Counts what is sent to it."""
+    """Counts the arrays that are sent to it."""
 
     sent_arrays = 0
 
@@ -67,8 +67,8 @@ class Sending(CpuDevice):
         return super().sent(host, into)
 
 
-def test_what_describes_the_segments_is_sent_in_two_arrays() -> None:
-    """By the device's own way of sending, which nobody waits for."""
+def test_the_description_of_the_segments_is_sent_in_two_arrays() -> None:
+    """By the device's `sent`, which does not block."""
     device = Sending()
     forward = forward_of(MIXED, device=device)
     started = RecSdkAttention(forward.spec).begin(forward.kv, forward.segments)
@@ -90,7 +90,7 @@ def test_a_forward_too_long_for_the_operator_is_computed_by_plain_torch(monkeypa
     [{"num_heads": 17}, {"attention_dim": 24}, {"hidden_dim": 528}, {"max_attn_len": 5}, {"normalizer": None}],
     ids=str,
 )
-def test_what_the_operator_does_not_compute_is_not_asked_of_it(change: dict[str, int]) -> None:
+def test_the_operator_is_not_called_for_masks_that_it_does_not_compute(change: dict[str, int]) -> None:
     spec = forward_of(MIXED).spec
     assert RecSdkAttention.fits(spec)
     assert not RecSdkAttention.fits(replace(spec, **change))

@@ -88,7 +88,7 @@ def world() -> ResultsWorld:
     return ResultsWorld()
 
 
-def test_a_ranked_answer_says_scores_path_and_where_its_time_went(world: ResultsWorld):
+def test_a_ranked_result_has_scores_path_and_timings(world: ResultsWorld):
     work = world.work()
     work.path, work.prefix_source, work.tokens_cached = Path.DRAM, PrefixSource.DRAM, 8
     world.clock.advance_us(700)
@@ -233,7 +233,7 @@ def test_details_are_made_to_fit_their_field(world: ResultsWorld, detail: str, s
     assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
 
 
-def test_expired_work_is_said_and_counted(world: ResultsWorld):
+def test_expired_work_gets_a_result_and_is_counted(world: ResultsWorld):
     world.writer.expired(world.work())
     assert (world.result.outcome, world.result.reason) == (Outcome.EXPIRED, None)
     assert world.count("relaygr_worker_unranked_total", outcome="expired") == 1

@@ -1,4 +1,4 @@
-"""A worker that was killed and came back: what it finds in its arena, and what it never shows.
+"""A worker that was killed and restarted: the prefixes that it restores from its arena, and those it must not.
 
 The cache is the real one over a toy arena (`tests.worlds.shared`); every hit is compared with the stamps of its prefix.
 """
@@ -83,9 +83,9 @@ def path_of(folder: Path, prefix: str) -> Path:
 
 
 class UsedArena:
-    """What a worker with a long life left, and its successors, each of which finds another index.
+    """The arena of a long-running worker, and its successors, each of which finds another index.
 
-    Pages were given away many times: the index holds records of long ago that were only dropped.
+    Pages were reused many times, so the index holds the bytes of old, dropped records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_record_of_an_empty_prefix_is_torn(tmp_path: Path) -> None:
 
 
 def adopted_after(folder: Path, shape: ArenaShape, entry: StoredEntry) -> list[str]:
-    """Whose prefixes a successor shows where somebody put the entry, with a right checksum, into page 5's slot."""
+    """Users of the prefixes that a successor restores after the entry, with a valid checksum, was written to slot 5."""
     SharedWorld(folder, shape=shape).die()
     file = map_file(path_of(folder, "index"), shape.index_bytes).bytes
     record = pack(IndexRecord(entry, np.zeros(entry.pages.size, np.uint32), 1))

@@ -1,8 +1,8 @@
 """After a kill at any step of any sequence of operations, every prefix in the arena is complete.
 
 While hypothesis's operations run on a real cache, a trace function copies both files of the arena after every line
-of the cache, of the arena and of the copy loop: each copy is what a successor would find if the process had been
-killed there. Each is then adopted, and every prefix that it shows must hold exactly the rows of its key.
+of the cache, of the arena and of the copy loop: each copy is the state that a successor would find if the process had
+been killed there. Each copy is then adopted, and every restored prefix must hold exactly the rows of its key.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Killer:
 
 
 class Keys:
-    """Every key that was used, from which the rows of a restored prefix are known."""
+    """All keys that were used; they determine the rows of a restored prefix."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], PrefixKey] = {}

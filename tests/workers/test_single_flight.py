@@ -1,4 +1,4 @@
-"""However many ask for a prefix, it is computed, appended to or reloaded once; each waits until its own deadline."""
+"""Any number of requests compute, append to or reload a prefix once; each waits until its own deadline."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_stop_ends_the_standby_first_so_that_it_takes_over_nothing(world: Supe
     assert stops == [f"{standby} stopped standby", f"{active} stopped active"]
 
 
-def test_a_hangup_reaches_both(world: SupervisorWorld) -> None:
+def test_a_hangup_reaches_both_children(world: SupervisorWorld) -> None:
     pids = world.both()
     world.process.send_signal(signal.SIGHUP)
     world.wait(lambda: sorted(world.said("hangup")) == sorted(pids))
@@ -156,7 +156,7 @@ def test_a_hangup_reaches_both(world: SupervisorWorld) -> None:
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_children_whose_supervisor_is_gone_stop_by_themselves(world: SupervisorWorld, stopped: int) -> None:
-    """Stopped children too: they would keep the lock for ever, or wake up later and write."""
+    """This includes stopped children, which would keep the lock for ever, or wake up later and write."""
     pids = world.both()
     for pid in pids[:stopped]:
         os.kill(pid, signal.SIGSTOP)

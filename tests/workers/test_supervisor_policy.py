@@ -1,4 +1,4 @@
-"""The restart policy, row by row of its table. Time is a number."""
+"""The restart policy, row by row of its table, without a clock."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_child_that_the_supervisor_killed_while_it_loaded_does_not_end_it(worl
 
 
 def test_a_supervisor_that_was_stopped_itself_kills_no_child(world: RestartWorld) -> None:
-    """The whole machine slept, for example: no heartbeat could be received, so a missing one means nothing."""
+    """For example the whole machine slept: no heartbeat could be received, so none counts as missing."""
     with_both(world)
     world.now_us += 3600 * SECOND
     assert world.decide() == NOTHING

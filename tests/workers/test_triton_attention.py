@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 class Forward(RaggedForward):
-    """On the device that the kernels run on."""
+    """One forward on the device that runs the kernels."""
 
     def __init__(self, runs: list[SegmentRows], **options: Any) -> None:
         super().__init__(runs, device=DEVICE, **options)
@@ -91,7 +91,7 @@ def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: i
 
 @pytest.mark.parametrize("shift", [-30.0, -8.0, 8.0, 200.0])
 def test_scores_far_from_zero(shift: float) -> None:
-    """Where SiLU is nearly 0 it is as exact, as a share of itself, as elsewhere: a norm may follow."""
+    """Where SiLU is nearly 0 it is as exact, relative to itself, as elsewhere: a norm may follow."""
     forward = Forward([SegmentRows(70, 9, 0), SegmentRows(30, 2, 20), SegmentRows(0, 1, 0)], dqk=16)
     for keys in (forward.k, forward.kv.k(LAYER)):
         keys[..., 0] = shift / 4
@@ -145,7 +145,7 @@ def test_any_keys_in_a_block(keys: int) -> None:
 
 
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
-    """As a captured graph has it: rows, segments and pages beyond the forward's own."""
+    """As in a captured graph: more rows, segments and pages than the forward has."""
     forward = Forward(MIXED)
     own = packed_attend(forward, PlanShape(16, 1, True))
     rows = forward.q.shape[0]
@@ -240,7 +240,7 @@ def test_there_is_always_a_configuration_to_try_and_never_many(precision: str, b
 
 
 def test_a_kind_of_kernel_is_tuned_once_and_launched_without_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tuner keeps what it works on in itself: a model that is loaded beside one that serves must not share it."""
+    """The tuner keeps state: a model that loads while another serves must not share it."""
     forward, asked = Forward(MIXED), []
 
     def tune(*arguments: object) -> Blocks:
@@ -256,7 +256,7 @@ def test_a_kind_of_kernel_is_tuned_once_and_launched_without_the_tuner(monkeypat
 
 
 class Tuner:
-    """As Triton's: what it chose last is in itself."""
+    """Like Triton's tuner, keeps its last choice as its state."""
 
     best_config = SimpleNamespace(kwargs={"BLOCK_N": 64}, num_warps=8, num_stages=3)
 

@@ -1,4 +1,4 @@
-"""How a forward is cut into programs: every row once, the longest first, and all programs busy."""
+"""The division of a forward into programs: every row once, the longest first, and the device filled."""
 
 from __future__ import annotations
 

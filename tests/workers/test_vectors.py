@@ -102,14 +102,14 @@ def test_one_wrong_value_fails_its_case(name: str) -> None:
     assert result.worst_error > 2e-5
 
 
-def test_what_is_not_a_number_fails() -> None:
+def test_nan_fails_its_case() -> None:
     options, arrays = make_dlrm()
     arrays["preds"][0, 0] = np.nan
     result = checked("dlrm_x", (options, arrays))
     assert (result.verdict, result.worst_array) == (CaseVerdict.FAILED, "preds in pages of 4")
 
 
-def test_whole_numbers_may_be_stored_as_floats_and_others_are_none() -> None:
+def test_whole_numbers_may_be_stored_as_floats_and_fractions_are_refused() -> None:
     options, arrays = make_pos()
     stamps = arrays["timestamps"].astype(np.float64)
     assert checked("pos_x", (options, arrays | {"timestamps": stamps})).verdict is CaseVerdict.PASSED
@@ -205,7 +205,7 @@ def test_the_command_prints_a_line_a_case_and_exits_with_the_worst(tmp_path: Pat
     assert "1 of 576 differ" in lines["mask_c"]
 
 
-def test_a_file_that_is_no_file_of_vectors_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_vectors_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
     with pytest.raises(RelayError, match="cannot be read"):
         read_vectors(path)

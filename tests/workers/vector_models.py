@@ -1,4 +1,4 @@
-"""Whole models as test vectors: the research layers and Meta's DLRM-v3, told in numpy from the definitions."""
+"""Whole models as test vectors: the research layers and Meta's DLRM-v3, written in numpy from the definitions."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class WorkerHandler:
                     DecodeReason.INVALID_FIELD, f"header reply_topic is not {self._settings.results_topic}"
                 )
         except DecodeError as error:
-            return self._dead_letter(received, error.reason.value, f"nobody to answer: {error}")
+            return self._dead_letter(received, error.reason.value, f"no reply address: {error}")
         now_wall_us = self._clock.wall_us()
         if now_wall_us > reply.deadline_us + self._skew_us:
             return self._results.without_work(reply, received, Outcome.EXPIRED)
