@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _CROSSING = {_aten._to_copy.default, _aten.copy_.default}
 operators: set[str] = set()
-"""What ran on the device."""
+"""The operators that ran on the device."""
 
 
 class NpuTensor(torch.Tensor):

@@ -24,7 +24,7 @@ class Produced:
 
 @dataclass
 class FakeProducer:
-    """Keeps what is produced until `report`. `raises` is raised by the next `produce`."""
+    """Keeps produced messages until `report`. The next `produce` raises `raises`."""
 
     sent: list[Produced] = field(default_factory=list)
     pending: list[Produced] = field(default_factory=list)

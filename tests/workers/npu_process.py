@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from tests.workers import fake_npu, fake_rec_sdk
 
-# What `open_device("npu")` imports; the real one registers the device when it is imported.
+# `open_device("npu")` imports this module; the real one registers the device when it is imported.
 sys.modules["torch_npu"] = types.ModuleType("torch_npu")
 fake_npu.install()
 

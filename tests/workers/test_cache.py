@@ -520,7 +520,7 @@ class TestLooking:
 
     @pytest.mark.slow
     def test_defaults_have_finite_bounds(self) -> None:
-        """10. Queues and lease tables were unbounded unless somebody set them."""
+        """10. Queues and lease tables were unbounded by default."""
         limits = CopyLimits()
         assert 0 < limits.max_in_flight <= 4
         assert 0 < limits.max_jobs < 10_000
@@ -539,7 +539,7 @@ class TestLooking:
 
 
 class TestLeases:
-    """11. A pin whose owner had died held its pages for good."""
+    """11. A pin whose owner had died held its pages for ever."""
 
     def test_a_leaked_lease_ends_at_its_time_and_is_counted(self) -> None:
         world = CacheWorld(hbm_pages=7)

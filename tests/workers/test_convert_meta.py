@@ -1,4 +1,4 @@
-"""Meta's DLRM-v3 state dict: converted, the engine scores what the source scores."""
+"""Meta's DLRM-v3 state dict: after conversion the engine's scores equal those of the source."""
 
 from __future__ import annotations
 

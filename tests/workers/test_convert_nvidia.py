@@ -1,4 +1,4 @@
-"""NVIDIA's state dict in its three layouts: converted, the engine scores what the source scores."""
+"""NVIDIA's state dict in its three layouts: after conversion the engine's scores equal those of the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The research model's state dict: converted, candidates get the rows that its layers would give them."""
+"""The research model's state dict: after conversion candidates get the rows of its layers."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class ContractWorld:
         return self.engine.layout.tokens(behaviours)
 
     def request(self, user: User, behaviours: int, candidates: NDArray[np.int64] | None = None) -> RankInputs:
-        """Ranks the candidates behind a prefix of so many behaviours; the rest of the history is the suffix."""
+        """Ranks the candidates after a prefix of that length; the rest of the history is the suffix."""
         return self.engine.rank_inputs(
             self.engine.layout.tokens(behaviours),
             user.pages,

@@ -83,7 +83,7 @@ def forward(runs: list[SegmentRows], seed: int = 0) -> RaggedForward:
 
 
 def same_arena(made: RaggedForward, runs: list[SegmentRows]) -> RaggedForward:
-    """Other segments over the arena of `made`, whose page 0 holds what they need."""
+    """Other segments over the arena of `made`; their context is in page 0."""
     other = forward(runs)
     other.kv = made.kv
     other.segments = [replace(segment, pages=segment.pages % made.kv.k(0).shape[0]) for segment in other.segments]

@@ -210,7 +210,7 @@ def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slo
 
 
 def test_a_worker_that_drains_sends_heartbeats(world: ProcessWorld) -> None:
-    """The active process got SIGTERM from somebody else: its supervisor did not ask for it and expects heartbeats."""
+    """The SIGTERM did not come from the supervisor, which therefore still expects heartbeats."""
     heard: list[Heartbeat | None] = []
 
     def join() -> bool:

@@ -91,7 +91,7 @@ def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: i
 
 @pytest.mark.parametrize("shift", [-30.0, -8.0, 8.0, 200.0])
 def test_scores_far_from_zero(shift: float) -> None:
-    """Where SiLU is nearly 0 it is as exact, relative to itself, as elsewhere: a norm may follow."""
+    """SiLU near 0 has the same relative error as elsewhere, since a norm may follow."""
     forward = Forward([SegmentRows(70, 9, 0), SegmentRows(30, 2, 20), SegmentRows(0, 1, 0)], dqk=16)
     for keys in (forward.k, forward.kv.k(LAYER)):
         keys[..., 0] = shift / 4

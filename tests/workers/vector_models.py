@@ -150,7 +150,7 @@ def make_dlrm(
     arrays["payload/time"] = np.sort(random.integers(0, 10_000, total)) + since
     apart = np.concatenate([np.arange(count) * spread for count in candidates])
     arrays["payload/c_time"] = np.repeat([90_000, 200_000, 300_000], candidates) + since + apart
-    # The last bit stands for an action that the model does not know.
+    # The last bit is an action that is unknown to the model.
     arrays["payload/action"] = random.integers(0, 16, total)
 
     users, items, preds, at, at_c = [], [], [], 0, 0

@@ -64,7 +64,7 @@ class QueueWaits:
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """A result on its way. Times are monotonic."""
+    """A result that is not delivered yet. Times are monotonic."""
 
     reply: RankingHeaders
     value: bytes

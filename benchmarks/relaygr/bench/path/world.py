@@ -154,7 +154,7 @@ class FakeMover:
 
 @dataclass(slots=True)
 class FakeHistories:
-    """LMDB's stand-in."""
+    """A history store without LMDB."""
 
     by_user: dict[str, StoredHistory] = field(default_factory=dict)
 

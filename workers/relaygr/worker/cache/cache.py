@@ -139,7 +139,7 @@ class Fill:
             outcome = PendingOutcome.PUBLISHED if entry is not None else PendingOutcome.INVALIDATED
             ledger.counters.fills[outcome] += 1
             ledger.finish(after, work, outcome)
-            ledger.tell(after, EventKind.PUBLISH, work.key, outcome)
+            ledger.report(after, EventKind.PUBLISH, work.key, outcome)
             return self._handle_of(entry, work.key.length, work.key) if entry is not None else None
 
     def abort(self) -> None:
@@ -202,7 +202,7 @@ class PrefixCache:
         self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
-        """Sets the weight of prefixes for the policies: the device time in µs that a hit of so many tokens saves."""
+        """Sets the weight of prefixes for the policies: the device time in µs that a hit saves, by tokens."""
         with self.ledger.lock:
             for tier in self.ledger.tiers:
                 tier.saved_us = saved_us
@@ -241,7 +241,7 @@ class PrefixCache:
             else:
                 answer, outcome = self._look_up(key, now_us, join, purpose, arriving)
             if purpose is not Purpose.AGAIN:
-                ledger.tell(after, _LOOK_UPS[purpose], key, outcome)
+                ledger.report(after, _LOOK_UPS[purpose], key, outcome)
             return answer
 
     def _look_up(
@@ -345,7 +345,7 @@ class PrefixCache:
             if covered == key.length and found is not None:
                 return PendingPrefix(PendingKind.FILL, covered, PendingOutcome.PUBLISHED)
             if coming is not None and coming.behaviours > covered:
-                ledger.tell(after, EventKind.RESERVE, key, "joined")
+                ledger.report(after, EventKind.RESERVE, key, "joined")
                 return ledger.pending[coming.work]
             own_pins = int(own is not None and own.pin.open and found is not None and own.pin.entry is found.entry)
             work = hbm.begin(key, PendingKind.FILL, purpose, now_us, found, own_pins)
@@ -353,7 +353,7 @@ class PrefixCache:
                 return self._no_room(after, key, work)
             ledger.counters.appends += work.base is not None
             ledger.pending[work] = PendingPrefix(PendingKind.FILL, key.length)
-            ledger.tell(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
+            ledger.report(after, EventKind.RESERVE, key, "append" if work.base is not None else "fill")
             hbm.held_until_us[work] = ledger.latest_us + self._longest_hold_us
             return Fill(ledger, work, self._handle_of)
 
@@ -378,7 +378,7 @@ class PrefixCache:
                 if stale is not None:
                     ledger.finish(after, stale, PendingOutcome.INVALIDATED)
             ledger.counters.leases_granted += 1
-            ledger.tell(after, EventKind.LEASE, key, "granted")
+            ledger.report(after, EventKind.LEASE, key, "granted")
             return True
 
     def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
@@ -492,7 +492,7 @@ class PrefixCache:
     # Helpers. `_drop_all_but`, `_unpin` and `_free` take the lock; callers of the others hold it.
 
     def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
-        """Pins the first `behaviours` of a ready entry, for a caller that asked for `key`."""
+        """Pins the first `behaviours` of a ready entry, for a caller that looked up `key`."""
         tokens = entry.tokens if behaviours == entry.key.length else self._layout.tokens(behaviours)
         pin = self._hbm.pin(entry, entry.pages, tokens, self.ledger.latest_us + self._longest_hold_us)
         approximate = entry.source is PrefixSource.DRAM and not self._is_exact
@@ -500,7 +500,7 @@ class PrefixCache:
 
     def _no_room(self, after: AfterLock, key: PrefixKey, reason: NoRoomReason) -> NoRoom:
         self.ledger.counters.no_room[reason] += 1
-        self.ledger.tell(after, EventKind.RESERVE, key, reason)
+        self.ledger.report(after, EventKind.RESERVE, key, reason)
         return NoRoom(reason)
 
     def _drop_all_but(self, namespace: bytes | None) -> int:
@@ -528,4 +528,4 @@ def _count_abort(ledger: TierLedger, after: AfterLock, work: WorkInFlight) -> No
     """Counts a fill that failed, and notifies the requests that wait for it."""
     ledger.counters.fills[PendingOutcome.FAILED] += 1
     ledger.finish(after, work, PendingOutcome.FAILED)
-    ledger.tell(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)
+    ledger.report(after, EventKind.ABORT, work.key, PendingOutcome.FAILED)

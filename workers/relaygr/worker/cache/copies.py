@@ -20,7 +20,7 @@ _MOST_LAUNCHES = 2048
 _FIRST_GUESS_US_PER_BYTE = 1 / 4096
 _NEWEST_WEIGHS = 0.2
 # A measured speed counts this long without a new measurement. Without a limit, copies that were slow for a moment
-# (for example beside a process that starts) would look slow for good, since a reload that does not pay is not tried.
+# (for example beside a process that starts) would look slow for ever, since a reload that does not pay is not tried.
 _MEASUREMENT_LIFE_US = 1_000_000
 
 

@@ -82,7 +82,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """A pinned prefix in HBM. Its pages do not change until it is released, whatever happens to the entry.
+    """A pinned prefix in HBM. Its pages do not change until it is released, even if the entry is removed.
 
     `pages` is int32 [pages_for(tokens)]: token t lies in row t % page_tokens of pages[t // page_tokens].
     The handle covers the first `behaviours` behaviours of the key; `complete` means all of them.
@@ -260,7 +260,7 @@ class Lease:
 class Leases:
     """Requests that protect entries of a tier from eviction, from the pre-infer to the ranking.
 
-    A request leases at most one entry, and there are at most `limit` leases. A lease that nobody ends expires at
+    A request leases at most one entry, and there are at most `limit` leases. A lease that is not ended expires at
     its time. The caller reclassifies the pages of every entry that a method returns.
     """
 

@@ -32,7 +32,7 @@ class PendingPrefix:
     """A fill or reload under way that several requests may wait for: one per user and identity.
 
     It ends once, with an outcome; `behaviours` of the key will then be covered. Each waiter keeps its own
-    deadline elsewhere. A waiter that gives up ignores the callback, and the work goes on for the others.
+    deadline elsewhere. A waiter that gives up ignores the callback, and the work continues for the others.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TierLedger:
         for call in after:
             call()
 
-    def tell(self, after: AfterLock, kind: EventKind, key: PrefixKey, outcome: str) -> None:
+    def report(self, after: AfterLock, kind: EventKind, key: PrefixKey, outcome: str) -> None:
         """Reports an event to the listener, once the lock is left."""
         if self._listener is not None:
             sequence = next(self._sequence)
@@ -159,4 +159,4 @@ class TierLedger:
             stale = tier.remove(entry, WasteReason.INVALIDATED)
             if stale is not None:
                 self.finish(after, stale, PendingOutcome.INVALIDATED)
-            self.tell(after, EventKind.INVALIDATE, entry.key, tier.tier)
+            self.report(after, EventKind.INVALIDATE, entry.key, tier.tier)

@@ -183,7 +183,7 @@ class TierMetadata:
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
         """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
         self.saved_us: Callable[[int], float] = float
-        """Predicted device time that a hit on so many tokens saves. Without a prediction, 1 µs a token."""
+        """Predicted device time that a hit saves, by tokens. Without a prediction, 1 µs a token."""
         self._layout = shape.layout
         self._counters = counters
         self._journal = journal
@@ -260,7 +260,7 @@ class TierMetadata:
                 self.count_waste(entry, WasteReason.LEASE_EXPIRED)
         return len(entries)
 
-    # Pins. A pin keeps its pages whatever happens to their entry, and to the work that fills them.
+    # Pins. A pin keeps its pages even if their entry, or the work that fills them, ends.
 
     def pin(self, entry: CacheEntry, table: PageArray, tokens: int, until_us: int | None = None) -> Pin:
         """Pins the pages of the first `tokens` tokens in `table`: the entry's own, or that of its work in flight.
@@ -482,7 +482,7 @@ class TierMetadata:
         entry = base.entry
         start_tokens = self._layout.tokens(base.behaviours)
         whole, partial = divmod(start_tokens, self.shape.page_tokens)
-        # A partial tail page is written in place only if nobody else reads it, and never if that would overwrite
+        # A partial tail page is written in place only if no other reader has it, and never if that would overwrite
         # visible rows. A load copies the whole page, so it never needs the old one.
         in_place = start_tokens == entry.tokens and entry.pins == own_pins and kind is PendingKind.FILL
         kept = whole + 1 if partial and in_place else whole

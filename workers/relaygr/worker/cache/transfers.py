@@ -100,7 +100,7 @@ class TierTransfers:
     ) -> PendingPrefix | NoRoom | Declined:
         """Starts to copy the part of `key` that DRAM has to HBM.
 
-        With `saved_us` (T_full - T_hit) the copy starts only if it is faster than that. Where a ranking may begin on
+        With `saved_us` (T_full - T_hit) the copy starts only if it is faster than that. If a ranking may begin on
         the first layer, the part of the copy that a ranking of `rank_us` hides costs nothing. If the copy fails
         twice, the waiters get FAILED. A caller that joins an earlier reload calls `PendingPrefix.needed_by`.
         """
@@ -109,18 +109,18 @@ class TierTransfers:
             begun = self._begin_reload(key, deadline_us, now_us, saved_us, rank_us)
             if isinstance(begun, Declined):
                 ledger.counters.declined[begun.reason] += 1
-                ledger.tell(after, EventKind.RELOAD, key, begun.reason)
+                ledger.report(after, EventKind.RELOAD, key, begun.reason)
                 return begun
             if isinstance(begun, NoRoom):
                 ledger.counters.no_room[begun.reason] += 1
-                ledger.tell(after, EventKind.RELOAD, key, begun.reason)
+                ledger.report(after, EventKind.RELOAD, key, begun.reason)
                 return begun
             if isinstance(begun, PendingPrefix):
-                ledger.tell(after, EventKind.RELOAD, key, "joined")
+                ledger.report(after, EventKind.RELOAD, key, "joined")
                 return begun
             work, pin, request = begun
             pending = ledger.pending[work]
-            ledger.tell(after, EventKind.RELOAD, key, "started")
+            ledger.report(after, EventKind.RELOAD, key, "started")
         if not self._mover.submit(request):
             with ledger.section() as after:
                 ledger.dram.unpin(pin)
@@ -139,7 +139,7 @@ class TierTransfers:
                 ledger.counters.spills[begun] += 1
                 return begun
             work, pin, request = begun
-            ledger.tell(after, EventKind.SPILL, work.key, SpillOutcome.STARTED)
+            ledger.report(after, EventKind.SPILL, work.key, SpillOutcome.STARTED)
         started = self._mover.submit(request)
         outcome = SpillOutcome.STARTED if started else SpillOutcome.QUEUE_FULL
         with ledger.lock:
@@ -217,7 +217,7 @@ class TierTransfers:
                     ledger.remove(after, [(ledger.dram, pin.entry)])
             ledger.counters.reloads[outcome] += 1
             ledger.finish(after, work, outcome)
-            ledger.tell(after, EventKind.RELOADED, work.key, outcome)
+            ledger.report(after, EventKind.RELOADED, work.key, outcome)
 
     def _retries(self, work: WorkInFlight, pin: Pin, again: CopyRequest) -> bool:
         """Tries a failed copy once more if its work is current. False if it is not, or if the queue is full."""
@@ -271,7 +271,7 @@ class TierTransfers:
                 ledger.dram.abort(work)
             ledger.hbm.end_spill(pin)
             ledger.counters.spills_ended[outcome] += 1
-            ledger.tell(after, EventKind.SPILLED, work.key, outcome)
+            ledger.report(after, EventKind.SPILLED, work.key, outcome)
 
     def _entry_of(self, source: Handle | PrefixKey) -> CacheEntry | None:
         if isinstance(source, Handle):

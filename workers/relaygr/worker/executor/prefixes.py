@@ -1,7 +1,7 @@
 """Prefixes under computation: their waiting requests and jobs, their pages, and their chunks on the device.
 
 A prefix is computed once for all requests and jobs that need it (single flight). It is computed in chunks into cache
-pages, and then published; between two chunks more urgent work may run. Where the cache has no room, the prefix is
+pages, and then published; between two chunks more urgent work may run. If the cache has no room, the prefix is
 computed into the scratch pages, which serve one request at a time.
 
     compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned

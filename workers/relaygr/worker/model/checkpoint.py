@@ -51,7 +51,7 @@ class Checkpoint:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def vocabulary(self) -> Vocabulary:
-        """The items that the model knows."""
+        """The vocabulary: item ids and their rows."""
         ids = self.tensors.get(IDS_TENSOR)
         return Vocabulary(self.config.vocabulary_size, None if ids is None else ids.numpy())
 

@@ -92,7 +92,9 @@ class WorkerProcess:
 
     def _await_lock(self) -> bool:
         """Waits until this process holds the lock. False if the process was stopped or must not take over."""
-        log.info("stands by", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder())
+        log.info(
+            "standing by for the lock", worker_id=self._settings.worker_id, pid=os.getpid(), active=self._lock.holder()
+        )
         warm_at_s = read_at_s = 0.0
         while not self._is_over():
             self._send_heartbeat(ChildPhase.STANDBY, WAITING)

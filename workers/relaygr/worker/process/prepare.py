@@ -117,7 +117,7 @@ def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
 
 
 def _connect(producer: Producer, config: WorkerConfig) -> None:
-    """Fetches metadata, so that the first message does not wait for it. Raises RelayError if the broker is gone."""
+    """Fetches metadata before the first message needs it. Raises RelayError if the broker does not answer."""
     try:
         for topic in (Topic.RESULTS, Topic.DEAD_LETTERS, Topic.WORKERS):
             producer.list_topics(config.kafka.topic(topic), timeout=config.kafka.connect_timeout_s)
