@@ -121,6 +121,19 @@ def test_a_second_request_on_the_scratch_pages_waits_for_the_first() -> None:
     ]  # fmt: skip
 
 
+def test_a_request_that_the_scratch_pages_can_not_serve_yet_counts_the_computation_that_has_them():
+    world = ExecutorWorld(hbm_pages=16)
+    version = world.store.put("u", 400)
+    world.rank("u", version, "first", budget_us=100_000)
+    urgent = world.rank("u", version, "urgent", budget_us=6_000)
+    world.executor.step()
+    assert world.engine.chunks == [(0, 96)]
+    assert urgent.path is AnswerPath.TRUNCATED, "400 tokens more, behind those of the first request, would be too late"
+    assert urgent.started_us is None
+    world.run()
+    assert [work.request.request_id for work in world.outbox.ranked_works] == ["first", "urgent"]
+
+
 def test_the_job_admission_counts_ranking_passes_without_any_job() -> None:
     world = PrefixWorld()
     told: list[tuple[float, int]] = []

@@ -12,7 +12,16 @@ from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.jobs import Jobs
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TailIsSuffix, TooLate, Undone
+from relaygr.worker.executor.prefixes import (
+    ChunkReadiness,
+    Computed,
+    Failed,
+    OnScratch,
+    Prefixes,
+    TailIsSuffix,
+    TooLate,
+    Undone,
+)
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
@@ -201,6 +210,10 @@ class Executor:
                         self._requests.look_up(request)
                     for job in jobs:
                         self._jobs.pre_infer(job, prefix)
+                case OnScratch(work):
+                    for request in work.waiters[1:]:
+                        self._requests.look_up(request)
+                    del work.waiters[1:]
                 case Failed(requests, error):
                     for request in requests:
                         self._requests.fail_on(request, error)

@@ -56,6 +56,17 @@ class Undone:
 
 
 @dataclass(frozen=True, slots=True)
+class OnScratch:
+    """The computation got the scratch pages, which serve one request: all others have to look for their prefix again.
+
+    Until the event is handled they stay in `work.waiters`, so that their plans count the computation as more urgent:
+    they may need the scratch pages after it.
+    """
+
+    work: PrefixWork
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The device failed while it computed the prefix that these requests waited for."""
 
@@ -79,7 +90,7 @@ class TailIsSuffix:
     handle: Handle
 
 
-PrefixEvent = Computed | Undone | Failed | TooLate | TailIsSuffix
+PrefixEvent = Computed | Undone | OnScratch | Failed | TooLate | TailIsSuffix
 
 
 class ChunkReadiness(enum.Enum):
@@ -299,7 +310,7 @@ class Prefixes:
                 return prepared
         for job in work.jobs:
             self.begin_job(job)
-        for waiter in work.waiters:
+        for waiter in work.waiters[:1] if work.on_scratch else work.waiters:
             waiter.started_us = waiter.started_us or now_us
         return ChunkReadiness.READY
 
@@ -343,8 +354,7 @@ class Prefixes:
             self._context.scheduler.push(work)
             return ChunkReadiness.SCRATCH_BUSY
         if len(work.waiters) > 1:
-            self.events.append(Undone(work.waiters[1:], [], work.prefix))
-            del work.waiters[1:]
+            self.events.append(OnScratch(work))
         self.scratch_user = work
         work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
         return ChunkReadiness.READY
