@@ -2,16 +2,20 @@
 #
 #   make test PIP_ARGS="--index-url URL"       pip's options, such as an index of CPU builds of torch
 #   make test PYTEST_ARGS="tests/schemas -x"   pytest's
+#   make test TEST_PROCESSES=4                 tests side by side in so many processes; 0: in pytest's own
 #   make demo DEMO_ARGS="--broker kafka"       the demo's
 
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
 PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
 	done)
 BIN := $(VENV)/bin
+# The groups are chosen in tests/conftest.py, which puts the longest first.
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-fast lint format docs site clean
 
@@ -22,10 +26,10 @@ demo: $(VENV)/.installed-demo ## run the relay here, relay on and relay off, and
 	$(BIN)/relaygr demo $(DEMO_ARGS)
 
 test: lint ## lint, types and all tests
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-test ## the tests that are not slow
-	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .
