@@ -393,6 +393,7 @@ def test_variables_in_blocks_are_settings() -> None:
     assert {(page, name) for page, name in used if name not in names and "TEST" not in name} == set()
 
 
+@pytest.mark.slow
 def test_metrics_in_the_text_exist() -> None:
     exported = exported_metrics()
     named = {

@@ -207,6 +207,7 @@ import {", ".join(use.modules)}
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", USES)
 def test_an_extra_lists_every_library_that_its_modules_import(extras: str) -> None:
     listed = {canonicalize_name(requirement.name) for requirement in requirements(extras)}

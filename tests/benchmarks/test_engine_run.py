@@ -23,6 +23,7 @@ from relaygr.worker.model.options import ComputeDtype
 SIZES = Sizes(prefixes=(64, 128), candidates=(4, 8), appends=(16,), batches=(2,))
 
 
+@pytest.mark.slow
 def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "SHAPES", {"tiny": Shape(16, 1, 2, 8, 8)})
     monkeypatch.setattr(run, "matrix_peak_gflops", lambda dtype, device: 100.0)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from relaygr.bench.path.__main__ import trace_request
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_json_gives_calls_files_and_moves_of_a_hit_and_of_a_miss():
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.path", "--json"], cwd=ROOT, capture_output=True, text=True, check=True

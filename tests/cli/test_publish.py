@@ -64,6 +64,7 @@ def decoded(kafka: KafkaSettings, count: int) -> list[RetrievalEvent]:
     return sorted(found, key=lambda event: event.request_id)
 
 
+@pytest.mark.slow
 def test_the_documented_lines_run_as_documented(kafka_settings: KafkaSettings, tmp_path: Path) -> None:
     events, requests = tmp_path / "retrieval.jsonl", tmp_path / "ranking.jsonl"
     events.write_text(example("retrieval"), encoding="utf-8")

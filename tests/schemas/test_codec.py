@@ -99,6 +99,7 @@ def test_a_message_is_equal_after_a_round_trip(message_class: type[Any], data: s
     assert encode(decoded) == encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message_class", STRATEGIES, ids=lambda cls: cls.__name__)
 @settings(max_examples=25)
 @given(data=st.data(), added=st.integers() | st.none() | st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=3))

@@ -227,6 +227,7 @@ def test_cached_inference_is_full_inference_for_any_combination_of_options(
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 
+@pytest.mark.slow
 @each_mask
 @pytest.mark.parametrize("page_tokens", [64, 1024])
 def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backend: str, page_tokens: int) -> None:
@@ -240,6 +241,7 @@ def test_histories_and_candidates_of_several_tiles_are_as_exact(kind: str, backe
     assert_exact(world, user, world.engine.rank([world.request(user, prefix)])[0].scores)
 
 
+@pytest.mark.slow
 @each_case
 @settings(max_examples=5, deadline=None)
 @given(
@@ -262,6 +264,7 @@ def test_an_appended_prefix_is_the_longer_prefix(
     assert_exact(world, user, world.engine.rank([world.request(user, length)])[0].scores)
 
 
+@pytest.mark.slow
 @each_kind
 def test_a_user_at_every_limit_is_ranked_with_an_empty_user(kind: str) -> None:
     world = ContractWorld(kind, seed=6, page_tokens=13)
@@ -292,6 +295,7 @@ def test_times_may_decrease_lie_in_the_future_and_be_extreme(kind: str, times_ms
     assert_exact(world, user, world.engine.rank([world.request(user, 3)])[0].scores)
 
 
+@pytest.mark.slow
 @each_case
 def test_one_forward_of_chunks_and_requests_equals_a_forward_of_each(kind: str, backend: str) -> None:
     def setting() -> tuple[ContractWorld, list[PrefixChunk], list[RankInputs], list[User]]:
@@ -335,6 +339,7 @@ def test_candidates_see_nobody_outside_their_group(kind: str, backend: str) -> N
         assert error(world.engine.rank([group])[0].scores, scores[first : first + size]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @each_case
 def test_bfloat16_costs_at_most_twice_what_it_costs_the_oracle(kind: str, backend: str) -> None:
     ours = theirs = 0.0

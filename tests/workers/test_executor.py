@@ -375,6 +375,7 @@ def test_beyond_its_bound_the_job_queue_drops_expired_jobs_first():
     assert world.outbox.jobs == [JobOutcome.EXPIRED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_gets_exactly_one_answer_whatever_happens(seed: int):
     world = ExecutorWorld(

@@ -110,6 +110,7 @@ def test_idle_time_earns_pre_infer_no_credit():
     assert not account.preinfer_is_owed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
 def test_under_a_flood_of_ranking_pre_infer_gets_its_share(share: float):
     order = scheduler(share)

@@ -81,6 +81,7 @@ def idle() -> Iterator[Executor]:
     assert device.stop(10)
 
 
+@pytest.mark.slow
 def test_an_idle_thread_makes_progress_often_enough_for_its_watchdog(idle: Executor) -> None:
     ends_s = time.monotonic() + 30
     while idle.steps < 4:

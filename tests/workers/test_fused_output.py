@@ -25,6 +25,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE.torch_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "group", "affine"),
     [case for case in itertools.product(OutputForm, (False, True), (False, True)) if case[1:] != (True, False)],
@@ -84,6 +85,7 @@ def test_the_fused_norm_is_the_plain_one_narrowed(width: int, affine: bool) -> N
     assert made(x[:0]).shape == (0, width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activated", Activated)
 @pytest.mark.parametrize("form", OutputForm)
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -212,6 +212,7 @@ def test_after_a_swap_old_prefixes_match_nothing_and_scores_are_of_the_new_model
     assert world.rank("u", version, "r4").path is Path.HBM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(9))
 def test_work_in_flight_begins_again_with_the_new_model(steps):
     """Jobs, a half-computed prefix, requests that wait for it, ready requests, and one on the scratch pages."""

@@ -83,6 +83,7 @@ def checked(name: str, made: Made) -> CaseResult:
     return check_case(VectorCase(name, options, arrays), KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_option_gives_what_its_definition_says(name: str) -> None:
     result = checked(name, CASES[name]())
