@@ -9,6 +9,7 @@ import pytest
 
 import relaygr.worker.executor.executor
 from relaygr.schemas.messages import Path as AnswerPath
+from relaygr.worker.cache.results import PendingOutcome
 from relaygr.worker.executor.context import MAX_UNCOUNTED_PASSES, ExecutorContext, Timers
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
@@ -132,6 +133,21 @@ def test_a_request_that_the_scratch_pages_can_not_serve_yet_counts_the_computati
     assert urgent.started_us is None
     world.run()
     assert [work.request.request_id for work in world.outbox.ranked_works] == ["first", "urgent"]
+
+
+def test_a_late_request_ends_its_lease_before_its_prefix_takes_pages() -> None:
+    world = ExecutorWorld(hbm_pages=32)
+    world.job("u", world.store.put("u", 300), "late")
+    world.run()
+    version = world.store.put("v", 300)
+    world.rank("v", version, "late", budget_us=5_000)
+    world.rank("v", version, "in time", budget_us=50_000)
+    world.clock.advance_us(4_500)
+    world.run()
+    assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["late"]
+    assert [work.request.request_id for work in world.outbox.ranked_works] == ["in time"]
+    stats = world.cache.stats()
+    assert (stats.no_room, stats.fills) == ({}, {PendingOutcome.PUBLISHED: 2}), "the leased prefix was evicted for it"
 
 
 def test_the_job_admission_counts_ranking_passes_without_any_job() -> None:

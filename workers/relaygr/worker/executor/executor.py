@@ -179,6 +179,9 @@ class Executor:
         """Starts the next chunk of the prefix on the device, if the prefix is still needed and has its pages."""
         prepared = self._prefixes.prepare(work, now_us)
         self._handle_events()
+        if prepared is ChunkReadiness.REQUESTS_LEFT:
+            prepared = self._prefixes.prepare(work, now_us)
+            self._handle_events()
         if prepared is ChunkReadiness.READY:
             self._prefixes.run(work, now_us)
             self._handle_events()

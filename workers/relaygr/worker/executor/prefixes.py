@@ -99,6 +99,8 @@ class ChunkReadiness(enum.Enum):
     READY = enum.auto()
     DROPPED = enum.auto()
     """The prefix was lost, failed, or is not needed any more."""
+    REQUESTS_LEFT = enum.auto()
+    """It has no pages yet, and late requests left it. Handle the events, which may end leases, and prepare again."""
     SCRATCH_BUSY = enum.auto()
     """Another prefix or request uses the scratch pages, and has to end first."""
 
@@ -300,11 +302,14 @@ class Prefixes:
         if work.fill is not None and not work.fill.is_current:
             self._lose(work)
             return ChunkReadiness.DROPPED
+        waiting = len(work.waiters)
         self._drop_late(work, now_us)
         if not work.waiters and all(job.expires_us < now_us for job in work.jobs):
             self.abandon(work, JobOutcome.EXPIRED)
             return ChunkReadiness.DROPPED
         if not work.started:
+            if len(work.waiters) < waiting:
+                return ChunkReadiness.REQUESTS_LEFT
             prepared = self._take_pages(work, now_us)
             if prepared is not ChunkReadiness.READY:
                 return prepared
