@@ -29,7 +29,7 @@ def running_threads() -> set[threading.Thread]:
 
 
 def child_processes() -> set[int]:
-    """Process ids of the children, dead ones that were not waited for included. Empty where /proc can not tell."""
+    """Process ids of the children, dead ones that were not waited for included. Empty where /proc cannot tell."""
     found: set[int] = set()
     for thread in PER_THREAD.glob("*/children"):
         try:

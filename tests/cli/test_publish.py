@@ -184,7 +184,7 @@ def test_the_rate_is_held(kafka_settings: KafkaSettings) -> None:
 def test_a_file_that_is_not_there_is_a_sentence(kafka_settings: KafkaSettings) -> None:
     done = publish(kafka_settings, "retrieval", "--from", "/nowhere.jsonl")
     assert done.exit_code == 1
-    assert "/nowhere.jsonl can not be read" in str(done.exception)
+    assert "/nowhere.jsonl cannot be read" in str(done.exception)
 
 
 def test_what_an_event_leaves_out_is_filled_in() -> None:

@@ -117,7 +117,7 @@ def test_a_dry_run_needs_no_broker_and_writes_the_item_map(tmp_path: Path) -> No
 def test_without_a_broker_it_says_so_before_it_reads(tmp_path: Path) -> None:
     result = publish(tmp_path / "not read", "--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=0.5")
     assert result.exit_code == 1
-    assert "Kafka at 127.0.0.1:1 can not be reached" in f"{result.output}{result.exception}"
+    assert "Kafka at 127.0.0.1:1 cannot be reached" in f"{result.output}{result.exception}"
 
 
 def test_without_topics_it_names_the_command_that_makes_them(kafka_settings: KafkaSettings, log: Path) -> None:

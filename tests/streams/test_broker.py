@@ -100,7 +100,7 @@ def test_an_address_where_nobody_answers_is_refused() -> None:
         door.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{door.getsockname()[1]}"
         with (
-            pytest.raises(RelayError, match=f"{address} can not be reached: Connection refused"),
+            pytest.raises(RelayError, match=f"{address} cannot be reached: Connection refused"),
             local_broker(address),
         ):
             pass

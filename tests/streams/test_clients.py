@@ -86,7 +86,7 @@ def refusal(kafka: KafkaSettings) -> tuple[str, float]:
 def test_a_closed_port_is_reported_within_five_seconds_with_address_and_cause() -> None:
     with closed_port() as port:
         text, elapsed_s = refusal(KafkaSettings(bootstrap=f"127.0.0.1:{port}"))
-    assert f"Kafka at 127.0.0.1:{port} can not be reached: Connection refused" in text
+    assert f"Kafka at 127.0.0.1:{port} cannot be reached: Connection refused" in text
     assert "`bootstrap`" in text
     assert elapsed_s < 5
 

@@ -1,4 +1,4 @@
-"""Lag on real clusters: the figures equal those of Kafka's own tool, and values that can not be read are reported."""
+"""Lag on real clusters: the figures equal those of Kafka's own tool, and values that cannot be read are reported."""
 
 from __future__ import annotations
 

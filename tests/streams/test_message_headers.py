@@ -30,7 +30,7 @@ def test_a_header_name_that_is_not_utf8_leaves_a_message_without_headers(kafka_s
     assert (headers_of(message), message.value()) == (None, b"x")
     assert list(headers_of(message) or ()) == []
     writer = DeadLetterWriter(kafka_settings, "writer")
-    writer.write(message, "undecodable", "its headers can not be read")
+    writer.write(message, "undecodable", "its headers cannot be read")
     assert writer.flush(10) == 0
     (letter,) = read_topic(kafka_settings, Topic.DEAD_LETTERS, 1)
     assert letter.value() == b"x"

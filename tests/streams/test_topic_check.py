@@ -131,7 +131,7 @@ def test_the_embedded_cluster_is_checked_by_counts_and_that_is_said() -> None:
 def test_settings_that_may_not_be_read_are_noted() -> None:
     topics = as_wanted()
     topics[Topic.HISTORY] = replace(topics[Topic.HISTORY], config=None)
-    assert "can not be read" in only(compare(Observed(topics), KAFKA)).what
+    assert "cannot be read" in only(compare(Observed(topics), KAFKA)).what
 
 
 def test_errors_come_before_warnings_and_notes() -> None:

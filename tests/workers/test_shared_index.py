@@ -198,6 +198,6 @@ def test_a_truncated_file_gets_its_full_size_before_it_is_mapped(tmp_path: Path)
 
 
 def test_too_little_memory_is_reported_and_nothing_is_allocated(tmp_path: Path) -> None:
-    with pytest.raises(RelayError, match=r"lower `worker\.dram_bytes`|can not be mapped"):
+    with pytest.raises(RelayError, match=r"lower `worker\.dram_bytes`|cannot be mapped"):
         map_file(tmp_path / "dram", 2**60)
     assert allocated_bytes(tmp_path / "dram") == 0

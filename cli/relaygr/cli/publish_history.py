@@ -153,4 +153,4 @@ def _write_item_map(path: Path, numbers: dict[str, int]) -> None:
             writer.writerow(("source_id", "item_id"))
             writer.writerows(numbers.items())
     except OSError as error:
-        raise RelayError(f"--item-map {path} can not be written: {error.strerror}") from error
+        raise RelayError(f"--item-map {path} cannot be written: {error.strerror}") from error

@@ -75,14 +75,14 @@ class LineBlock:
 
 
 def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
-    """The lines of a file. Raises RelayError if it can not be read or a line is too long."""
+    """The lines of a file. Raises RelayError if it cannot be read or a line is too long."""
     try:
         with path.open("rb") as file:
             yield from _blocks(file, path, block_bytes)
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise RelayError(f"{path}: broken gzip file: {error}. Download or compress it again") from error
     except OSError as error:
-        raise RelayError(f"{path} can not be read: {error.strerror or error}") from error
+        raise RelayError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _blocks(file: IO[bytes], path: Path, block_bytes: int) -> Iterator[LineBlock]:

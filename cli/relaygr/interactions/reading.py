@@ -52,7 +52,7 @@ _INT64: Final = 2**63
 
 
 class BadIdError(ValueError):
-    """A text that can not be an id, with the reason."""
+    """A text that cannot be an id, with the reason."""
 
 
 def hashed_item(text: str) -> int:

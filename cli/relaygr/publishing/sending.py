@@ -97,7 +97,7 @@ def opened(source: str) -> Iterator[BinaryIO]:
     try:
         stream = Path(source).open("rb")  # noqa: SIM115 - closed below; errors of the body must not be caught here
     except OSError as error:
-        raise RelayError(f"{source} can not be read: {error.strerror}") from error
+        raise RelayError(f"{source} cannot be read: {error.strerror}") from error
     with stream:
         yield stream
 

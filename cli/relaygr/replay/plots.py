@@ -40,7 +40,7 @@ def save_plot(path: Path, results: Sequence[ReplayResult], bound: HitBound, envi
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise RelayError(f"--plot {path} can not be written: {error}.") from error
+        raise RelayError(f"--plot {path} cannot be written: {error}.") from error
 
 
 def _sizes(results: Sequence[ReplayResult]) -> list[tuple[int, int]]:

@@ -122,5 +122,5 @@ def write_trace(
                 if written % 1024 == 0:
                     on_progress(written)
     except OSError as error:
-        raise RelayError(f"--out {path} can not be written: {error.strerror}.") from error
+        raise RelayError(f"--out {path} cannot be written: {error.strerror}.") from error
     return written

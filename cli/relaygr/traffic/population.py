@@ -118,7 +118,7 @@ class LogPopulation:
 
 
 def population_of(settings: TrafficSettings) -> Population:
-    """The users that the settings describe. Raises RelayError for an interaction log that can not be used."""
+    """The users that the settings describe. Raises RelayError for an interaction log that cannot be used."""
     if settings.interactions is None:
         return SyntheticPopulation(settings)
     try:

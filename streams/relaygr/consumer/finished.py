@@ -165,6 +165,6 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
             os.close(file)
     except OSError as error:
         raise RelayError(
-            f"{path} can not be used ({error.strerror}): set `worker.shared_path` to a folder with free space that "
+            f"{path} cannot be used ({error.strerror}): set `worker.shared_path` to a folder with free space that "
             "this user can write to."
         ) from error

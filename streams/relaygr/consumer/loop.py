@@ -586,7 +586,7 @@ class ConsumerLoop:
                 return
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
         else:
-            self._fail(LoopState.FAILED, RelayError(f"The consumer can not continue: {cause_of(error)}"))
+            self._fail(LoopState.FAILED, RelayError(f"The consumer cannot continue: {cause_of(error)}"))
 
     def _was_absent(self) -> bool:
         """Whether the poll thread was suspended for so long that this process may have lost its partitions."""

@@ -39,7 +39,7 @@ def docker_broker(why: str, start_timeout_s: float = START_TIMEOUT_S) -> Iterato
     except Exception as error:
         # The Docker client raises many kinds of errors if Docker is missing or this user may not use it.
         raise RelayError(
-            f"Docker can not start {IMAGE}: {error}. Is the Docker daemon running, and may this user access it?"
+            f"Docker cannot start {IMAGE}: {error}. Is the Docker daemon running, and may this user access it?"
         ) from error
     try:
         _await_ready(container, bootstrap, start_timeout_s)

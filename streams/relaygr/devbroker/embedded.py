@@ -29,7 +29,7 @@ LIMITS: Final = (
     "librdkafka's embedded cluster keeps the newest 5 MB of each partition, in memory, without retention, "
     "compaction, replicas or security",
     "a waiting fetch does not return early for new data, so a hop takes up to fetch_wait_max_ms: not Kafka's latency",
-    "it answers no admin requests: topic settings are not checked, and group members can not be listed",
+    "it answers no admin requests: topic settings are not checked, and group members cannot be listed",
     "after a change of a group's members it waits for the session time-out less a second: rebalance times are not "
     "Kafka's",
 )

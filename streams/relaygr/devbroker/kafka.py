@@ -231,7 +231,7 @@ def _cluster_id() -> str:
 
 
 def _version(home: Path) -> str:
-    """The version, from the names of the jar files; empty if it can not be found."""
+    """The version, from the names of the jar files; empty if it cannot be found."""
     for jar in sorted((home / "libs").glob("kafka-clients-*.jar")):
         return f" {jar.stem.removeprefix('kafka-clients-')}"
     return ""

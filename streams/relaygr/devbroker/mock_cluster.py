@@ -29,7 +29,7 @@ _WAKE_INTERVAL_S: Final = 0.002
 
 
 class MockCluster:
-    """A cluster of one broker. Raises RelayError if librdkafka can not start it."""
+    """A cluster of one broker. Raises RelayError if librdkafka cannot start it."""
 
     def __init__(self) -> None:
         self._library = _library()
@@ -39,11 +39,11 @@ class MockCluster:
         self._library.rd_kafka_conf_set(conf, b"log_level", _LOG_LEVEL, error, len(error))
         self._client = self._library.rd_kafka_new(_PRODUCER, conf, error, len(error))
         if not self._client:
-            raise RelayError(f"librdkafka's cluster can not start: {error.value.decode()}")
+            raise RelayError(f"librdkafka's cluster cannot start: {error.value.decode()}")
         self._cluster = self._library.rd_kafka_mock_cluster_new(self._client, 1)
         if not self._cluster:
             self._library.rd_kafka_destroy(self._client)
-            raise RelayError("librdkafka's cluster can not start: is a port on 127.0.0.1 free?")
+            raise RelayError("librdkafka's cluster cannot start: is a port on 127.0.0.1 free?")
         self.bootstrap: str = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
         self._library.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, FIRST_ASSIGNMENT_DELAY_MS)
 
@@ -54,7 +54,7 @@ class MockCluster:
                 continue
             code = self._awake(self._library.rd_kafka_mock_topic_create, name.encode(), count)
             if code:
-                raise RelayError(f"topic {name} can not be created: {self._error(code)}")
+                raise RelayError(f"topic {name} cannot be created: {self._error(code)}")
             self._topics[name] = count
 
     def delete_topics(self, names: Iterable[str]) -> None:

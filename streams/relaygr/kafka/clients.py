@@ -211,7 +211,7 @@ def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, ela
         advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"
     elif error.code() in PERMANENT or _ABOUT_SECURITY.search(cause):
         advice = f"Check `security`: its protocol is {kafka.security.protocol}"
-    return f"Kafka at {kafka.bootstrap} can not be reached: {cause}. {advice}"
+    return f"Kafka at {kafka.bootstrap} cannot be reached: {cause}. {advice}"
 
 
 def _consumer(kafka: KafkaSettings) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> l
         what = "the embedded cluster does not report topic settings: only existence and partition counts were checked"
         findings.append(Finding(Severity.NOTE, None, what, ""))
     elif any(seen.config is None for seen in observed.topics.values()):
-        what = "topic settings can not be read (are DescribeConfigs rights missing?): only counts were checked"
+        what = "topic settings cannot be read (are DescribeConfigs rights missing?): only counts were checked"
         findings.append(Finding(Severity.NOTE, None, what, ""))
     if observed.auto_create:
         what = (

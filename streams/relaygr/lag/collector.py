@@ -5,7 +5,7 @@ group's offsets do not include partitions without a commit. The ends come last; 
 be ahead of them.
 
 librdkafka's embedded cluster has no DescribeGroups, so members and state are unknown there. A value of one group that
-can not be read becomes a sentence in its `problems`; only a cluster that does not answer is an error.
+cannot be read becomes a sentence in its `problems`; only a cluster that does not answer is an error.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class LagCollector:
             if gone:
                 problems.append(f"The group has commits for topics that no longer exist: {', '.join(gone)}")
             failed = sorted({failures[tp] for tp in partitions if tp in failures})
-            problems += [f"The end of some logs can not be read: {text}" for text in failed]
+            problems += [f"The end of some logs cannot be read: {text}" for text in failed]
             snapshots.append(
                 GroupSnapshot(
                     group=group,
@@ -204,7 +204,7 @@ class LagCollector:
     def _committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
     ) -> tuple[dict[TopicPartition, int], str | None]:
-        """The group's offsets, and a sentence if they can not be read."""
+        """The group's offsets, and a sentence if they cannot be read."""
         asked: list[KafkaPartition] | None = None
         if group in self._ours and is_embedded(cluster):
             # The embedded cluster answers only for partitions that the request names.

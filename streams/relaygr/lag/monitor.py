@@ -89,7 +89,7 @@ class LagMonitor:
                 self.poll()
             except RelayError as error:
                 if before is None:
-                    _log.warning("lag can not be measured", error=str(error))
+                    _log.warning("lag cannot be measured", error=str(error))
             else:
                 if before is not None:
                     _log.info("lag is measured again")

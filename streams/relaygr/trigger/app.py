@@ -136,7 +136,7 @@ class TriggerApp:
         except aiokafka.errors.KafkaError as error:
             await self.stop()
             raise RelayError(
-                f"The trigger can not join its group at {self._kafka.bootstrap}: {error}. "
+                f"The trigger cannot join its group at {self._kafka.bootstrap}: {error}. "
                 "Check `bootstrap` and `security`"
             ) from error
         self._tasks = [

@@ -7,7 +7,7 @@ Two things are changed in aiokafka itself, for this process:
 
 * Its loggers are limited to one line of a kind a second. Without the limit they wrote 25,000 lines in 5 s while a
   broker was away.
-* A record that aiokafka can not read is skipped. Kafka allows any bytes as the name of a header; aiokafka raises for a
+* A record that aiokafka cannot read is skipped. Kafka allows any bytes as the name of a header; aiokafka raises for a
   name that is not UTF-8, and raises again at the same record after every restart, so one such record on the retrieval
   topic would end all pre-infer. The rest of the batch is skipped with the record, because aiokafka reads a batch only
   from its start; the ranking requests of those users take the full path. A batch with a wrong checksum was damaged on
@@ -235,7 +235,7 @@ def limit_log_repeats() -> None:
 # -- aiokafka: unreadable records -------------
 
 _SKIPPED = Counter(
-    "relaygr_trigger_unreadable_records_total", "Records skipped because aiokafka can not read their batch"
+    "relaygr_trigger_unreadable_records_total", "Records skipped because aiokafka cannot read their batch"
 )
 
 _DAMAGED: Final = "Invalid CRC"

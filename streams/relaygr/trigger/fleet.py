@@ -193,6 +193,6 @@ class FleetReader:
                 raise ValueError("a partition is out of bounds")
             self._fleet.apply(worker_id, status, self._clock.wall_us())
         except (DecodeError, ValueError) as bad:
-            log.warning("worker status can not be used", offset=message.offset(), error=str(bad)[:300])
+            log.warning("worker status cannot be used", offset=message.offset(), error=str(bad)[:300])
             if self._on_bad is not None:
                 self._on_bad()

@@ -226,7 +226,7 @@ class PrefixCache:
     ) -> Hit | PendingPrefix | Miss:
         """Pins the longest part of `key` that is ready in HBM.
 
-        With `join`, work in flight that will cover more is returned instead; a caller that can not wait for it calls
+        With `join`, work in flight that will cover more is returned instead; a caller that cannot wait for it calls
         again without `join`. With `arriving`, a reload of the whole prefix whose first layer has arrived is a hit:
         its handle then has an `arrival`. Only look-ups for RANKING are counted, each once. Look-ups for RANKING and
         AGAIN mark a pre-infer as used.

@@ -88,7 +88,7 @@ class PagePool:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
-            raise ValueError(f"a pool can not have {capacity} pages")
+            raise ValueError(f"a pool cannot have {capacity} pages")
         self.capacity = capacity
         # A stack whose top is the lowest index: a fresh pool gives adjacent pages, which are copied in one run.
         self._stack: PageArray = np.arange(capacity - 1, -1, -1, dtype=np.int32)
@@ -575,6 +575,6 @@ class TierMetadata:
 def _step(entry: CacheEntry, state: EntryState) -> None:
     """Moves the entry to `state`. Raises ValueError for a step that the diagram in `entries` does not have."""
     if state not in _STEPS[entry.state]:
-        raise ValueError(f"an entry can not go from {entry.state} to {state}")
+        raise ValueError(f"an entry cannot go from {entry.state} to {state}")
     entry.state = state
     entry.is_visible = state is EntryState.READY or state is EntryState.SPILLING

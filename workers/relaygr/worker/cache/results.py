@@ -20,7 +20,7 @@ class Tier(enum.StrEnum):
 
 
 class MissReason(enum.StrEnum):
-    """Why HBM can not serve a key."""
+    """Why HBM cannot serve a key."""
 
     ABSENT = "absent"
     IN_DRAM = "in_dram"

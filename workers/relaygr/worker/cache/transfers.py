@@ -61,9 +61,9 @@ class SpillGate:
 
     def __init__(self, open_below_us: float, close_above_us: float, weight: float = 0.2) -> None:
         if not 0 < open_below_us <= close_above_us:
-            raise ValueError(f"a gate can not close at {close_above_us} µs and open at {open_below_us} µs")
+            raise ValueError(f"a gate cannot close at {close_above_us} µs and open at {open_below_us} µs")
         if not 0 < weight <= 1:
-            raise ValueError(f"the newest wait can not weigh {weight}")
+            raise ValueError(f"the newest wait cannot weigh {weight}")
         self._open_below_us = open_below_us
         self._close_above_us = close_above_us
         self._weight = weight

@@ -244,7 +244,7 @@ class HistoryFollower:
                 self._store.trust(self._origin())
             except Exception as error:
                 # The cause may be a missing broker or topic, or a full disk. The follower retries until it is gone.
-                log.warning("history topic can not be read yet", topic=self._topic, cause=str(error))
+                log.warning("history topic cannot be read yet", topic=self._topic, cause=str(error))
                 self._stopping.wait(RETRY_S)
                 continue
             break

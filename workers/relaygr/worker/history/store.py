@@ -158,7 +158,7 @@ class HistoryStore:
                 metasync=False,
             )
         except (lmdb.Error, OSError) as error:
-            raise RelayError(f"the history store in {folder} can not be opened: {error}. {_REMEDY}") from error
+            raise RelayError(f"the history store in {folder} cannot be opened: {error}. {_REMEDY}") from error
         try:
             _check_size(env, folder, max_bytes)
             # Frees the pages of readers that were killed.
@@ -166,7 +166,7 @@ class HistoryStore:
             return cls(env, folder, max_bytes)
         except lmdb.Error as error:
             env.close()
-            raise RelayError(f"the history store in {folder} can not be opened: {error}. {_REMEDY}") from error
+            raise RelayError(f"the history store in {folder} cannot be opened: {error}. {_REMEDY}") from error
         except RelayError:
             env.close()
             raise

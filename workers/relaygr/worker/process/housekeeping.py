@@ -46,7 +46,7 @@ class StatusReport:
         self._clock = clock
 
     def publish(self) -> None:
-        """Never blocks. A status that can not be sent is dropped, since the next one follows soon."""
+        """Never blocks. A status that cannot be sent is dropped, since the next one follows soon."""
         status = self._read()
         try:
             self._sources.producer.produce(self._topic, encode(status), status.worker_id.encode())

@@ -108,7 +108,7 @@ def allocate_memory(engine: Engine, settings: WorkerSettings, dram: DramMemory |
 
 
 def _recorder(settings: WorkerSettings) -> TraceRecorder | None:
-    """Raises RelayError if the trace file can not be written."""
+    """Raises RelayError if the trace file cannot be written."""
     if settings.cache_trace is None:
         return None
     return TraceRecorder(settings.cache_trace, int(settings.cache_trace_bytes))

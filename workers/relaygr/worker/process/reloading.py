@@ -4,7 +4,7 @@
     reload thread    loads and tests the new model while the old one serves (`load_beside`)
     device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
 
-If the checkpoint can not serve, the worker keeps its model, logs the reason and counts the outcome. A standby swaps at
+If the checkpoint cannot serve, the worker keeps its model, logs the reason and counts the outcome. A standby swaps at
 once, so that it takes over with the model that the active worker was told to load.
 
 `load_beside` refuses a checkpoint that is broken, whose K,V do not fit the existing pages, that needs more memory than
@@ -59,7 +59,7 @@ class ReloadOutcome(enum.StrEnum):
 
 
 class ReloadRefusedError(RelayError):
-    """The new checkpoint can not serve; the present model stays."""
+    """The new checkpoint cannot serve; the present model stays."""
 
     def __init__(self, outcome: ReloadOutcome, message: str) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ class ModelReloading:
                 model.engine.bind(parts.arena)
                 parts.executor.serve_with(model.engine)
         except Exception as error:
-            log.exception("the new model can not take over", cause=repr(error))
+            log.exception("the new model cannot take over", cause=repr(error))
             return self._count(ReloadOutcome.BROKEN)
         self._prepared.engine = model.engine
         if model.latency is not None:

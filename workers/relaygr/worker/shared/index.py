@@ -56,7 +56,7 @@ def index_bytes(num_pages: int, one_slot_bytes: int) -> int:
 
 
 class IndexFault(enum.StrEnum):
-    """Why an index can not be used."""
+    """Why an index cannot be used."""
 
     NEW = "new"
     OTHER_FORMAT = "other_format"
@@ -66,7 +66,7 @@ class IndexFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class IndexMismatch:
-    """Why an index can not be used. `fields`: the parts of the identity that differ."""
+    """Why an index cannot be used. `fields`: the parts of the identity that differ."""
 
     reason: IndexFault
     fields: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ class ArenaLock:
     """The writer's lock of one folder, which is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
-        """Does not acquire the lock. Raises RelayError if the folder can not be created or written."""
+        """Does not acquire the lock. Raises RelayError if the folder cannot be created or written."""
         self._path = folder / "lock"
         self._epoch_path = folder / "epoch"
         self._file: int | None = None
@@ -48,7 +48,7 @@ class ArenaLock:
             os.close(self._open())
         except OSError as error:
             raise RelayError(
-                f"The folder {folder} can not be used ({error.strerror}): set `worker.shared_path` to a folder that "
+                f"The folder {folder} cannot be used ({error.strerror}): set `worker.shared_path` to a folder that "
                 "this user may write, on a tmpfs such as /dev/shm, or remove the setting."
             ) from error
 

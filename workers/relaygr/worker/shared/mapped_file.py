@@ -54,7 +54,7 @@ def map_file(path: Path, size_bytes: int) -> MappedFile:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
             raise RelayError(_too_large(path, size_bytes)) from error
-        raise RelayError(f"{path} can not be mapped ({error.strerror}): check `worker.shared_path`.") from error
+        raise RelayError(f"{path} cannot be mapped ({error.strerror}): check `worker.shared_path`.") from error
     return MappedFile(path, np.frombuffer(mapped, np.uint8), inode)
 
 

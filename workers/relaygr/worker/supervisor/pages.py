@@ -71,7 +71,7 @@ class Pages:
         return self._server.port
 
     def start(self) -> None:
-        """Raises RelayError if the server can not listen on its address."""
+        """Raises RelayError if the server cannot listen on its address."""
         self._server.start()
 
     def stop(self) -> None:

@@ -39,7 +39,7 @@ class ChildProcess:
     """One child: its process and the supervisor's end of its socket. Belongs to the main thread; only `wait` blocks."""
 
     def __init__(self, number: int, make_command: MakeCommand, *, is_first: bool) -> None:
-        """Starts the process. Raises OSError if the system can not start one."""
+        """Starts the process. Raises OSError if the system cannot start one."""
         self.number = number
         self._reader = HeartbeatReader()
         ours, theirs = socket.socketpair()
@@ -202,7 +202,7 @@ class Supervisor:
         try:
             child = ChildProcess(self._started, self._make_command, is_first=not self._policy.was_well)
         except OSError as error:
-            log.error("child can not be started", error=str(error))
+            log.error("child cannot be started", error=str(error))
             self._policy.note_started(self._started, now_us)
             self._policy.note_ended(self._started, -1, now_us)
             return

@@ -112,7 +112,7 @@ class Slru:
 
     def __init__(self, capacity_pages: int, protected_share: float = 0.8, visit_us: int = VISIT_US) -> None:
         if not 0 < protected_share < 1:
-            raise ValueError(f"a protected segment can not take {protected_share} of a tier")
+            raise ValueError(f"a protected segment cannot take {protected_share} of a tier")
         self._protected_limit = int(capacity_pages * protected_share)
         self._visit_us = visit_us
         self._probation: OrderedDict[int, _SlruNode] = OrderedDict()

@@ -44,7 +44,7 @@ class TraceRecorder:
     def __init__(self, path: Path, max_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
         if not os.access(path.parent, os.W_OK) or path.is_dir():
             raise RelayError(
-                f"worker.cache_trace {path} can not be written: its folder must exist and be writable. "
+                f"worker.cache_trace {path} cannot be written: its folder must exist and be writable. "
                 f"Name another file, or remove the setting."
             )
         self._path = path
@@ -96,7 +96,7 @@ class TraceRecorder:
             except OSError as error:
                 full = True
                 self._dropped.inc(len(batch))
-                _log.error("the cache trace can not be written", path=str(self._path), error=error.strerror)
+                _log.error("the cache trace cannot be written", path=str(self._path), error=error.strerror)
         if file is not None:
             file.close()
 
