@@ -14,8 +14,8 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 p
 	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
 	done)
 BIN := $(VENV)/bin
-# The groups are chosen in tests/conftest.py, which puts the longest first.
-PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+# tests/conftest.py says which tests go together, and puts the longest first.
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help demo test test-fast lint format docs site clean
 

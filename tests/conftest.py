@@ -25,6 +25,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -61,15 +62,27 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    has_groups = config.pluginmanager.has_plugin("xdist")
-    if has_groups:
+    if config.pluginmanager.has_plugin("xdist"):
         items.sort(key=lambda item: PIPELINE not in item.path.parents)
     for item in items:
-        if has_groups:
-            is_pipeline = PIPELINE in item.path.parents
-            item.add_marker(pytest.mark.xdist_group("pipeline" if is_pipeline else str(item.path)))
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs a file from its first test to its last, and one runs all of the pipeline's files.
+
+    Their processes need a core; two relays at once would make each other late.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # A part of the dev extra, and only needed with `-n`.
+
+    class OneProcessAFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, _ = nodeid.partition("::")
+            return "pipeline" if path.startswith("tests/pipeline/") else path
+
+    return OneProcessAFile(config, log)
 
 
 class _StandardError:

@@ -98,7 +98,7 @@ def new_user(name: str = "user") -> str:
     return f"{name}-{uuid.uuid4().hex[:10]}"
 
 
-def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Fails with `what` if it does not become so."""
     ends_s = time.monotonic() + timeout_s
     while not is_so():
@@ -309,7 +309,7 @@ class RawGateway:
             if reply.gateway_id == self.gateway_id:
                 self.answers.setdefault(reply.request_id, []).append(codec.decode(RankingResult, message.value()))
 
-    def answer(self, headers: RankingHeaders, timeout_s: float = 15.0) -> RankingResult:
+    def answer(self, headers: RankingHeaders, timeout_s: float = 40.0) -> RankingResult:
         """The first answer to a request."""
 
         def came() -> bool:
@@ -336,7 +336,7 @@ class DeadLetters:
     def close(self) -> None:
         self._consumer.close()
 
-    def of(self, value: bytes | None, topic: str, timeout_s: float = 15.0, **wanted: str) -> dict[str, str]:
+    def of(self, value: bytes | None, topic: str, timeout_s: float = 40.0, **wanted: str) -> dict[str, str]:
         """The headers of the letter that holds `value`, came from `topic` and has these headers, waited for."""
         matching: list[dict[str, str]] = []
 
