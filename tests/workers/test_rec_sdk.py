@@ -94,7 +94,7 @@ def test_the_operator_is_not_called_for_masks_that_it_does_not_compute(change: d
     spec = forward_of(MIXED).spec
     assert RecSdkAttention.fits(spec)
     assert not RecSdkAttention.fits(replace(spec, **change))
-    with pytest.raises(ValueError, match="does not compute"):
+    with pytest.raises(ValueError, match="does not support this mask"):
         RecSdkAttention(replace(spec, **change))
 
 
