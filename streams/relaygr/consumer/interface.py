@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import structlog
-from confluent_kafka import KafkaException, Message
+from confluent_kafka import Message
 
-from relaygr.kafka.clients import make_admin
-from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.headers import RawHeaders
 
 
@@ -98,18 +94,3 @@ class Handler(Protocol):
 
     def on_tick(self, now_us: int) -> None:
         """Called between polls, every `tick_interval_ms`, for producer polls and timers. `now_us` is monotonic."""
-
-
-log = structlog.get_logger()
-
-
-def holder_of(kafka: KafkaSettings, group: str, instance_id: str, timeout_s: float) -> str | None:
-    """The member id of the static `instance_id` in `group`; None if there is none or the broker does not report it."""
-    try:
-        admin = make_admin(kafka, f"relaygr-{instance_id}-holder")
-        answer: Future[Any] = admin.describe_consumer_groups([group], request_timeout=timeout_s)[group]
-        members = answer.result(timeout_s).members
-    except (KafkaException, TimeoutError) as error:
-        log.info("the members of the group are unknown", group=group, cause=str(error))
-        return None
-    return next((str(member.member_id) for member in members if member.group_instance_id == instance_id), None)

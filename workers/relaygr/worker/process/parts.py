@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from relaygr.consumer import ConsumerLoop, LoopState, Membership
-from relaygr.consumer.interface import holder_of
+from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
