@@ -14,7 +14,8 @@ leaves a thread or a child process behind fails.
 With pytest-xdist (`make test`) the tests of a file stay together on one worker, and so do all of the pipeline, which
 are run first: they last longest. Each worker has brokers of its own.
 
-Examples of property tests may take as long as they like: no test asserts how long something took.
+Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
+(`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ TEST_PARTITIONS = 12
 PIPELINE = Path(__file__).parent / "pipeline"
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 
-settings.register_profile("relaygr", deadline=None)
-settings.load_profile("relaygr")
+settings.register_profile("all", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)
+
+# Tests start hundreds of Python processes: each would compile the project again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not name.startswith("RELAYGR_TEST_")]:
     del os.environ[_name]
@@ -53,7 +58,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
     try:
         promised()
     except ValueError as error:

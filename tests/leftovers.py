@@ -31,9 +31,9 @@ def running_threads() -> set[threading.Thread]:
 def child_processes() -> set[int]:
     """Process ids of the children, dead ones that were not waited for included. Empty where /proc cannot tell."""
     found: set[int] = set()
-    for thread in PER_THREAD.glob("*/children"):
+    for thread in PER_THREAD.iterdir() if PER_THREAD.exists() else ():
         try:
-            found.update(map(int, thread.read_text(encoding="ascii").split()))
+            found.update(map(int, (thread / "children").read_text(encoding="ascii").split()))
         except OSError:
             continue  # The thread has ended.
     return found

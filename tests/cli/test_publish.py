@@ -89,6 +89,7 @@ def test_the_documented_lines_run_as_documented(kafka_settings: KafkaSettings, t
     assert eve.history is not None and eve.history.user_id == "eve"
 
 
+@pytest.mark.slow
 def test_the_documented_gateway_runs(kafka_settings: KafkaSettings, capsys: pytest.CaptureFixture[str]) -> None:
     script = example("gateway")
     # The test changes the cluster, and the deadline for a busy machine; the rest is as documented.

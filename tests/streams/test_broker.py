@@ -204,6 +204,7 @@ def test_free_ports_are_different_and_free() -> None:
     assert all(refuses(f"127.0.0.1:{port}") for port in ports)
 
 
+@pytest.mark.slow
 def test_docker_without_a_daemon_is_a_clear_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("testcontainers")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")

@@ -125,6 +125,7 @@ def test_a_group_that_was_asked_for_and_is_not_there_is_not_measured(kafka_setti
     assert any("no member and no commit" in problem for problem in group.problems)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_an_error_with_its_address() -> None:
     monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1", connect_timeout_s=0.5), FAST)
     with pytest.raises(RelayError, match=r"127\.0\.0\.1:1"):

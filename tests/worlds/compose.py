@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def dot_env() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
+@cache
 def compose_file() -> Any:
-    """compose.yaml with the variables of `.env` in it. Raises KeyError for one that `.env` lacks."""
+    """compose.yaml with the variables of `.env` in it, read once. Raises KeyError for one that `.env` lacks."""
     given = dot_env()
     return yaml.safe_load(_VARIABLE.sub(lambda match: given[match[1]], COMPOSE_FILE.read_text(encoding="utf-8")))
 
@@ -92,6 +94,7 @@ def metrics_in(expression: str) -> set[str]:
     return set(_METRIC.findall(re.sub(r'"[^"]*"', '""', expression)))
 
 
+@cache
 def exported_metrics() -> set[str]:
     """Every name that a scrape of our processes can hold, read off the sources.
 
