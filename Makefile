@@ -8,14 +8,13 @@
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= auto
 DEMO_ARGS ?=
 PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$candidate && break; \
 	done)
 BIN := $(VENV)/bin
-# tests/conftest.py says which tests go together, and puts the longest first.
-PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
 .PHONY: help demo test test-fast lint format docs site clean
 

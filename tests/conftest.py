@@ -11,8 +11,8 @@ Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slo
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-With pytest-xdist (`make test`) the tests of a file stay together on one worker, and so do all of the pipeline, which
-are run first: they last longest. Each worker has brokers of its own.
+A run of the whole suite uses two processes (pytest-xdist), a run of chosen files one. The tests of a file stay together on
+one process, and so do all of the pipeline, which are run first: they last longest. Each process has brokers of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -20,6 +20,7 @@ Examples of property tests may take as long as they like: no test asserts how lo
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -58,6 +59,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return min(2, os.cpu_count() or 1) if whole_suite else 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
     try:
@@ -73,6 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at torch, hypothesis and thousands of test items."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -219,11 +219,13 @@ def test_an_extra_lists_every_library_that_its_modules_import(extras: str) -> No
     assert absent == {}
 
 
+@pytest.mark.slow
 def test_the_search_for_libraries_follows_imports_of_our_own_modules() -> None:
     assert libraries_of(("relaygr.schemas",)).keys() == {"msgpack", "numpy"}
     assert {"confluent_kafka", "pydantic", "starlette", "typer"} <= libraries_of(("relaygr.cli.lag",)).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["faust", "aiokafka", "aiohttp", "starlette", "uvicorn", "typer", "torch", "lmdb"])
 def test_a_gateway_installs_no_library_of_the_processes(library: str) -> None:
     assert library in blocked_names("client")

@@ -66,6 +66,7 @@ def test_a_group_that_keeps_up_exits_with_0(kafka: KafkaSettings) -> None:
     assert "does not describe groups" in said
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_move_exits_with_2_and_json_says_the_same(kafka: KafkaSettings) -> None:
     commit(kafka, 1)
     code, said = lag(kafka, "--json")

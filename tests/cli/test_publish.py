@@ -101,6 +101,7 @@ def test_the_documented_gateway_runs(kafka_settings: KafkaSettings, capsys: pyte
     assert capsys.readouterr().out == "ranked [101. 102. 103.]\n"
 
 
+@pytest.mark.slow
 def test_bad_lines_are_named_and_the_others_sent(kafka_settings: KafkaSettings) -> None:
     good = json.dumps({**EVENT, "request_id": "good"})
     lines = [

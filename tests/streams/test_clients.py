@@ -128,6 +128,7 @@ def test_tls_to_a_plaintext_broker_is_told_with_its_cause(broker_port: int) -> N
     assert elapsed_s < 5
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_cut_under_tls_says_that_security_may_be_wrong() -> None:
     """A plaintext broker's refusal may show as an SSL error or as a connection reset."""
     kafka = KafkaSettings(

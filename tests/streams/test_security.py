@@ -107,6 +107,7 @@ def test_a_key_without_its_certificate_is_refused() -> None:
         Security(protocol=SecurityProtocol.SSL, key_file=Path("client.key"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
 def test_a_locked_key_without_its_password_is_refused_instead_of_asking_the_terminal(tmp_path: Path) -> None:
     key, certificate = tmp_path / "client.key", tmp_path / "client.pem"

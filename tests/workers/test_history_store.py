@@ -203,6 +203,7 @@ def test_a_store_of_another_topic_is_emptied(tmp_path: Path, other: StoreOrigin)
     second.close()
 
 
+@pytest.mark.slow
 def test_a_reader_in_another_process_sees_what_was_stored(tmp_path: Path, store: HistoryStore) -> None:
     apply(store, 0, [entry(0, "u", number=9)], 1)
     script = f"""
