@@ -11,8 +11,8 @@ Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slo
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses two processes (pytest-xdist), a run of chosen files one. The tests of a file stay together
-in one process, and so do all of the pipeline, which are run first: they last longest. Each process has brokers of its own.
+A run of the whole suite uses two processes (pytest-xdist), a run of chosen files one. The tests of a file stay in one
+process, and so do all of the pipeline, which are run first: they last longest. Each process has brokers of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
