@@ -109,6 +109,13 @@ class DemoStack:
         board.run(has_ended)
         return summarise(tail.records, self._device_seconds() - before)
 
+    def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
+        """Plays the schedule once, without the live table, which takes CPU time."""
+        gateway = self._start_gateway(records, [], [f"gateway.relay={str(self._relay).lower()}", *overrides])
+        while not self._has_ended(gateway):
+            watch()
+            time.sleep(0.1)
+
     def play_reference(self, records: Path, of: Path) -> None:
         """Ranks a sample of the impressions of an earlier run again, with a long deadline, for their scores."""
         with self._console.status("ranking a sample again in full, to compare the scores"):
@@ -145,9 +152,10 @@ class DemoStack:
         """The metrics of each worker."""
         return [read_metrics(worker.port) for worker in self._workers]
 
-    def processes(self) -> list[CommandProcess]:
-        """The running processes."""
-        return self._processes.running
+    def roles(self) -> dict[int, str]:
+        """`gateway`, `trigger` or `worker` of each running process, by its process id."""
+        others = {child.process.pid: child.name.split("-")[0] for child in self._processes.running}
+        return {pid: name if name in ("trigger", "worker") else "gateway" for pid, name in others.items()}
 
     def _device_seconds(self) -> float:
         return sum(reading.total("relaygr_worker_device_seconds_total") for reading in self.worker_readings())

@@ -1,27 +1,32 @@
-"""One run of the pipeline at one rate, and the output of its figures. `__main__` describes the figures."""
+"""The rounds of pipeline and echo at each rate, and the output of their figures. `__main__` describes the figures."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.bench.pipeline.echo import Echo, read_run
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.settings import Settings
 from relaygr.traffic.records import read_records
+from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
@@ -34,12 +39,14 @@ HISTORY = 512
 PARTITIONS = 8
 """The least number of partitions for one worker."""
 CARRIED_SHARE = 0.999
+SAMPLE_S = 0.1
+TABLE_WIDTH = 150
 _STARTS = "relaygr_worker_preinfer_start_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class RateFigures:
-    """The figures of one rate. Latencies are in ms, CPU in seconds in a second of wall time."""
+    """One run of the pipeline. Latencies are in ms, CPU in seconds in a second of wall time."""
 
     measured_at: str
     machine: str
@@ -67,34 +74,145 @@ class RateFigures:
         return self.answered >= CARRIED_SHARE * self.offered and self.growth_ms < max(5.0, self.p50_ms)
 
 
-def measure_rates(rates: Sequence[float], seconds: float, warm_up_s: float, broker: str, out: Path) -> None:
-    """Measures each rate on one broker, prints the figures and appends them to `out`."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long each run takes, how many there are, and how long each warm-up is."""
+
+    seconds: float
+    rounds: int
+    warm_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EchoFigures:
+    """One run of the echo. Latencies are in ms, CPU in seconds in a second of wall time."""
+
+    offered: int
+    answered: int
+    p50_ms: float
+    p99_ms: float
+    cpu_python: float
+    cpu_broker: float
+    foreign_cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFigures:
+    """The pipeline and the echo at one rate, one after the other. `foreign_cpu`: cores that others used meanwhile."""
+
+    pipeline: RateFigures
+    pipeline_foreign_cpu: float
+    echo: EchoFigures
+
+    def ratios(self) -> dict[str, float]:
+        """The row of this round, without its rate."""
+        pipeline, echo = self.pipeline, self.echo
+        cpu = pipeline.cpu_gateway + pipeline.cpu_trigger + pipeline.cpu_worker
+        return {
+            "p50_ratio": pipeline.p50_ms / echo.p50_ms,
+            "p99_ratio": pipeline.p99_ms / echo.p99_ms,
+            "python_cpu_ratio": cpu / echo.cpu_python if echo.cpu_python else float("nan"),
+            "foreign_cpu": (self.pipeline_foreign_cpu + echo.foreign_cpu) / 2,
+            "pipeline_p50_ms": pipeline.p50_ms,
+            "pipeline_p99_ms": pipeline.p99_ms,
+            "pipeline_cpu": cpu,
+            "pipeline_answered_share": pipeline.answered / pipeline.offered if pipeline.offered else 0.0,
+            "echo_p50_ms": echo.p50_ms,
+            "echo_p99_ms": echo.p99_ms,
+            "echo_cpu": echo.cpu_python,
+            "echo_answered_share": echo.answered / echo.offered if echo.offered else 0.0,
+            "pipeline_foreign_cpu": self.pipeline_foreign_cpu,
+            "echo_foreign_cpu": echo.foreign_cpu,
+        }
+
+
+def measure_rates(rates: Sequence[float], plan: Plan, broker: str, out: Path, json_out: Path | None) -> None:
+    """Measures each rate on one broker, prints the figures and appends them to `out` and to `ratios.csv` beside it."""
     console = Console(highlight=False)
-    figures = []
+    console.width = max(console.width, TABLE_WIDTH)
+    figures: list[RateFigures] = []
+    ratios: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
         console.print(f"broker: {started.what}", soft_wrap=True)
         for number, rate in enumerate(rates):
             folder = Path(name) / f"rate-{number}"
             folder.mkdir()
-            figures.append(measure(console, started, folder, rate, seconds, warm_up_s))
+            rounds = measure(console, started, folder, rate, plan)
+            figures += [each.pipeline for each in rounds]
+            ratios.append(medians(rate, rounds))
     _print(console, figures)
-    _append(out, figures)
-    console.print(f"appended to {out}")
+    _print_ratios(console, ratios)
+    _append(out, [asdict(each) for each in figures])
+    beside = out.with_name("ratios.csv")
+    _append(beside, [_described(figures[0]) | row for row in ratios])
+    if json_out is not None:
+        json_out.write_text(json.dumps(ratios, indent=1) + "\n", encoding="utf-8")
+    console.print(f"appended to {out} and {beside}")
 
 
-def measure(
-    console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, warm_up_s: float
+def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
+    """The medians of all rounds at one rate."""
+    rows = [each.ratios() for each in rounds]
+    return {"rate": rate, "rounds": len(rows)} | {
+        name: round(float(np.median([row[name] for row in rows])), 4) for name in rows[0]
+    }
+
+
+def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, plan: Plan) -> list[RoundFigures]:
+    """All rounds at one rate, with new processes and topics. The processes of both wait while the other one runs."""
+    settings = _settings(broker, folder, rate_per_s, plan.seconds)
+    warm = settings.gateway.model_copy(update={"rate_per_s": rate_per_s / 2, "duration_s": plan.warm_up_s})
+    rounds = []
+    with (
+        DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
+        Echo(folder, broker, settings) as echo,
+    ):
+        with console.status(f"warm-up at {rate_per_s / 2:.0f}/s"):
+            _run_pipeline(stack, folder / "warm-up.jsonl", warm)
+            _run_echo(echo, folder / "warm-up-echo.json", warm)
+        for number in range(plan.rounds):
+            with console.status(f"{rate_per_s:.0f}/s, round {number + 1} of {plan.rounds}"):
+                records = folder / f"round-{number}.jsonl"
+                window = _run_pipeline(stack, records, settings.gateway)
+                pipeline = _pipeline_figures(broker, records, settings.gateway, window, stack)
+                bare = _run_echo(echo, folder / f"echo-{number}.json", settings.gateway)
+            rounds.append(RoundFigures(pipeline, window.foreign_cpu_per_second(), bare))
+    return rounds
+
+
+def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> MeasuredWindow:
+    window = MeasuredWindow(records, stack.roles, at_begin=lambda: stack.worker_readings()[0])
+    stack.play_unobserved(
+        records, window.sample, [f"gateway.rate_per_s={traffic.rate_per_s}", f"gateway.duration_s={traffic.duration_s}"]
+    )
+    return window
+
+
+def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> EchoFigures:
+    window = MeasuredWindow(records.with_suffix(".begun"), echo.roles)
+    gateway = echo.start_run(records, traffic)
+    while gateway.poll() is None:
+        window.sample()
+        time.sleep(SAMPLE_S)
+    if gateway.returncode != 0:
+        raise RelayError(f"the echo's gateway ended with exit code {gateway.returncode}")
+    latencies, offered = read_run(records)
+    cpu = window.cpu_per_second()
+    return EchoFigures(
+        offered=offered,
+        answered=int(latencies.size),
+        p50_ms=_percentile(latencies, 50),
+        p99_ms=_percentile(latencies, 99),
+        cpu_python=cpu.get("gateway", 0.0) + cpu.get("trigger", 0.0) + cpu.get("worker", 0.0),
+        cpu_broker=cpu.get("broker", 0.0),
+        foreign_cpu=window.foreign_cpu_per_second(),
+    )
+
+
+def _pipeline_figures(
+    broker: LocalBroker, records: Path, traffic: TrafficSettings, window: MeasuredWindow, stack: DemoStack
 ) -> RateFigures:
-    """One run at one rate, with new processes and topics."""
-    settings = _settings(broker, folder, rate_per_s, seconds)
-    records = folder / "records.jsonl"
-    half = [f"gateway.rate_per_s={rate_per_s / 2}", f"gateway.duration_s={warm_up_s}"]
-    with DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack:
-        stack.play(f"warm-up at {rate_per_s / 2:.0f}/s", folder / "warm-up.jsonl", overrides=half)
-        window = MeasuredWindow(stack, records)
-        stack.play(f"{rate_per_s:.0f}/s", records, watch=window.sample)
-        cpu = window.cpu_per_second()
-        (worker,) = stack.worker_readings()
+    cpu, before, after = window.cpu_per_second(), window.before, stack.worker_readings()[0]
     ended = sorted(read_records(records), key=lambda record: record.number)
     latencies = np.array([record.latency_us for record in ended if record.status == Outcome.RANKED]) / 1000
     lags = np.array([record.send_lag_us for record in ended]) / 1000
@@ -104,17 +222,17 @@ def measure(
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         broker=broker.what.split(" at ")[0],
-        rate_per_s=rate_per_s,
-        seconds=seconds,
+        rate_per_s=traffic.rate_per_s,
+        seconds=traffic.duration_s,
         offered=len(ended),
         answered=int(latencies.size),
         p50_ms=_percentile(latencies, 50),
         p99_ms=_percentile(latencies, 99),
         p999_ms=_percentile(latencies, 99.9),
         growth_ms=float(np.median(last) - np.median(middle)) if latencies.size else float("nan"),
-        preinfer_jobs=int(worker.total(f"{_STARTS}_count") - window.before.total(f"{_STARTS}_count")),
-        preinfer_start_p50_ms=_histogram_percentile(window.before, worker, 0.50),
-        preinfer_start_p99_ms=_histogram_percentile(window.before, worker, 0.99),
+        preinfer_jobs=int(after.total(f"{_STARTS}_count") - before.total(f"{_STARTS}_count")),
+        preinfer_start_p50_ms=_histogram_percentile(before, after, 0.50),
+        preinfer_start_p99_ms=_histogram_percentile(before, after, 0.99),
         generator_lag_p99_ms=_percentile(lags, 99),
         cpu_gateway=cpu.get("gateway", 0.0),
         cpu_trigger=cpu.get("trigger", 0.0),
@@ -124,15 +242,19 @@ def measure(
 
 
 class MeasuredWindow:
-    """The measured part of a run: CPU time of each process and of the broker, and the worker's metrics at its start."""
+    """The measured part of a run: CPU time of each process, of the broker, and of the rest of the machine."""
 
-    def __init__(self, stack: DemoStack, records: Path) -> None:
-        """The window begins with the first record."""
-        self._stack = stack
-        self._records = records
+    def __init__(
+        self, begun: Path, roles: Callable[[], Mapping[int, str]], at_begin: Callable[[], Reading] = Reading
+    ) -> None:
+        """The window begins when the file `begun` has content. `roles`: the measured processes by their ids."""
+        self._begun = begun
+        self._roles = roles
+        self._at_begin = at_begin
         self._processes: dict[psutil.Process, str] = {}
         self._first: dict[psutil.Process, tuple[float, float]] = {}
         self._last: dict[psutil.Process, tuple[float, float]] = {}
+        self._machine: list[tuple[float, float]] = []
         self._next_s = 0.0
         self.before = Reading()
         """The metrics of the worker at the beginning."""
@@ -141,9 +263,9 @@ class MeasuredWindow:
         """Reads the CPU time of every process, at most once a second, because reading takes CPU time too."""
         if time.monotonic() < self._next_s:
             return
-        self._next_s = time.monotonic() + 1.0
+        self._next_s = time.monotonic() + (1.0 if self._processes else SAMPLE_S)
         if not self._processes:
-            if not (self._records.exists() and self._records.stat().st_size):
+            if not (self._begun.exists() and self._begun.stat().st_size):
                 return
             self._open()
         for process in self._processes:
@@ -154,13 +276,14 @@ class MeasuredWindow:
             now = (time.monotonic(), times.user + times.system)
             self._first.setdefault(process, now)
             self._last[process] = now
+        self._machine.append((time.monotonic(), _busy_s()))
 
     def _open(self) -> None:
-        (self.before,) = self._stack.worker_readings()
-        roles = {child.process.pid: child.name.split("-")[0] for child in self._stack.processes()}
-        for process in psutil.Process().children(recursive=True):
-            role = roles.get(process.pid, "broker")
-            self._processes[process] = "gateway" if role == "records" else role
+        self.before = self._at_begin()
+        roles = self._roles()
+        own = psutil.Process()
+        self._processes = {process: roles.get(process.pid, _role_of_other(process)) for process in own.children(True)}
+        self._processes[own] = "benchmark"
 
     def cpu_per_second(self) -> dict[str, float]:
         """CPU seconds in a second of wall time, by role. The longest sampled process gives the wall time."""
@@ -170,6 +293,27 @@ class MeasuredWindow:
             role = self._processes[process]
             used[role] = used.get(role, 0.0) + last[1] - self._first[process][1]
         return {role: seconds / wall_s for role, seconds in used.items()} if wall_s else {}
+
+    def foreign_cpu_per_second(self) -> float:
+        """The CPU seconds a second that processes used which this one did not start."""
+        if len(self._machine) < 2:
+            return float("nan")
+        (from_s, busy_from_s), (to_s, busy_to_s) = self._machine[0], self._machine[-1]
+        return max(0.0, (busy_to_s - busy_from_s) / (to_s - from_s) - sum(self.cpu_per_second().values()))
+
+
+def _role_of_other(process: psutil.Process) -> str:
+    """`idle` for the Python processes that wait for their turn, else `broker`."""
+    try:
+        return "idle" if "python" in process.name() else "broker"
+    except psutil.Error:
+        return "broker"
+
+
+def _busy_s() -> float:
+    """The CPU time that the whole machine has used, other virtual machines on the same cores included."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
 def _settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
@@ -250,7 +394,7 @@ def _histogram_percentile(before: Reading, after: Reading, share: float) -> floa
 
 
 def _print(console: Console, figures: Sequence[RateFigures]) -> None:
-    table = Table(title="Ranking latency through the pipeline, no model; CPU seconds a second")
+    table = Table(title="Ranking latency through the pipeline, no model, each round; CPU seconds a second")
     for name in (
         "rate/s", "answered", "P50", "P99", "P99.9", "carried", "job start P50", "P99", "generator lag P99",
         "gateway", "trigger", "worker", "broker",
@@ -272,11 +416,33 @@ def _print(console: Console, figures: Sequence[RateFigures]) -> None:
     console.print(table)
 
 
-def _append(path: Path, figures: Sequence[RateFigures]) -> None:
+def _print_ratios(console: Console, ratios: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title="Pipeline / echo, medians of the rounds; foreign CPU: cores that others used meanwhile")
+    for name in ("rate/s", "P50", "P99", "Python CPU an impression", "echo P50", "P99", "Python CPU", "foreign CPU"):
+        table.add_column(name, justify="right")
+    for row in ratios:
+        table.add_row(
+            f"{row['rate']:.0f}",
+            f"{row['p50_ratio']:.2f}",
+            f"{row['p99_ratio']:.2f}",
+            f"{row['python_cpu_ratio']:.2f}",
+            f"{row['echo_p50_ms']:.2f} ms",
+            f"{row['echo_p99_ms']:.2f} ms",
+            f"{row['echo_cpu']:.2f}",
+            f"{row['foreign_cpu']:.2f}",
+        )
+    console.print(table)
+
+
+def _described(figures: RateFigures) -> dict[str, Any]:
+    return {name: getattr(figures, name) for name in ("measured_at", "machine", "broker", "seconds")}
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(RateFigures)])
+        writer = csv.DictWriter(file, list(rows[0]))
         if new:
             writer.writeheader()
-        writer.writerows(asdict(one) for one in figures)
+        writer.writerows(rows)

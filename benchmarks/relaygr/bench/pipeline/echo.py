@@ -1,0 +1,302 @@
+"""The floor under the pipeline: the same four messages with bare confluent-kafka clients, and nothing else.
+
+Gateway, trigger and worker are processes of their own, as in the pipeline. Their clients, topics and settings come from
+the same factories, the gateway sends at the times of the same schedule, and each message has the size of the real one.
+The trigger forwards each event as a job, the worker drops jobs and answers each ranking request, and nobody decodes.
+
+`Echo` runs the three processes: `python -m relaygr.bench.pipeline.echo ROLE SETTINGS ...` is one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from confluent_kafka import Consumer, Message, TopicPartition
+
+from relaygr.demo.processes import write_config
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_group_consumer, make_producer
+from relaygr.kafka.message_headers import headers_of
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.interpreter import tune_interpreter
+from relaygr.schemas.codec import encode
+from relaygr.schemas.headers import RankingHeaders, ResultHeaders
+from relaygr.schemas.messages import (
+    HistoryVersion,
+    Outcome,
+    RankingRequest,
+    RankingResult,
+    RetrievalEvent,
+    StageTimings,
+)
+from relaygr.schemas.messages import Path as RankingPath
+from relaygr.schemas.topics import Topic
+from relaygr.settings import Settings, load_settings
+from relaygr.traffic.population import history_at, population_of
+from relaygr.traffic.schedule import Candidates, impressions, suffix_of
+from relaygr.traffic.settings import TrafficSettings
+
+START_TIMEOUT_S = 40.0
+_READY = "ready"
+_BATCH = 64
+_WAIT_S = 0.1
+_DRAIN_S = 3.0
+_LONGEST_SLEEP_S = 0.2
+
+
+class Echo:
+    """The echo's trigger and worker, and a gateway for each run. The context manager starts and stops them."""
+
+    def __init__(self, folder: Path, broker: LocalBroker, settings: Settings) -> None:
+        """`settings` are those of the pipeline; the echo has its own topics and groups."""
+        name = f"{settings.topic_prefix}-echo"
+        self._folder = folder / name
+        self._broker = broker
+        self._settings = settings.model_copy(update={"topic_prefix": name, "group_prefix": name})
+        self._config = self._folder / "settings.yaml"
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Echo:
+        self._folder.mkdir(parents=True)
+        self._broker.create_topics(self._settings)
+        write_config(self._settings, self._config)
+        try:
+            for role in ("worker", "trigger"):
+                self._start(role)
+            for role in ("worker", "trigger"):
+                self._await_ready(role)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def roles(self) -> Mapping[int, str]:
+        """The role of each running process, by its process id."""
+        return {process.pid: role for role, process in self._running.items()}
+
+    def start_run(self, records: Path, traffic: TrafficSettings) -> subprocess.Popen[str]:
+        """Starts a gateway that plays the schedule once. `read_run` reads the file when the gateway has ended."""
+        schedule = traffic.model_dump_json(include={"rate_per_s", "duration_s"})
+        return self._start("gateway", str(records), schedule)
+
+    def _start(self, role: str, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relaygr.bench.pipeline.echo", role, str(self._config), *arguments],
+            stdin=subprocess.PIPE,  # A process ends when this one closes the pipe, or ends itself.
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self._running[role] = process
+        return process
+
+    def _await_ready(self, role: str) -> None:
+        output = self._running[role].stdout
+        assert output is not None
+        if output.readline().strip() != _READY:
+            raise RelayError(f"the echo's {role} did not start")
+
+    def _stop(self) -> None:
+        for process in self._running.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._running.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._running.clear()
+
+
+def read_run(records: Path) -> tuple[np.ndarray, int]:
+    """The latencies in ms of one run, in the order of the requests, and the number of requests that were sent."""
+    latencies = np.array(json.loads(records.read_text(encoding="utf-8"))["latency_us"], dtype=np.float64) / 1000
+    return latencies[~np.isnan(latencies)], latencies.size
+
+
+# -- the processes ----------------------------------------------------------------------------------
+
+
+def _trigger(settings: Settings) -> None:
+    producer = make_producer(settings, ProducerKind.PREINFER, "echo-trigger")
+    topic = settings.topic(Topic.PREINFER)
+    consumer = make_group_consumer(settings, settings.trigger_group, "echo-trigger")
+    for messages in _batches(consumer, [settings.topic(Topic.RETRIEVAL)]):
+        for message in messages:
+            producer.produce(topic, message.value(), message.key())
+        producer.poll(0)
+
+
+def _worker(settings: Settings) -> None:
+    producer = make_producer(settings, ProducerKind.LATENCY, "echo-worker")
+    ranking, results = settings.topic(Topic.RANKING), settings.topic(Topic.RESULTS)
+    value = encode(_result(settings.gateway))
+    consumer = make_group_consumer(settings, settings.workers_group, "echo-worker", instance_id="echo-worker")
+    for messages in _batches(consumer, [settings.topic(Topic.PREINFER), ranking]):
+        for message in messages:
+            if message.topic() == ranking:
+                request_id = _request_id(message)
+                headers = ResultHeaders(request_id, "gateway-00").encode()
+                producer.produce(results, value, request_id.encode(), partition=0, headers=[*headers])
+        producer.poll(0)
+
+
+def _gateway(settings: Settings, records: Path) -> None:
+    """Sends on the main thread, receives on another, as the client does."""
+    events = make_producer(settings, ProducerKind.DURABLE, "echo-events")
+    requests = make_producer(settings, ProducerKind.LATENCY, "echo-requests")
+    retrieval, ranking, results = (settings.topic(each) for each in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS))
+    consumer = make_assigned_consumer(settings, "echo-gateway")
+    place = TopicPartition(results, 0)
+    place.offset = consumer.get_watermark_offsets(place, timeout=10)[1]
+    consumer.assign([place])
+    for producer, topic in ((events, retrieval), (requests, ranking)):
+        producer.list_topics(topic, timeout=10)
+
+    traffic = settings.gateway
+    event, request = (encode(each) for each in _event_and_request(traffic))
+    calls: list[tuple[int, int, bool, bytes]] = []
+    population = population_of(traffic)
+    for impression in impressions(traffic, population):
+        key = population.user_id(impression.user).encode()
+        calls.append((impression.retrieval_us, impression.number, False, key))
+        calls.append((impression.ranking_us, impression.number, True, key))
+    calls.sort()
+    due_us = {number: at_us for at_us, number, is_ranking, _ in calls if is_ranking}
+    latency_us: dict[int, int] = {}
+    stopping = threading.Event()
+    begin_us = 0
+
+    def receive() -> None:
+        while not stopping.is_set():
+            for message in _next(consumer):
+                number = int(_request_id(message))
+                latency_us[number] = time.monotonic_ns() // 1000 - begin_us - due_us[number]
+            requests.poll(0)
+            events.poll(0)
+
+    tune_interpreter()
+    receiver = threading.Thread(target=receive, daemon=True)
+    begin_us = time.monotonic_ns() // 1000 + 200_000
+    receiver.start()
+    records.with_suffix(".begun").write_text("begun")
+    for at_us, number, is_ranking, key in calls:
+        while (left_us := begin_us + at_us - time.monotonic_ns() // 1000) > 0:
+            time.sleep(min(left_us / 1e6, _LONGEST_SLEEP_S))
+        if is_ranking:
+            headers = RankingHeaders(str(number), "gateway-00", results, 0, begin_us + at_us).encode()
+            requests.produce(ranking, request, key, headers=[*headers])
+        else:
+            events.produce(retrieval, event, key)
+    ends_s = time.monotonic() + _DRAIN_S
+    while len(latency_us) < len(due_us) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    stopping.set()
+    receiver.join()
+    in_order = [latency_us.get(number) for number in sorted(due_us)]
+    records.write_text(json.dumps({"latency_us": in_order}), encoding="utf-8")
+
+
+def _batches(consumer: Consumer, topics: list[str]) -> Iterator[list[Message]]:
+    """Joins the group, says so, and yields what arrives."""
+    assigned = threading.Event()
+    consumer.subscribe(topics, on_assign=lambda *_: assigned.set())
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    while not assigned.is_set() and time.monotonic() < ends_s:
+        yield _next(consumer)
+    tune_interpreter()
+    print(_READY, flush=True)  # noqa: T201 - the parent waits for this line
+    while True:
+        yield _next(consumer)
+
+
+def _next(consumer: Consumer) -> list[Message]:
+    """The messages that are there, after a wait for the first."""
+    first = consumer.poll(_WAIT_S)
+    if first is None:
+        return []
+    return [each for each in (first, *consumer.consume(_BATCH - 1, 0)) if each.error() is None]
+
+
+def _request_id(message: Message) -> str:
+    """From the first header, in which both ranking requests and results carry it."""
+    ((_, value), *_) = headers_of(message) or [("", b"")]
+    return value.decode() if isinstance(value, bytes) else ""
+
+
+def _event_and_request(traffic: TrafficSettings) -> tuple[RetrievalEvent, RankingRequest]:
+    population = population_of(traffic)
+    impression = next(impressions(traffic, population))
+    version = history_at(population, impression.user, impression.history_length).version()
+    now_us = time.time_ns() // 1000
+    user, request_id = population.user_id(impression.user), "gateway-00.00000000.000000"
+    event = RetrievalEvent(
+        request_id, user, now_us, now_us, traffic.budget_ms, traffic.candidates, traffic.suffix, version
+    )
+    candidates = Candidates(traffic, population).of(impression)
+    suffix = suffix_of(impression, traffic, population)
+    return event, RankingRequest(request_id, user, now_us, now_us, now_us // 1000, candidates, suffix, version)
+
+
+def _result(traffic: TrafficSettings) -> RankingResult:
+    now_us = time.time_ns() // 1000
+    return RankingResult(
+        request_id="gateway-00.00000000.000000",
+        worker_id="worker-00",
+        outcome=Outcome.RANKED,
+        request_sent_at_us=now_us,
+        received_at_us=now_us,
+        sent_at_us=now_us,
+        timings=StageTimings(100, 100, 100, 100, 100, 100),
+        path=RankingPath.HBM,
+        num_tasks=1,
+        scores=np.zeros(traffic.candidates, dtype="<f4"),
+        prefix_tokens=traffic.history_median,
+        tokens_cached=traffic.history_median,
+        history_version=HistoryVersion(1, traffic.history_median, bytes(16)),
+        model_revision="0" * 16,
+    )
+
+
+def _end_with_the_parent() -> None:
+    """Ends this process when the parent closes the pipe or ends."""
+
+    def wait() -> None:
+        # Not `sys.stdin`, whose lock would be held when the interpreter ends.
+        os.read(0, 1)
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _main(role: str, config: str, *arguments: str) -> None:
+    settings = load_settings(config, environment={})
+    _end_with_the_parent()
+    if role == "gateway":
+        records, schedule = arguments
+        traffic = settings.gateway.model_copy(update=json.loads(schedule))
+        _gateway(settings.model_copy(update={"gateway": traffic}), Path(records))
+    else:
+        {"trigger": _trigger, "worker": _worker}[role](settings)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
