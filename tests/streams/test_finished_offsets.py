@@ -130,6 +130,14 @@ def test_foreign_bytes_are_read_as_nothing(tmp_path_factory: pytest.TempPathFact
     assert open_log(folder, 2).predecessor() == {}
 
 
+def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "finished").symlink_to(tmp_path / "victim")
+    with pytest.raises(RelayError, match="is a symbolic link"):
+        open_log(tmp_path, 1)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match=r"worker\.shared_path"):
         open_log(tmp_path / "nowhere", 1)

@@ -216,6 +216,33 @@ print(store.trust(StoreOrigin("cluster", "relaygr.history", "topic-1")), store.g
     assert done.stdout.splitlines()[-2:] == ["None", "True 9"]
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_owner_may_read_the_store(tmp_path: Path, exists: bool) -> None:
+    """Stores of earlier versions were readable for every user."""
+    folder = tmp_path / "history"
+    if exists:
+        HistoryStore.open(folder, MIB).close()
+        folder.chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o644)
+    HistoryStore.open(folder, MIB).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "data.mdb": 0o600,
+        "lock.mdb": 0o600,
+    }
+
+
+@pytest.mark.parametrize("name", ["history", "history/data.mdb"])
+def test_a_store_behind_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    HistoryStore.open(tmp_path / "victim", MIB).close()
+    target = tmp_path / name.replace("history", "victim")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(RelayError, match="is a symbolic link"):
+        HistoryStore.open(tmp_path / "history", MIB)
+
+
 def test_a_second_opening_in_one_process_is_refused(store: HistoryStore) -> None:
     with pytest.raises(RelayError, match="already open in this process"):
         HistoryStore.open(store.path, store.max_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,21 @@ def test_any_configuration_survives_its_json(config: ModelConfig) -> None:
 def test_every_key_of_the_configuration_is_documented() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
     assert [key for key in ModelConfig.model_fields if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_files_of_a_checkpoint_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """Otherwise only the user who made a model could serve it."""
+    before = os.umask(umask)
+    try:
+        made = random_checkpoint(small_config(), 0)
+        save_checkpoint(tmp_path, made.config, made.tensors)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "config.json": mode,
+        "model.safetensors": mode,
+    }
 
 
 def test_a_checkpoint_is_read_back_with_the_same_revision(tmp_path: Path) -> None:

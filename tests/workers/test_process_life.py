@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer import ConsumerSettings, LoopState
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.exits import Exit
@@ -263,12 +264,31 @@ def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: ProcessWorld)
         world.process.run()
 
 
-def test_a_user_without_a_name_has_a_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_has_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's process may run under a user number without a name."""
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")
 
     monkeypatch.setattr("getpass.getuser", nameless)
-    config = WorkerConfig(KafkaSettings(), WorkerSettings(), AdmissionSettings(), ConsumerSettings())
-    assert "relaygr-" in str(shared_folder(config))
+    assert "relaygr-" in str(shared_folder(in_memory(tmp_path, monkeypatch)))
+
+
+def in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    """Settings without `worker.shared_path`, on a machine where `folder` has the place of /dev/shm."""
+    folder.chmod(0o1777)
+    monkeypatch.setattr("relaygr.worker.process.handover.memory_folder", lambda: folder)
+    return WorkerConfig(KafkaSettings(), WorkerSettings(), AdmissionSettings(), ConsumerSettings())
+
+
+def test_a_shared_folder_that_another_user_made_first_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could read the K,V of all users."""
+    config = in_memory(tmp_path, monkeypatch)
+    folder = shared_folder(config)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    with pytest.raises(RelayError, match=r"belongs to user .*`worker\.shared_path`"):
+        shared_folder(config)

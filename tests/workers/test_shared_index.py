@@ -197,6 +197,14 @@ def test_a_truncated_file_gets_its_full_size_before_it_is_mapped(tmp_path: Path)
     assert again.bytes[100:].max() == 0
 
 
+def test_a_file_behind_a_link_is_not_mapped(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "dram").symlink_to(tmp_path / "victim")
+    with pytest.raises(RelayError, match="is a symbolic link"):
+        map_file(tmp_path / "dram", 10_000)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_too_little_memory_is_reported_and_nothing_is_allocated(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match=r"lower `worker\.dram_bytes`|cannot be mapped"):
         map_file(tmp_path / "dram", 2**60)

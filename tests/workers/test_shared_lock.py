@@ -49,6 +49,20 @@ def test_only_the_owner_may_read_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "worker-00").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("name", ["lock", "epoch.new", "fenced"])
+def test_a_link_that_another_user_left_is_refused_and_its_target_unchanged(tmp_path: Path, name: str) -> None:
+    """The lock once wrote its process id into the file of a victim."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "worker-00").mkdir(mode=0o700)
+    (tmp_path / "worker-00" / name).symlink_to(victim)
+    with pytest.raises(RelayError, match="is a symbolic link"):
+        lock = ArenaLock(tmp_path / "worker-00")
+        lock.acquire()
+        note_fenced(tmp_path / "worker-00", lock)
+    assert victim.read_text() == "precious"
+
+
 def test_a_second_process_does_not_get_the_lock_and_learns_the_holder(tmp_path: Path) -> None:
     holder = another_process(tmp_path)
     try:
@@ -140,7 +154,7 @@ def test_a_full_file_system_does_not_prevent_a_take_over(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "epoch").write_text("9\n")
-    monkeypatch.setattr(Path, "write_text", no_room)
+    monkeypatch.setattr("relaygr.worker.shared.lock.write_private", no_room)
     lock = ArenaLock(tmp_path / "other")
     with pytest.raises(OSError, match="epoch"):
         lock.acquire()  # There is no number to count on from.

@@ -34,6 +34,7 @@ from typing import Final, Protocol
 from relaygr.consumer.watermark import Progress, TopicPartition
 from relaygr.kafka.topic_identity import TopicIdentity
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import open_private
 
 _MAGIC: Final = b"relaygr.finish.1"
 _HEADER: Final = struct.Struct("<16sII")
@@ -156,7 +157,7 @@ def _header(identity: TopicIdentity, partitions: int) -> bytes:
 
 def _map(path: Path, size_bytes: int) -> mmap.mmap:
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             # Allocated in full: a write to a hole would kill the process if memory or disk space has run out.
             os.posix_fallocate(file, 0, size_bytes)

@@ -39,6 +39,7 @@ import numpy as np
 import structlog
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import make_private, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.resolve import StoredHistory
@@ -50,6 +51,7 @@ LEAST_BYTES: Final = 1024 * 1024
 # The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
 _MAX_READERS: Final = 512
+_FILES: Final = ("data.mdb", "lock.mdb")
 _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
 _HEAD = struct.Struct("<QIIQII")
@@ -142,16 +144,20 @@ class HistoryStore:
     def open(cls, path: Path | str, max_bytes: int) -> HistoryStore:
         """Opens or creates the store in folder `path`.
 
-        Raises RelayError if the folder holds something else, or a store larger than `max_bytes`.
+        Only this user can read the files. Raises RelayError if the folder cannot be written or belongs to another user,
+        or holds something else, or a store larger than `max_bytes`.
         """
         folder = Path(path)
         if max_bytes < LEAST_BYTES:
             raise RelayError(f"worker.history_max_bytes is {max_bytes}: set it to at least {LEAST_BYTES}")
+        private_folder(folder, "worker.history_path")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                make_private(folder / name)
             env = lmdb.open(
                 str(folder),
                 map_size=max_bytes - max_bytes % 65536,
+                mode=0o600,
                 max_dbs=4,
                 max_readers=_MAX_READERS,
                 # A commit survives a crash of the process at once, a crash of the machine soon after; never in part.

@@ -87,7 +87,12 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
         # Each file gets its name only when it is complete, the weights first: a reader never sees half a checkpoint.
         if tensors:
             partial = folder / f".{WEIGHTS_FILE}.partial"
+            partial.unlink(missing_ok=True)
+            partial.touch()
+            mode = partial.stat().st_mode & 0o777
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+            # safetensors replaces the file by one of mode 0600; a worker may run as another user than the operator.
+            partial.chmod(mode)
             partial.replace(folder / WEIGHTS_FILE)
         else:
             (folder / WEIGHTS_FILE).unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from confluent_kafka import KafkaException
 from relaygr.consumer import FinishedOffsets
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import private_folders
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
@@ -88,9 +89,14 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
 
 
 def shared_folder(config: WorkerConfig) -> Path:
-    """The shared folder of this worker id."""
-    root = config.worker.shared_path or memory_folder() / f"relaygr-{_user()}"
-    return root / config.kafka.workers_group / config.worker.worker_id
+    """The shared folder of this worker id, which is created if needed.
+
+    Raises RelayError if it cannot be created, or if another user could control a part of its path.
+    """
+    base, own = config.worker.shared_path, [config.kafka.workers_group, config.worker.worker_id]
+    if base is None:
+        base, own = memory_folder(), [f"relaygr-{_user()}", *own]
+    return private_folders(base, *own, setting="worker.shared_path")
 
 
 def claim(lock: ArenaLock, config: WorkerConfig) -> None:

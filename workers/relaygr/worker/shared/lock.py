@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import open_private, private_folder, write_private
 
 # Interval between two attempts to get the lock. Each attempt costs a system call.
 _POLL_S: Final = 0.002
@@ -38,13 +39,13 @@ class ArenaLock:
     """The writer's lock of one folder, which is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
-        """Does not acquire the lock. Raises RelayError if the folder cannot be created or written."""
+        """Does not acquire the lock. Raises RelayError if the folder cannot be written, or others could control it."""
         self._path = folder / "lock"
         self._epoch_path = folder / "epoch"
         self._file: int | None = None
         self._arena_epoch = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(folder, "worker.shared_path")
             os.close(self._open())
         except OSError as error:
             raise RelayError(
@@ -124,7 +125,7 @@ class ArenaLock:
             os.close(file)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        return open_private(self._path, os.O_RDWR | os.O_CREAT)
 
     def _lock(self) -> int | None:
         """The locked file; None if another process has the lock, or if the file was replaced meanwhile."""
@@ -146,7 +147,7 @@ class ArenaLock:
         fresh = self._epoch_path.with_suffix(".new")
         try:
             # Renamed into place: after a death at any moment the file holds the old number or the new one.
-            fresh.write_text(text, encoding="ascii")
+            write_private(fresh, text)
             fresh.replace(self._epoch_path)
         except OSError:
             # A full file system must not prevent a take-over. The file exists, and the number never gets shorter.
@@ -165,7 +166,7 @@ def note_fenced(folder: Path, lock: ArenaLock) -> None:
     """Leaves a note that this holder was fenced. Does nothing without the lock or if the write fails."""
     if lock.is_held():
         with contextlib.suppress(OSError):
-            (folder / _FENCED_NAME).write_text(f"{lock.arena_epoch}\n", encoding="ascii")
+            write_private(folder / _FENCED_NAME, f"{lock.arena_epoch}\n")
 
 
 def predecessor_was_fenced(folder: Path, lock: ArenaLock) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import open_private
 
 _TMPFS: Final = Path("/dev/shm")
 
@@ -43,7 +44,7 @@ class MappedFile:
 def map_file(path: Path, size_bytes: int) -> MappedFile:
     """Maps the first `size_bytes` of `path`, which is created if needed. Raises RelayError without memory for it."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             _allocate(file, size_bytes)
             # Pages are mapped in advance, so that the first reload after a take-over causes no page faults.

@@ -1,0 +1,170 @@
+"""Folders and files that only the user of this process can read and write.
+
+In a folder that every user can write, such as /dev/shm, another user may have created a folder or a symbolic link under
+the name that this process is about to use. So an existing folder or file is used only if it belongs to this user, is no
+link, and other users could not write it.
+
+    another user owns it, or every user may write it   refused: RelayError
+    a symbolic link, a special file or a hard link     refused: RelayError
+    others may read it, or the user's group write it   used with mode 0700 (folder) or 0600 (file)
+    the root of a mount that belongs to root           used unchanged: the administrator made it for this process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from relaygr.runtime.errors import RelayError
+
+_FOLDER_MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+_ROOT_USER: Final = 0
+
+
+def private_folder(path: Path, setting: str) -> None:
+    """Creates the folder if needed, with its parents. `setting` names the setting that holds the path.
+
+    Raises RelayError if the folder cannot be used, or if another user could control it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(path, setting)
+    except OSError as error:
+        raise _unusable(path, setting, error) from error
+
+
+def private_folders(base: Path, *names: str, setting: str) -> Path:
+    """Creates `base/names...`, each part private, and returns it.
+
+    `base` may belong to root, and every user may write `base` if it is sticky, as /dev/shm is. Raises RelayError if a
+    part cannot be used, or if another user could control it.
+    """
+    path = base
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=_FOLDER_MODE)
+        _check_base(base, setting)
+        for name in names:
+            path = path / name
+            _make_private(path, setting)
+    except OSError as error:
+        raise _unusable(path, setting, error) from error
+    return path
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Opens a file of this user, which gets mode 0600. Raises OSError, and RelayError for a file of another user."""
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, _FILE_MODE)
+    except OSError:
+        # Says what is there, if that is the reason.
+        make_private(path)
+        raise
+    try:
+        found = os.fstat(file)
+        _check_file(path, found)
+        if found.st_mode & 0o077:
+            os.fchmod(file, _FILE_MODE)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def make_private(path: Path) -> None:
+    """Does the same for a file that another library opens. Does not open the file: its closing would free locks on it.
+
+    Does nothing if the file does not exist. Raises OSError, and RelayError for a file of another user.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    _check_file(path, found)
+    if found.st_mode & 0o077:
+        path.chmod(_FILE_MODE)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces the content of a file as `open_private` opens it. Raises OSError and RelayError."""
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()
+
+
+def require_room(folder: Path, setting: str) -> None:
+    """Writes and deletes a small file. Raises RelayError with the cause if the folder is missing, read-only or full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise RelayError(
+            f"{folder} cannot be written ({error.strerror}): set `{setting}` to a folder that exists, has free space, "
+            "and that this user may write."
+        ) from error
+
+
+def _check_base(base: Path, setting: str) -> None:
+    link = base.lstat()
+    found = base.stat()
+    trusted = (os.geteuid(), _ROOT_USER)
+    for each in (link, found):
+        if each.st_uid not in trusted:
+            raise _refused(base, _owner(each), setting)
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX and not _is_mount_of_root(base, found):
+        raise _refused(base, "may be written by every user", setting)
+
+
+def _make_private(path: Path, setting: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=_FOLDER_MODE)
+    if path.is_symlink():
+        raise _refused(path, "is a symbolic link", setting)
+    # The checks are made on the open folder, which nobody can exchange for another one.
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        if _is_mount_of_root(path, found):
+            return
+        if found.st_uid != os.geteuid():
+            raise _refused(path, _owner(found), setting)
+        if found.st_mode & stat.S_IWOTH:
+            raise _refused(path, "may be written by every user", setting)
+        if found.st_mode & 0o077:
+            os.fchmod(folder, _FOLDER_MODE)
+    finally:
+        os.close(folder)
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise _refused(path, "is a symbolic link")
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, "is not a regular file")
+    if found.st_uid != os.geteuid():
+        raise _refused(path, _owner(found))
+    if found.st_nlink > 1:
+        raise _refused(path, "has a second name (a hard link)")
+
+
+def _unusable(path: Path, setting: str, error: OSError) -> RelayError:
+    return RelayError(
+        f"The folder {path} cannot be used ({error.strerror}): set `{setting}` to a folder that this user may write."
+    )
+
+
+def _is_mount_of_root(path: Path, found: os.stat_result) -> bool:
+    return found.st_uid == _ROOT_USER and path.is_mount()
+
+
+def _owner(found: os.stat_result) -> str:
+    return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
+
+
+def _refused(path: Path, fault: str, setting: str | None = None) -> RelayError:
+    other = f", or set `{setting}` to another folder" if setting is not None else ""
+    return RelayError(f"{path} {fault}, so another user could read or change what is kept there: remove it{other}.")
