@@ -82,6 +82,19 @@ def test_another_partition_count_is_refused(kafka_with_topics, model, tmp_path):
     assert "12" in said and "6" in said
 
 
+@pytest.mark.parametrize("setting", ["worker.history_path", "worker.cache_trace"])
+def test_a_path_that_cannot_be_written_is_refused_with_its_setting(kafka_with_topics, model, tmp_path, setting):
+    """Nobody, not even root, creates files in /proc."""
+    said = refusal(run_worker(kafka_with_topics, model, tmp_path, f"{setting}=/proc/nowhere/file"))
+    assert setting in said
+    assert "delete the folder" not in said
+
+
+def test_a_trace_that_is_a_folder_is_refused_before_the_model_is_loaded(kafka_with_topics, tmp_path):
+    said = refusal(run_worker(kafka_with_topics, tmp_path / "no model", tmp_path, f"worker.cache_trace={tmp_path}"))
+    assert "worker.cache_trace" in said
+
+
 def test_an_unknown_setting_is_refused_by_name(model, tmp_path):
     said = refusal(run_worker(None, model, tmp_path, "worker.hbm_bites=1GiB"))
     assert "hbm_bites" in said

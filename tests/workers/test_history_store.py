@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -241,6 +242,18 @@ def test_a_store_behind_a_link_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(target)
     with pytest.raises(RelayError, match="is a symbolic link"):
         HistoryStore.open(tmp_path / "history", MIB)
+
+
+def test_a_store_without_free_space_is_refused_with_advice(tmp_path: Path) -> None:
+    """No file can grow under this limit, as on a full file system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(RelayError, match=r"cannot be written .*`worker\.history_path`") as refused:
+            HistoryStore.open(tmp_path / "history", MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "delete" not in str(refused.value)
 
 
 def test_a_second_opening_in_one_process_is_refused(store: HistoryStore) -> None:

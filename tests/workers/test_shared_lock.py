@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -156,12 +157,25 @@ def test_a_full_file_system_does_not_prevent_a_take_over(tmp_path: Path, monkeyp
     (tmp_path / "epoch").write_text("9\n")
     monkeypatch.setattr("relaygr.worker.shared.lock.write_private", no_room)
     lock = ArenaLock(tmp_path / "other")
-    with pytest.raises(OSError, match="epoch"):
+    with pytest.raises(RelayError, match=r"No space left on device.*free space.*`worker\.shared_path`"):
         lock.acquire()  # There is no number to count on from.
     first = ArenaLock(tmp_path)
     assert first.acquire() == 10
     assert (tmp_path / "epoch").read_text() == "10\n"
     assert first.holder() == str(os.getpid())
+
+
+def test_a_new_folder_on_a_full_file_system_is_reported(tmp_path: Path) -> None:
+    """No file can grow under this limit, as on a full file system: the process id does not fit into the lock."""
+    lock = ArenaLock(tmp_path / "worker-00")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(RelayError, match=r"worker-00 cannot be written .*free space.*`worker\.shared_path`"):
+            lock.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert lock.acquire() == 1
 
 
 def test_one_object_acquires_the_lock_once(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from relaygr.runtime.errors import RelayError
 _FOLDER_MODE: Final = 0o700
 _FILE_MODE: Final = 0o600
 _ROOT_USER: Final = 0
+_PROBE_BYTES: Final = 4096
 
 
 def private_folder(path: Path, setting: str) -> None:
@@ -96,16 +97,10 @@ def write_private(path: Path, text: str) -> None:
         file.truncate()
 
 
-def require_room(folder: Path, setting: str) -> None:
-    """Writes and deletes a small file. Raises RelayError with the cause if the folder is missing, read-only or full."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        raise RelayError(
-            f"{folder} cannot be written ({error.strerror}): set `{setting}` to a folder that exists, has free space, "
-            "and that this user may write."
-        ) from error
+def check_room(folder: Path) -> None:
+    """Writes and deletes a small file. Raises OSError if the folder is missing, read-only or full."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_PROBE_BYTES))
 
 
 def _check_base(base: Path, setting: str) -> None:

@@ -39,7 +39,7 @@ import numpy as np
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import make_private, private_folder
+from relaygr.runtime.private_files import check_room, make_private, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.resolve import StoredHistory
@@ -151,6 +151,13 @@ class HistoryStore:
         if max_bytes < LEAST_BYTES:
             raise RelayError(f"worker.history_max_bytes is {max_bytes}: set it to at least {LEAST_BYTES}")
         private_folder(folder, "worker.history_path")
+        try:
+            check_room(folder)
+        except OSError as error:
+            raise RelayError(
+                f"The history store in {folder} cannot be written ({error.strerror}): free space on its file system, "
+                "or set `worker.history_path` to a folder that this user may write."
+            ) from error
         try:
             for name in _FILES:
                 make_private(folder / name)

@@ -21,6 +21,7 @@ from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+from relaygr.worker.cache.trace.recorder import require_writable
 from relaygr.worker.calibration import calibrate, latency_for, save_calibration
 from relaygr.worker.dram_check import require_precision
 from relaygr.worker.history.store import HistoryStore
@@ -67,6 +68,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     `keeps_prefixes`: the DRAM tier outlives the process. Raises RelayError for a mistake that the user can correct.
     """
     kafka, settings = config.kafka, config.worker
+    store = _open_files(settings)
     engine = load_engine(
         settings.model,
         settings.device,
@@ -90,9 +92,19 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")
-    store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
     _connect(producer, config)
     return Prepared(engine, plan, handover, memory, Corrector(latency), producer, dead_letters, follower_letters, store)
+
+
+def _open_files(settings: WorkerSettings) -> HistoryStore:
+    """Opens the history store, before the slow part of the start.
+
+    Raises RelayError if the files of `worker.history_path` and `worker.cache_trace` cannot be written.
+    """
+    store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
+    if settings.cache_trace is not None:
+        require_writable(settings.cache_trace)
+    return store
 
 
 def _check_dram(engine: Engine, settings: WorkerSettings) -> None:

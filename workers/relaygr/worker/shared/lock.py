@@ -75,7 +75,10 @@ class ArenaLock:
         return None
 
     def try_acquire(self) -> int | None:
-        """The new arena_epoch; None if another process holds the lock. Raises ValueError if this object holds it."""
+        """The new arena_epoch; None if another process holds the lock.
+
+        Raises ValueError if this object holds the lock, RelayError if a new folder has no space for its first files.
+        """
         if self._file is not None:
             raise ValueError("this object already holds the lock")
         file = self._lock()
@@ -86,6 +89,12 @@ class ArenaLock:
             self._store_epoch(epoch)
             # The write comes first and the truncation last, so that a full file system cannot make either fail.
             os.ftruncate(file, os.pwrite(file, f"{os.getpid()}\n".encode("ascii"), 0))
+        except OSError as error:
+            os.close(file)
+            raise RelayError(
+                f"The folder {self._path.parent} cannot be written ({error.strerror}): free space on its file system, "
+                "or set `worker.shared_path` to another folder."
+            ) from error
         except BaseException:
             os.close(file)
             raise
@@ -150,7 +159,9 @@ class ArenaLock:
             write_private(fresh, text)
             fresh.replace(self._epoch_path)
         except OSError:
-            # A full file system must not prevent a take-over. The file exists, and the number never gets shorter.
+            if not self._epoch_path.exists():
+                raise
+            # A full file system must not prevent a take-over: the number never gets shorter.
             with self._epoch_path.open("r+", encoding="ascii") as file:
                 file.write(text)
 

@@ -21,6 +21,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import check_room
 from relaygr.worker.cache.events import CacheEvent
 from relaygr.worker.cache.trace.format import (
     TraceHeader,
@@ -38,15 +39,24 @@ _BATCH_EVENTS = 512
 _NAMESPACE_BYTES = 4
 
 
+def require_writable(path: Path) -> None:
+    """Raises RelayError if no trace can be written at `path`: its folder is missing, read-only or full."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_room(path.parent)
+    except OSError as error:
+        raise RelayError(
+            f"worker.cache_trace {path} cannot be written ({error.strerror}): its folder must exist, be writable and "
+            "have free space. Name another file, or remove the setting."
+        ) from error
+
+
 class TraceRecorder:
-    """`on_event` is a `CacheListener`. Raises RelayError if the folder of the file is not writable."""
+    """`on_event` is a `CacheListener`. Raises RelayError if the file cannot be written."""
 
     def __init__(self, path: Path, max_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
-        if not os.access(path.parent, os.W_OK) or path.is_dir():
-            raise RelayError(
-                f"worker.cache_trace {path} cannot be written: its folder must exist and be writable. "
-                f"Name another file, or remove the setting."
-            )
+        require_writable(path)
         self._path = path
         self._max_bytes = max_bytes
         self._queue: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
