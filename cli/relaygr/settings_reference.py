@@ -25,6 +25,7 @@ _TYPE_NAMES: dict[Any, str] = {
     int: "whole number",
     float: "number",
     str: "text",
+    tuple[str, ...]: "list of texts, such as `[a, b]`",
     Path: "path",
     ByteSize: "size, such as `2GiB`",
     SecretStr: "text, never shown",
@@ -124,6 +125,8 @@ def _default(field: SettingField) -> str:
         return f"`{size_text(value)}`"
     if isinstance(value, enum.Enum):
         return f"`{value.value}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(value)}]`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -92,11 +92,15 @@ def test_a_request_is_ranked_and_reaches_the_partition_of_its_user(kafka_setting
         assert set(gateway.clock_offsets()) == {"echo"}
 
 
-def test_request_ids_name_gateway_incarnation_and_sequence(kafka_settings: KafkaSettings) -> None:
+def test_request_ids_name_gateway_incarnation_and_sequence_and_cannot_be_guessed(kafka_settings: KafkaSettings) -> None:
     first, second = client(kafka_settings, "gw.a"), client(kafka_settings, "gw.a")
-    gateway, incarnation, sequence = first.new_request_id().rsplit(".", 2)
+    gateway, incarnation, sequence, token = first.new_request_id().rsplit(".", 3)
     assert (gateway, sequence) == ("gw.a", "1")
-    assert first.new_request_id() == f"gw.a.{incarnation}.2"
+    start, second_token = first.new_request_id().rsplit(".", 1)
+    assert start == f"gw.a.{incarnation}.2"
+    for text in (token, second_token):
+        assert len(text) == 16 and set(text) <= set("0123456789abcdef")
+    assert token != second_token
     assert incarnation not in second.new_request_id()
 
 

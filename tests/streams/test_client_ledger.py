@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from relaygr.client.ledger import Ledger
@@ -32,7 +33,7 @@ MS = 1000
 class Gateway:
     """A ledger with a manual clock, and lists of the arguments of its callbacks."""
 
-    def __init__(self, **settings: int) -> None:
+    def __init__(self, **settings: object) -> None:
         self.clock = ManualClock()
         self.registry = CollectorRegistry()
         self.late: list[RankOutcome] = []
@@ -335,3 +336,46 @@ def test_the_workers_that_have_a_label_are_bounded() -> None:
         gateway.ledger.answered(replace(gateway.result(request_id=f"gw.1.{number}"), worker_id=worker))
     assert gateway.sample("relaygr_clock_offset_seconds", worker="w-a") is None
     assert gateway.sample("relaygr_clock_offset_seconds", worker="w-b") is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"scores": np.zeros(1, "<f4")}, "1 scores for 2 candidates and 1 tasks"),
+        ({"scores": np.zeros(2, "<f4"), "num_tasks": 2}, "2 scores for 2 candidates and 2 tasks"),
+        ({"request_sent_at_us": 7}, "request_sent_at_us is 7"),
+        ({"request_sent_at_us": 0}, "request_sent_at_us is 0"),
+        ({"model_revision": "other"}, "model revision other"),
+    ],
+    ids=["too few scores", "too few scores for its tasks", "another request", "no request", "another model"],
+)
+def test_a_result_that_does_not_fit_its_request_is_a_failure(changes: dict[str, object], problem: str) -> None:
+    """One score for two candidates was accepted."""
+    gateway = Gateway(model_revisions=("r", "next"))
+    entry = gateway.open()
+    with structlog.testing.capture_logs() as logs:
+        gateway.ledger.answered(replace(gateway.result(), **changes))
+    outcome = outcome_of(entry.future)
+    assert (outcome.status, outcome.reason, outcome.result) == (RankStatus.FAILED, FailureReason.INVALID_RESULT, None)
+    assert gateway.ledger.statistics().invalid == 1
+    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="invalid_result") == 1
+    assert gateway.sample("relaygr_gateway_requests_total", status="failed", path="none") == 1
+    assert [problem in log["problem"] for log in logs] == [True]
+    assert gateway.ledger.clock_offsets() == {}
+
+
+@pytest.mark.parametrize("sent_at_us", [0, None], ids=["of an undecodable request", "of the request"])
+def test_a_failed_result_needs_no_scores_and_no_model(sent_at_us: int | None) -> None:
+    gateway = Gateway(model_revisions=("r",))
+    entry = gateway.open()
+    result = gateway.result(Outcome.FAILED)
+    gateway.ledger.answered(result if sent_at_us is None else replace(result, request_sent_at_us=sent_at_us))
+    assert outcome_of(entry.future).reason is FailureReason.OVERLOADED
+
+
+def test_a_result_for_an_id_that_was_never_asked_changes_nothing() -> None:
+    gateway = Gateway()
+    entry = gateway.open()
+    assert gateway.ledger.answered(gateway.result(request_id="gw.1.2")) is AnswerMatch.UNKNOWN
+    assert not entry.future.done()
+    assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1

@@ -20,7 +20,7 @@ def table(max_in_flight: int = 100, remembered: int = 100) -> PendingTable:
 
 
 def request(request_id: str = "gw.1.1", deadline_us: int = 50_000) -> PendingRequest:
-    return PendingRequest(request_id, 0, deadline_us, 0, 0, Future())
+    return PendingRequest(request_id, 0, deadline_us, 0, 0, 1, Future())
 
 
 def test_an_answer_before_the_deadline_is_on_time_and_ends_the_request() -> None:

@@ -558,11 +558,24 @@ class TestLeases:
         world.store(make_key("ann"))
         for request_id in ("r1", "r2"):
             assert world.cache.lease(make_key("ann"), request_id, 100)
-        assert world.cache.end_lease("r1")
-        assert not world.cache.end_lease("r1")
+        assert world.cache.end_lease("ann", "r1")
+        assert not world.cache.end_lease("ann", "r1")
         assert isinstance(world.cache.reserve(make_key("bob"), 1), NoRoom)
-        assert world.cache.end_lease("r2")
+        assert world.cache.end_lease("ann", "r2")
         world.store(make_key("bob"))
+
+    def test_the_request_id_of_another_user_ends_and_moves_no_lease(self) -> None:
+        """Whoever could write a request with a known id freed the prefix of its user."""
+        world = CacheWorld(hbm_pages=14)
+        for user in ("ann", "bob"):
+            world.store(make_key(user))
+            assert world.cache.lease(make_key(user), "r1", 100)
+        assert world.cache.stats().hbm.leased == 14
+        assert not world.cache.end_lease("cid", "r1")
+        assert world.cache.end_lease("bob", "r1")
+        assert world.cache.stats().hbm.leased == 7
+        assert isinstance(world.cache.reserve(make_key("long", 200), 1), NoRoom)
+        check_invariants(world.cache)
 
     def test_a_lease_taken_during_a_fill_protects_the_published_prefix(self) -> None:
         world = CacheWorld(hbm_pages=7)
@@ -618,9 +631,12 @@ class TestLeases:
     @pytest.mark.parametrize(
         ("how", "reason"),
         [
-            (lambda world: world.cache.end_lease("r1", WasteReason.REQUEST_EXPIRED), WasteReason.REQUEST_EXPIRED),
+            (
+                lambda world: world.cache.end_lease("ann", "r1", WasteReason.REQUEST_EXPIRED),
+                WasteReason.REQUEST_EXPIRED,
+            ),
             (lambda world: world.cache.invalidate_user("ann"), WasteReason.INVALIDATED),
-            (lambda world: (world.cache.end_lease("r1"), world.evict_hbm()), WasteReason.EVICTED),
+            (lambda world: (world.cache.end_lease("ann", "r1"), world.evict_hbm()), WasteReason.EVICTED),
         ],
         ids=["request expired", "invalidated", "evicted"],
     )
@@ -643,7 +659,7 @@ class TestLeases:
         if expires:
             world.cache.expire_leases(100)
         else:
-            world.cache.end_lease("r1", WasteReason.REQUEST_EXPIRED)
+            world.cache.end_lease("ann", "r1", WasteReason.REQUEST_EXPIRED)
         assert world.cache.stats().wasted == {}
         world.cache.release(world.hit(make_key()))
         world.cache.expire_leases(200)
@@ -919,7 +935,7 @@ class TestPolicies:
         assert world.cache.expire_prefixes(1_000) == 1 + 3
         assert [world.cache.peek(make_key(user, 60)).hbm_behaviours for user in ("ann", "bob", "cid")] == [60, 60, 0]
         assert world.cache.stats().dram.entries == 0
-        world.cache.end_lease("r")
+        world.cache.end_lease("bob", "r")
         assert world.cache.expire_prefixes(1_500) == 2
         check_invariants(world.cache)
 

@@ -66,6 +66,8 @@ class Soak:
         self.now_us = 0
         self.operations = 0
         self.models = [b"model-1", b"model-2"]
+        self.leasers: dict[str, str] = {}
+        """The user of each recent request."""
 
     def key(self) -> PrefixKey:
         """The key of a user: mostly of a returning one, whose history grows slowly."""
@@ -107,9 +109,14 @@ class Soak:
         elif dice < 0.86:
             cache.transfers.spill(self.key())
         elif dice < 0.92:
-            cache.lease(self.key(), f"request {self.operations}", self.now_us + 2 * VISIT_US)
+            key, request_id = self.key(), f"request {self.operations}"
+            cache.lease(key, request_id, self.now_us + 2 * VISIT_US)
+            self.leasers[request_id] = key.user_id
+            if len(self.leasers) > 200:
+                del self.leasers[next(iter(self.leasers))]
         elif dice < 0.95:
-            cache.end_lease(f"request {self.operations - random_.randrange(100)}", WasteReason.REQUEST_EXPIRED)
+            request_id = f"request {self.operations - random_.randrange(100)}"
+            cache.end_lease(self.leasers.pop(request_id, ""), request_id, WasteReason.REQUEST_EXPIRED)
         elif dice < 0.98:
             cache.expire_leases(self.now_us)
             cache.expire_prefixes(self.now_us)

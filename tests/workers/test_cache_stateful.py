@@ -10,6 +10,7 @@ RELAYGR_TEST_CACHE_SEQUENCES sets the number of sequences: 1,000 take some minut
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, field
 
@@ -97,7 +98,7 @@ class Run:
     leaked_fills: list[tuple[PrefixKey, Fill]] = field(default_factory=list)
     waiters: list[Waiter] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)
-    leases: dict[str, tuple[PrefixKey, int, int]] = field(default_factory=dict)
+    leases: dict[tuple[str, str], tuple[PrefixKey, int, int]] = field(default_factory=dict)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -267,12 +268,12 @@ class CacheMachine(RuleBasedStateMachine):
         if self.cache.lease(key, f"r{request}", until_us):
             # The lease protects the coming prefix if that is longer, and then not the present one.
             held = 0 if coming is not None and coming.behaviours > ready else ready
-            self.run.leases[f"r{request}"] = (key, held, until_us)
+            self.run.leases[key.user_id, f"r{request}"] = (key, held, until_us)
 
-    @rule(request=st.integers(0, 5))
-    def end_lease(self, request: int) -> None:
-        self.cache.end_lease(f"r{request}")
-        self.run.leases.pop(f"r{request}", None)
+    @rule(key=keys, request=st.integers(0, 5))
+    def end_lease(self, key: PrefixKey, request: int) -> None:
+        self.cache.end_lease(key.user_id, f"r{request}")
+        self.run.leases.pop((key.user_id, f"r{request}"), None)
 
     @rule()
     def expire_leases(self) -> None:
@@ -449,8 +450,8 @@ class CacheMachine(RuleBasedStateMachine):
         held = self.cache.stats().leases
         if held < len(self.run.leases):
             self.run.leases.clear()
-            for request in range(6):
-                self.cache.end_lease(f"r{request}")
+            for user_id, request in itertools.product({key.user_id for key in _KEYS}, range(6)):
+                self.cache.end_lease(user_id, f"r{request}")
 
     # Invariants.
 

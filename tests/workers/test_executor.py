@@ -499,6 +499,22 @@ def test_a_job_that_ends_after_its_request_was_answered_leases_nothing():
     assert dict(world.cache.stats().wasted) == {WasteReason.OVERTAKEN: 1}
 
 
+def test_a_request_of_another_user_with_the_same_id_ends_no_lease_and_overtakes_no_job():
+    """Whoever could write a request with a known id freed the prefix of its user, and dropped its later job."""
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.job("u", version, "r1")
+    world.run()
+    assert world.cache.stats().leases == 1
+    world.rank("v", world.store.put("v", 10), "r1")
+    world.rank("v", world.store.put("v", 10), "r2")
+    world.run()
+    assert world.cache.stats().leases == 1
+    world.job("u", version, "r2")
+    world.run()
+    assert (world.outbox.jobs, world.cache.stats().leases) == ([JobOutcome.COMPUTED, JobOutcome.ALREADY_CACHED], 2)
+
+
 def test_a_prefix_that_another_request_uses_is_not_wasted_because_its_own_went_before():
     world = ExecutorWorld(max_clock_skew_ms=0)
     version = world.store.put("u", 480)

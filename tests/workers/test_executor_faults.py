@@ -115,7 +115,7 @@ def test_an_error_before_a_tail_is_computed_releases_the_cached_part(submit):
     world = ExecutorWorld()
     world.job("u", world.store.put("u", 100), "r1")
     world.run()
-    world.cache.end_lease("r1")
+    world.cache.end_lease("u", "r1")
     version = world.store.put("u", 200)
     break_once(world, "prefix_inputs")
     submit(world, "u", version, "r2")

@@ -198,7 +198,7 @@ class CacheReplay:
     def _keep(self, key: PrefixKey, now_us: int, ranks: bool) -> None:
         """Leases the prefix until its ranking; after the ranking ends the lease and spills."""
         if ranks:
-            self._cache.end_lease(key.user_id)
+            self._cache.end_lease(key.user_id, key.user_id)
             self._cache.transfers.spill(key)
         else:
             self._cache.lease(key, key.user_id, now_us + VISIT_US)

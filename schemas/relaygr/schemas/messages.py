@@ -31,7 +31,9 @@ Float32Array = NDArray[np.float32]
 
 REQUEST_ID_TEXT = Text(128)
 RequestId = Annotated[
-    str, REQUEST_ID_TEXT, "one impression; `GATEWAY.INCARNATION.SEQUENCE`, unique over gateways and restarts"
+    str,
+    REQUEST_ID_TEXT,
+    "one impression; `GATEWAY.INCARNATION.SEQUENCE.TOKEN`, unique over gateways and restarts; the token is random",
 ]
 USER_ID_TEXT = Text(256)
 UserId = Annotated[str, USER_ID_TEXT, "the user; its UTF-8 bytes are the message key"]
@@ -62,6 +64,8 @@ class FailureReason(enum.StrEnum):
     TOO_LONG = "too_long"
     OUT_OF_MEMORY = "out_of_memory"
     DEVICE_ERROR = "device_error"
+    INVALID_RESULT = "invalid_result"
+    """Set by the gateway's client: the result does not fit the request."""
 
 
 class Path(enum.StrEnum):

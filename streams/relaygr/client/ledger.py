@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
+import structlog
+
 from relaygr.client.clock_offset import ClockOffset, ClockOffsets, measure
 from relaygr.client.metrics import ClientCounts, ClientStatistics, GatewayMetrics
 from relaygr.client.outcome import LostRequest, RankOutcome, RankStatus, TimeOutReason
@@ -24,6 +26,8 @@ from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, Ran
 
 OnLate = Callable[[RankOutcome], None]
 OnLost = Callable[[LostRequest], None]
+
+_log = structlog.get_logger()
 
 _STATUS: Final = {
     Outcome.RANKED: RankStatus.RANKED,
@@ -47,6 +51,7 @@ class Ledger:
         self._metrics = metrics
         self._on_late = on_late
         self._on_lost = on_lost
+        self._model_revisions = frozenset(settings.model_revisions)
         self._retry_backoff_us = settings.retry_backoff_ms * 1000
         self._lock = threading.Lock()
         self._table = PendingTable(
@@ -76,6 +81,7 @@ class Ledger:
             deadline_us=now_us + request.deadline_us - wall_us,
             sent_wall_us=wall_us - (now_us - sent_us),
             echo_us=request.sent_at_us,
+            candidates=int(request.candidates.size),
             future=future,
         )
         with self._lock:
@@ -104,13 +110,27 @@ class Ledger:
             return self._table.retry(entry, send_again, self._clock.monotonic_us() + self._retry_backoff_us)
 
     def answered(self, result: RankingResult) -> AnswerMatch:
-        """Handles a result."""
+        """Handles a result. One that does not fit its request ends it as `failed` with `invalid_result`."""
         now_us = self._clock.monotonic_us()
+        problem = None
         with self._lock:
             answer = self._table.answer(result.request_id, now_us)
             if answer.entry is not None:
-                self._measure_clock(answer.entry, result, now_us)
-        self._end(answer, _STATUS[result.outcome], result, result.reason, now_us)
+                problem = self._misfit(answer.entry, result)
+                if problem is None:
+                    self._measure_clock(answer.entry, result, now_us)
+                self._counts.invalid += problem is not None
+        if problem is None:
+            self._end(answer, _STATUS[result.outcome], result, result.reason, now_us)
+        else:
+            _log.warning(
+                "a result does not fit its request",
+                request_id=result.request_id,
+                worker_id=result.worker_id,
+                problem=problem,
+            )
+            self._metrics.ignored.labels(FailureReason.INVALID_RESULT.value).inc()
+            self._end(answer, RankStatus.FAILED, None, FailureReason.INVALID_RESULT, now_us)
         return answer.match
 
     def answered_undecodable(self, request_id: str | None) -> None:
@@ -246,6 +266,22 @@ class Ledger:
             self._counts.lost += 1
         if self._on_lost is not None:
             notify(self._on_lost, LostRequest(entry.request_id, entry.acknowledged))
+
+    def _misfit(self, entry: PendingRequest, result: RankingResult) -> str | None:
+        """Why the result cannot be the answer to the request; None if it can.
+
+        A worker that could not decode the request does not know its `sent_at_us`, and writes 0.
+        """
+        is_ranked = result.outcome is Outcome.RANKED
+        if result.request_sent_at_us != entry.echo_us and (is_ranked or result.request_sent_at_us != 0):
+            return f"request_sent_at_us is {result.request_sent_at_us}, the request was sent at {entry.echo_us}"
+        if not is_ranked or result.scores is None:
+            return None
+        if result.scores.size != entry.candidates * result.num_tasks:
+            return f"{result.scores.size} scores for {entry.candidates} candidates and {result.num_tasks} tasks"
+        if self._model_revisions and result.model_revision not in self._model_revisions:
+            return f"model revision {result.model_revision} is not in client.model_revisions"
+        return None
 
     def _measure_clock(self, entry: PendingRequest, result: RankingResult, now_us: int) -> None:
         if result.request_sent_at_us != entry.echo_us:

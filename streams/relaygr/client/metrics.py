@@ -29,6 +29,7 @@ class ClientStatistics:
     duplicates: int
     foreign: int
     undecodable: int
+    invalid: int
     retries: int
     waiting: int
     in_grace: int
@@ -49,6 +50,7 @@ class ClientCounts:
     duplicates: int = 0
     foreign: int = 0
     undecodable: int = 0
+    invalid: int = 0
     retries: int = 0
 
     def snapshot(self, waiting: int, in_grace: int) -> ClientStatistics:
@@ -92,7 +94,7 @@ class GatewayMetrics:
         )
         self.ignored = Counter(
             "relaygr_gateway_ignored_results_total",
-            "Results on this gateway's partition that answer none of its open requests, by reason",
+            "Results on this gateway's partition that are not used, by reason",
             ["reason"],
             registry=registry,
         )

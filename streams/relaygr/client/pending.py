@@ -75,7 +75,9 @@ class PendingRequest:
     sent_wall_us: int
     """When the request was sent, on the wall clock; used for the clock offset."""
     echo_us: int
-    """The request's `sent_at_us`. Only an answer that repeats it is used for the clock offset."""
+    """The request's `sent_at_us`. A ranked result repeats it."""
+    candidates: int
+    """The number of candidates, which is the number of rows of the scores."""
     future: Future[RankOutcome]
     phase: RequestPhase = RequestPhase.WAITING
     acknowledged: bool = False

@@ -54,9 +54,10 @@ class RankFields(TypedDict, total=False):
 
 
 class RequestIds:
-    """Ids `GATEWAY.INCARNATION.SEQUENCE`: unique over gateways, restarts and calls. Thread-safe.
+    """Ids `GATEWAY.INCARNATION.SEQUENCE.TOKEN`: unique over gateways, restarts and calls. Thread-safe.
 
-    The incarnation is the start time in milliseconds and 32 random bits, in hexadecimal. Raises ValueError for
+    The incarnation is the start time in milliseconds and 32 random bits, in hexadecimal. The token has 64 random
+    bits, so that a writer that knows one id cannot send a result for the next. Raises ValueError for
     a gateway id that is not 1 to 64 characters of `A-Za-z0-9._-`, or does not begin with a letter or digit.
     """
 
@@ -71,7 +72,7 @@ class RequestIds:
 
     def new(self) -> str:
         """The next id."""
-        return f"{self._prefix}{next(self._sequence)}"
+        return f"{self._prefix}{next(self._sequence)}.{secrets.token_hex(8)}"
 
 
 def retrieval_event(request_id: str, user_id: str, now_us: int, fields: RetrievalFields) -> RetrievalEvent:

@@ -51,6 +51,10 @@ class ClientSettings(Section):
             description="number of ended requests whose ids are remembered, to detect duplicate results",
         ),
     ] = 16_384
+    model_revisions: Annotated[
+        tuple[str, ...],
+        Field(description="model revisions whose results are accepted; empty: every revision"),
+    ] = ()
     max_workers_tracked: Annotated[
         int,
         Field(

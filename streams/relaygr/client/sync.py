@@ -13,6 +13,7 @@ The contract:
   MessageRefused.
 * The client passes an answer that arrives after the deadline to `on_late`, and a request that got no answer
   within `lost_after_ms` after its deadline to `on_lost`. It drops and counts a second answer.
+* A result that does not fit its request (number of scores, `sent_at_us`, model) is `failed`, `invalid_result`.
 * While the broker is away, outcomes are `timed_out`; there is no exception. The client retries a failed
   delivery until the deadline. The request may have arrived although its delivery failed.
 * One thread does all I/O, fires timers and runs callbacks, those of futures included. A callback must be short
@@ -157,7 +158,7 @@ class RelayClient:
         return self._ledger.clock_offsets()
 
     def new_request_id(self) -> str:
-        """An id `GATEWAY.INCARNATION.SEQUENCE` for a new impression."""
+        """An id `GATEWAY.INCARNATION.SEQUENCE.TOKEN` for a new impression. The token is random."""
         return self._ids.new()
 
     def publish_retrieval(

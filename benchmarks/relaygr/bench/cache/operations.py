@@ -102,7 +102,7 @@ class Filled:
     def lease(self, key: PrefixKey) -> None:
         """Begin and end a lease."""
         self.cache.lease(key, key.user_id, self.now_us + VISIT_US)
-        self.cache.end_lease(key.user_id)
+        self.cache.end_lease(key.user_id, key.user_id)
 
     def spill(self, key: PrefixKey) -> None:
         """Spills a prefix that is in DRAM already, as after most rankings of a returning user."""

@@ -381,14 +381,14 @@ class PrefixCache:
             ledger.report(after, EventKind.LEASE, key, "granted")
             return True
 
-    def end_lease(self, request_id: str, wasted: WasteReason | None = None) -> bool:
-        """Ends the request's lease. False if it has none.
+    def end_lease(self, user_id: str, request_id: str, wasted: WasteReason | None = None) -> bool:
+        """Ends the lease of this user's request. False if it has none.
 
         `wasted`: the reason to count the pre-infer as wasted, if nothing used the prefix and no other request leases
         it.
         """
         with self.ledger.lock:
-            return self._hbm.end_lease(request_id, wasted)
+            return self._hbm.end_lease(user_id, request_id, wasted)
 
     def expire_leases(self, now_us: int) -> int:
         """Ends the leases whose time is over, and counts them as leaked. Returns their number."""

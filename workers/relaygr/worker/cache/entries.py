@@ -248,6 +248,10 @@ class EntryIndex:
         return list(itertools.islice(self.by_namespace.get(namespace, {}).values(), limit))
 
 
+_Leaser = tuple[str, str]
+"""The user and the id of a request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A request that protects an entry from eviction until a time."""
@@ -260,34 +264,36 @@ class Lease:
 class Leases:
     """Requests that protect entries of a tier from eviction, from the pre-infer to the ranking.
 
-    A request leases at most one entry, and there are at most `limit` leases. A lease that is not ended expires at
-    its time. The caller reclassifies the pages of every entry that a method returns.
+    A request of a user leases at most one entry of that user, and there are at most `limit` leases. A request of
+    another user with the same id is another request: whoever knows an id cannot end its lease. A lease
+    that is not ended expires at its time. The caller reclassifies the pages of every entry that a method returns.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_request: dict[str, Lease] = {}
-        self._by_end: list[tuple[int, str]] = []
+        self._by_request: dict[_Leaser, Lease] = {}
+        self._by_end: list[tuple[int, _Leaser]] = []
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def get(self, request_id: str) -> Lease | None:
-        return self._by_request.get(request_id)
+    def get(self, user_id: str, request_id: str) -> Lease | None:
+        return self._by_request.get((user_id, request_id))
 
     def all(self) -> list[Lease]:
         return list(self._by_request.values())
 
     def begin(self, entry: CacheEntry, request_id: str, until_us: int) -> list[CacheEntry]:
         """Leases the entry to the request, in place of its previous entry. Returns both; none at `limit`."""
-        previous = self._by_request.get(request_id)
+        leaser = entry.key.user_id, request_id
+        previous = self._by_request.get(leaser)
         if previous is None and len(self._by_request) >= self._limit:
             return []
-        self._by_request[request_id] = Lease(request_id, entry, until_us)
-        heapq.heappush(self._by_end, (until_us, request_id))
+        self._by_request[leaser] = Lease(request_id, entry, until_us)
+        heapq.heappush(self._by_end, (until_us, leaser))
         # Leases that ended or moved leave stale times in the heap, which is rebuilt before most of its times are stale.
         if len(self._by_end) > 2 * len(self._by_request) + 64:
-            self._by_end = [(lease.until_us, lease.request_id) for lease in self._by_request.values()]
+            self._by_end = [(lease.until_us, leaser) for leaser, lease in self._by_request.items()]
             heapq.heapify(self._by_end)
         changed = [entry]
         if previous is not None and previous.entry is not entry:
@@ -296,9 +302,9 @@ class Leases:
         entry.leases.add(request_id)
         return changed
 
-    def end(self, request_id: str) -> CacheEntry | None:
+    def end(self, user_id: str, request_id: str) -> CacheEntry | None:
         """Ends the request's lease. Returns the entry that it had, or None without a lease."""
-        lease = self._by_request.pop(request_id, None)
+        lease = self._by_request.pop((user_id, request_id), None)
         if lease is None:
             return None
         lease.entry.leases.discard(request_id)
@@ -308,16 +314,16 @@ class Leases:
         """Ends every lease whose time has come. Returns their entries, one for each lease."""
         ended = []
         while self._by_end and self._by_end[0][0] <= now_us:
-            until_us, request_id = heapq.heappop(self._by_end)
-            lease = self._by_request.get(request_id)
+            until_us, leaser = heapq.heappop(self._by_end)
+            lease = self._by_request.get(leaser)
             if lease is not None and lease.until_us == until_us:
-                del self._by_request[request_id]
-                lease.entry.leases.discard(request_id)
+                del self._by_request[leaser]
+                lease.entry.leases.discard(lease.request_id)
                 ended.append(lease.entry)
         return ended
 
     def end_all(self, entry: CacheEntry) -> None:
         """Ends all leases of an entry that has left the index."""
         for request_id in entry.leases:
-            self._by_request.pop(request_id, None)
+            self._by_request.pop((entry.key.user_id, request_id), None)
         entry.leases.clear()

@@ -79,7 +79,7 @@ def _check_entries(tier: TierMetadata) -> tuple[PageArray, Counter[Holding]]:
         owners[entry.pages] += 1
         held[entry.holding] += entry.pages.size
         for request_id in entry.leases:
-            lease = tier.leases.get(request_id)
+            lease = tier.leases.get(entry.key.user_id, request_id)
             _require(lease is not None and lease.entry is entry, "an entry has a lease that the tier does not have")
     return owners, held
 

@@ -241,9 +241,9 @@ class TierMetadata:
             self.account.reclassify(each)
         return bool(changed)
 
-    def end_lease(self, request_id: str, wasted: WasteReason | None) -> bool:
+    def end_lease(self, user_id: str, request_id: str, wasted: WasteReason | None) -> bool:
         """Ends the request's lease, and counts waste if no other request leases the entry. False without a lease."""
-        entry = self.leases.end(request_id)
+        entry = self.leases.end(user_id, request_id)
         if entry is None:
             return False
         self.account.reclassify(entry)

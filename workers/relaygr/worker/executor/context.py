@@ -100,19 +100,19 @@ class Timers:
 
 
 class RecentIds:
-    """The last `capacity` ids that were added."""
+    """The last `capacity` requests that were added, each by its user and its id."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self._capacity = capacity
         # A plain dict would search past the places of all deleted entries to find its oldest one.
-        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def __contains__(self, identity: str) -> bool:
+    def __contains__(self, identity: tuple[str, str]) -> bool:
         return identity in self._ids
 
-    def add(self, identity: str) -> None:
+    def add(self, identity: tuple[str, str]) -> None:
         """Adds the id as the newest, and drops the oldest beyond the capacity."""
         self._ids[identity] = None
         self._ids.move_to_end(identity)

@@ -69,7 +69,7 @@ class Jobs:
         work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
         if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
-        if job.request_id in self._context.answered:
+        if (job.user_id, job.request_id) in self._context.answered:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
@@ -167,7 +167,7 @@ class Jobs:
         self, work: JobWork, prefix: ResolvedPrefix, now_us: int, done_tokens: int, prepare_us: float
     ) -> JobOutcome | None:
         """Why the job is not admitted, or None. `prepare_us`: device time of the tokens after `done_tokens`."""
-        if work.job.request_id in self._context.answered:
+        if (work.job.user_id, work.job.request_id) in self._context.answered:
             return JobOutcome.OVERTAKEN
         if now_us > work.expires_us:
             return JobOutcome.EXPIRED
@@ -195,12 +195,12 @@ class Jobs:
 
     def _lease(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         """Leases the prefix until its request is answered or overdue."""
-        cache, request_id = self._parts.cache, work.job.request_id
+        cache, user_id, request_id = self._parts.cache, work.job.user_id, work.job.request_id
         until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
         leased = cache.lease(prefix.key, request_id, until_us)
-        if leased and request_id in self._context.answered:
+        if leased and (user_id, request_id) in self._context.answered:
             # The request was ranked without the prefix. Unless another request uses it, the pre-infer was wasted.
-            cache.end_lease(request_id, WasteReason.OVERTAKEN)
+            cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN)
 
     def _failed(self, work: JobWork, error: Exception) -> None:
         """Ends the job after an exception in an entry point."""

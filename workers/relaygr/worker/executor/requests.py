@@ -456,10 +456,10 @@ class Requests:
         work.done = True
         self.outstanding -= 1
         self.outstanding_bytes -= work.held_bytes
-        cache, request_id = self._parts.cache, work.request.request_id
-        self._context.answered.add(request_id)
+        cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
+        self._context.answered.add((user_id, request_id))
         # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
-        cache.end_lease(request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
+        cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
         if ranked and work.handle is not None and work.prefix is not None:
             if work.prefix.for_one_impression:
                 cache.demote([work.request.user_id])
