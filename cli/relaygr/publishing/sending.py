@@ -56,7 +56,9 @@ def send_lines(
             try:
                 send(line)
                 sent += 1
-                slot_s = max(slot_s, time.monotonic() - 1) + (1 / rate if rate else 0)
+                now_s = time.monotonic()
+                # A delay of up to a second is caught up with; what the first line had to wait for is not a delay.
+                slot_s = (now_s if sent == 1 else max(slot_s, now_s - 1)) + (1 / rate if rate else 0)
             except (ValueError, MessageRefused) as error:
                 try:
                     bad.add(line.number, str(error).removeprefix(": "))
