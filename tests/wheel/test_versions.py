@@ -1,12 +1,14 @@
 """Two versions of the package in two processes: a gateway and a worker that understand each other's messages.
 
-The later version has members in each open choice, and optional fields, that the earlier one does not know.
+The later version has members in each open choice, and optional fields, that the earlier one does not know. A worker
+that is told what to answer shows every member; a real worker shows that a request is ranked.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from relaygr.kafka.settings import KafkaSettings
 from tests.wheel.wheel_world import Environment, finish, make_environment
+from tests.worlds.relay import Relay, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker", ["embedded"], indirect=True)]
 
@@ -120,3 +123,23 @@ def test_a_worker_of_an_earlier_version_serves_todays_gateway(
     seen = understood(kafka_settings, installed, earlier)
     assert {text.partition(" ")[0] for text in seen.values()} == {"member"}
     assert not set(seen.values()) & {f"member {text}" for text in NEWEST_TODAY.values()}
+
+
+@pytest.mark.parametrize(
+    ("gateway", "worker"), [("earlier", "installed"), ("installed", "later"), ("later", "installed")]
+)
+def test_a_real_worker_ranks_for_a_gateway_of_another_version(
+    kafka_settings: KafkaSettings,
+    tmp_path: Path,
+    gateway: str,
+    worker: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asking: Environment = request.getfixturevalue(gateway)
+    ranking: Environment = request.getfixturevalue(worker)
+    monkeypatch.setattr(sys, "executable", str(ranking.python))
+    with Relay(kafka_settings, tmp_path / "relay", make_model(tmp_path / "model")) as relay:
+        relay.await_ready(relay.start_worker())
+        ended = finish(asking.start(HERE / "rank_gateway.py", kafka_settings.model_dump_json(exclude={"security"})))
+    assert ended == "ranked 3"
