@@ -22,6 +22,7 @@ import structlog
 
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
 from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.schemas.record import record
 from relaygr.traffic.population import Population, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, pack_scores
 from relaygr.traffic.schedule import Candidates, Impression, impressions, suffix_of
@@ -58,7 +59,7 @@ class _TimedCall:
     make: Callable[[int], None] = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _VersionedHistory:
     """A history and its version."""
 

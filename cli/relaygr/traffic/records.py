@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import StageTimings
+from relaygr.schemas.record import record
 
 LOST = "lost"
 """The status of a request that no worker answered."""
@@ -21,7 +22,7 @@ NOT_SENT = "not_sent"
 """The status of a request that the client refused because its queue was full. This happens in an outage of Kafka."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ImpressionRecord:
     """The outcome of one impression, by the gateway's monotonic clock.
 

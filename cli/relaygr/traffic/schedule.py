@@ -7,17 +7,17 @@ may be endless.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.record import record
 from relaygr.traffic.population import Population
 from relaygr.traffic.settings import TrafficSettings
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Impression:
     """One scheduled impression. Times are in µs since the start of the stream."""
 

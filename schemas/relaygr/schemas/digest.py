@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+from relaygr.schemas.record import record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ DIGEST_BYTES = 16
 _DOMAIN = b"relaygr.history.1"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DigestChain:
     """Digests of one history: `seed`, `blocks[k]` after behaviours [0, min((k+1)*BLOCK, length))."""
 

@@ -1,6 +1,6 @@
 """Kinds of message fields: how each is packed, checked and described.
 
-A message is a frozen dataclass whose fields are annotated with one of these kinds
+A message is a `record` (`relaygr.schemas.record`) whose fields are annotated with one of these kinds
 (`Annotated[str, Text(max_bytes=128), "what it means"]`). The codec, the validation and the
 generated reference in `docs/messages.md` read the same annotation, so that they agree.
 

@@ -9,11 +9,11 @@ skip each other's results without decoding them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from relaygr.schemas.codec import DecodeError, DecodeReason
 from relaygr.schemas.fields import INT64_MAX, FieldError, Text
 from relaygr.schemas.messages import REQUEST_ID_TEXT
+from relaygr.schemas.record import record
 
 Headers = list[tuple[str, str | bytes | None]]
 RawHeaders = Iterable[tuple[str, bytes | str | None]] | None
@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 512
 _HEADER_TEXT = Text(MAX_HEADER_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankingHeaders:
     """Headers of a ranking request: reply address and deadline."""
 
@@ -67,7 +67,7 @@ class RankingHeaders:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ResultHeaders:
     """Headers of a ranking result: the request and the gateway that sent it."""
 

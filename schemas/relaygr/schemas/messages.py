@@ -8,7 +8,6 @@ clock unless their text says otherwise; durations say so.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain
 from relaygr.schemas.fields import Choice, Digest, FieldError, Flag, ListOf, Other, Packed, Real, Text, UInt
+from relaygr.schemas.record import record
 
 MAX_BEHAVIOURS = 131_072
 MAX_SUFFIX_BEHAVIOURS = 4_096
@@ -93,7 +93,7 @@ class WorkerState(enum.StrEnum):
     STOPPING = "stopping"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class Behaviours:
     """A user's behaviours, oldest first: three arrays of equal length."""
 
@@ -139,7 +139,7 @@ class Behaviours:
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HistoryVersion:
     """Identifies a history: a number that grows with each write, its length, and the digest of its content."""
 
@@ -148,7 +148,7 @@ class HistoryVersion:
     digest: Annotated[bytes, Digest(DIGEST_BYTES), "last digest of the chain (`relaygr.schemas.digest`)"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class History:
     """A user's long-term behaviours and features at one version: a value of the history topic, or inline."""
 
@@ -178,7 +178,7 @@ class History:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RetrievalEvent:
     """Gateway to trigger: an impression has begun. The event estimates the time and size of the ranking request."""
 
@@ -211,7 +211,7 @@ class RetrievalEvent:
         _check_history(self.user_id, self.history_version, self.history)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PreInferJob:
     """Trigger to worker: compute this user's prefix before the ranking request arrives.
 
@@ -238,7 +238,7 @@ class PreInferJob:
         _check_history(self.user_id, self.history_version, self.history)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class RankingRequest:
     """Gateway to worker: score these candidates for this user, by this deadline."""
 
@@ -263,7 +263,7 @@ class RankingRequest:
         _check_history(self.user_id, self.history_version, self.history)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StageTimings:
     """Durations of the stages of a ranking request at its worker."""
 
@@ -275,7 +275,7 @@ class StageTimings:
     total_us: Annotated[int, UInt("µs"), "from receipt until the result was handed to the producer"] = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class RankingResult:
     """Worker to gateway: how a ranking request ended. Each request has one result."""
 
@@ -329,7 +329,7 @@ class RankingResult:
             raise FieldError(".reason: is required if failed")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LatencyCoefficients:
     """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All times in µs.
 
@@ -352,7 +352,7 @@ class LatencyCoefficients:
     c3: Annotated[float, Real("µs per token"), "ranking on a cached prefix, linear in n"] = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WorkerStatus:
     """Worker to triggers and monitors: its partitions, its free memory, its load and its latency model."""
 

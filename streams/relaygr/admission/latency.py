@@ -25,12 +25,13 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.schemas.record import record
 
 MIN_POINTS = 3
 """The least number of distinct measurements of a fit."""
@@ -45,10 +46,10 @@ class Stage(enum.StrEnum):
     RELOAD = "reload"
 
 
-_LETTERS = {Stage.FULL: "a", Stage.PRE: "b", Stage.HIT: "c", Stage.RELOAD: "d"}
+_STAGES = (Stage.FULL, Stage.PRE, Stage.HIT, Stage.RELOAD)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankPoint:
     """One measured ranking pass, full or on a cached prefix."""
 
@@ -58,7 +59,7 @@ class RankPoint:
     duration_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class AppendPoint:
     """One measured pass of pre-infer: `new_tokens` on `cached_tokens` (0: a prefix from its start)."""
 
@@ -67,7 +68,7 @@ class AppendPoint:
     duration_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ReloadPoint:
     """One measured copy from DRAM to HBM."""
 
@@ -75,17 +76,25 @@ class ReloadPoint:
     duration_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LatencyModel:
     """Predicted device times in µs. Raises ValueError for a coefficient that is negative or not finite."""
 
     coefficients: LatencyCoefficients
 
     def __post_init__(self) -> None:
+        values = self._values()
+        # A sum is finite only if every value is: one test for all of them, since each observation makes a model.
+        if min(values) >= 0 and math.isfinite(sum(values)):
+            return
         for field in fields(self.coefficients):
             value = getattr(self.coefficients, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"latency coefficient {field.name} is {value}; it must be finite and at least 0")
+
+    def _values(self) -> tuple[float, ...]:
+        c = self.coefficients
+        return (c.a0, c.a1, c.a2, c.b0, c.b1, c.b2, c.c0, c.c1, c.c2, c.d0, c.d1, c.c3)
 
     def full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Full inference over prefix, suffix and candidates."""
@@ -130,12 +139,14 @@ class LatencyModel:
 
     def scaled(self, factors: dict[Stage, float]) -> LatencyModel:
         """The model with each stage's times multiplied by its factor (absent: 1)."""
-        by_letter = {_LETTERS[stage]: factor for stage, factor in factors.items()}
-        values = {
-            field.name: getattr(self.coefficients, field.name) * by_letter.get(field.name[0], 1.0)
-            for field in fields(self.coefficients)
-        }
-        return LatencyModel(LatencyCoefficients(**values))
+        c = self.coefficients
+        full, pre, hit, reload = (factors.get(stage, 1.0) for stage in _STAGES)
+        return LatencyModel(
+            LatencyCoefficients(
+                c.a0 * full, c.a1 * full, c.a2 * full, c.b0 * pre, c.b1 * pre, c.b2 * pre,
+                c.c0 * hit, c.c1 * hit, c.c2 * hit, c.d0 * reload, c.d1 * reload, c.c3 * hit,
+            )
+        )  # fmt: skip
 
 
 def fit(

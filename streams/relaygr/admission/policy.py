@@ -20,11 +20,11 @@ Pure. Only the buckets (`relaygr.admission.buckets`) hold state, and only `decid
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Protocol
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
+from relaygr.schemas.record import record
 
 
 class DecisionReason(enum.StrEnum):
@@ -61,7 +61,7 @@ class PrefixTier(enum.StrEnum):
     HBM = "hbm"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CachedPrefix:
     """The cached part of an impression's prefix: exact in the worker, estimated in the trigger."""
 
@@ -72,7 +72,7 @@ class CachedPrefix:
 NOTHING_CACHED = CachedPrefix()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ImpressionFacts:
     """The input of the policy: metadata of one retrieval event, or of the job made from it."""
 
@@ -99,7 +99,7 @@ class ImpressionFacts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class OwnerView:
     """Input of the policy: the worker that owns a partition."""
 
@@ -137,7 +137,7 @@ class OwnerView:
         return self.contextual_tokens + self.tokens_per_behaviour * min(behaviours, self.max_prefix_behaviours)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PolicyLimits:
     """The policy's settings."""
 
@@ -148,7 +148,7 @@ class PolicyLimits:
     lease_margin_us: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Estimate:
     """The costs of an impression on its owner, with and without the relay."""
 
@@ -199,7 +199,7 @@ class Buckets(Protocol):
         """Adds the device time of an expected ranking request to the ranking load."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Decision:
     """Whether the impression is admitted, and why. `estimate` is None without an owner or if it was not needed."""
 

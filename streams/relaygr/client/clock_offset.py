@@ -16,13 +16,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from relaygr.schemas.record import record
+
 SAMPLES_KEPT: Final = 16
 # A longer round trip or a larger offset comes from a wrong message, not from a wrong clock.
 MAX_ROUND_TRIP_US: Final = 60_000_000
 MAX_OFFSET_US: Final = 366 * 24 * 3600 * 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ClockOffset:
     """A worker's wall clock minus ours, with its largest possible error."""
 
@@ -39,7 +41,7 @@ def measure(sent_us: int, received_us: int, answered_us: int, returned_us: int) 
     return ClockOffset(offset_us, round_trip_us // 2)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Change:
     """The effect of a sample: the worker's new estimate if it changed, and the evicted worker, if any."""
 

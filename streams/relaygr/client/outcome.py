@@ -7,11 +7,11 @@ errors here are raised before anything is sent, so the caller may repeat the cal
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.fields import Other
 from relaygr.schemas.messages import FailureReason, RankingResult
+from relaygr.schemas.record import record
 
 
 class RankStatus(enum.StrEnum):
@@ -34,7 +34,7 @@ class TimeOutReason(enum.StrEnum):
     """The client was closed before the deadline."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankOutcome:
     """The end of one ranking request.
 
@@ -53,7 +53,7 @@ class RankOutcome:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LostRequest:
     """A request that has no result `lost_after_ms` after its deadline."""
 
@@ -62,7 +62,7 @@ class LostRequest:
     """Whether the broker acknowledged the request. If not, the request may never have reached it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DeliveryReport:
     """Whether one published message was delivered. After an error the message may still be in the topic."""
 

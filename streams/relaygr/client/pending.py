@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr.client.outcome import MessageRefused, QueueFull, RankOutcome
+from relaygr.schemas.record import record
 
 # The heap keeps the timers of ended requests until it holds more than this many timers for each open request.
 _STALE_TIMERS_PER_REQUEST: Final = 3
@@ -85,7 +86,7 @@ class PendingRequest:
     """Sends the request again; set while a retry is planned."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Answer:
     """The request that an answer belongs to; `entry` is set if ON_TIME or LATE."""
 
@@ -95,7 +96,7 @@ class Answer:
     """The deadline has passed, but its timer has not fired yet: the caller has not got `timed_out` yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Due:
     """A timer that is due."""
 

@@ -6,7 +6,6 @@ import itertools
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Required, TypedDict, get_origin, get_type_hints
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.messages import MAX_BUDGET_MS, Behaviours, History, HistoryVersion, RankingRequest, RetrievalEvent
+from relaygr.schemas.record import record
 
 _GATEWAY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -116,7 +116,7 @@ def ranking_request(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Names:
     """The names of a TypedDict. `__required_keys__` ignores `Required` in annotations that are strings."""
 

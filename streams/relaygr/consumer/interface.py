@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from confluent_kafka import Message
 
 from relaygr.schemas.headers import RawHeaders
+from relaygr.schemas.record import record
 
 
 class LoopState(enum.StrEnum):
@@ -23,7 +23,7 @@ class LoopState(enum.StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Token:
     """Identifies a message for `finish`, with the generation of its partition."""
 
@@ -33,7 +33,7 @@ class Token:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Received:
     """One message, passed to the handler once. `message` is the Kafka client's object, for dead letters."""
 
@@ -50,7 +50,7 @@ class Received:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LoopStatus:
     """The state for readiness and status messages. `assigned`: the group sent an assignment, possibly an empty one."""
 
@@ -67,7 +67,7 @@ class LoopStatus:
     owner_split: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Membership:
     """Shows whether this process was replaced. The loop checks it after a lost membership or a suspension."""
 

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.record import record
 
 
 class TopicPartition(NamedTuple):
@@ -41,7 +41,7 @@ class TopicPartition(NamedTuple):
     partition: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Progress:
     """Every offset in [start, finished) is finished or does not exist."""
 

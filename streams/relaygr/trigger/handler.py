@@ -6,7 +6,6 @@ No I/O: bytes in, bytes out. The app applies the decision. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
@@ -24,11 +23,12 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
 from relaygr.schemas.messages import PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.record import record
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.settings import TriggerSettings
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TriggerDecision:
     """The action for one event: send `job`, or write the event to dead letters if `detail` is set, or nothing."""
 

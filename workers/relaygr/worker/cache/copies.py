@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from relaygr.schemas.record import record
 from relaygr.worker.cache.results import PageArray, Tier
 
 # Each launch costs the host some microseconds, so the layers of a long prefix are reloaded in groups.
@@ -112,7 +113,7 @@ class LayerArrival:
             raise ReloadFailedError(f"layer {layer} of a prefix was not reloaded: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class CopyRequest:
     """Copy `source_pages[i]` of one tier to `target_pages[i]` of the other, for all i or not at all.
 
@@ -133,7 +134,7 @@ class CopyRequest:
         return int(self.source_pages.size) * page_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CopyForecast:
     """Expected time of a copy in the queue, and its own time."""
 
@@ -177,7 +178,7 @@ class PageGuard(Protocol):
         """A copy is about to read these pages. Raises, which fails the copy, if they have changed since `seal`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CopyLimits:
     """Bounds of a copy queue. A copy larger than `max_bytes` is accepted when the queue is empty."""
 

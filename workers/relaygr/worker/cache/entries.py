@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relaygr.schemas.messages import PrefixSource
+from relaygr.schemas.record import record
 from relaygr.worker.cache.copies import LayerArrival
 from relaygr.worker.cache.identity import PrefixKey, common_behaviours
 from relaygr.worker.cache.results import PageArray, PageCopy, PendingKind, Purpose
@@ -80,7 +81,7 @@ class Pin:
     revoked: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class Handle:
     """A pinned prefix in HBM. Its pages do not change until it is released, even if the entry is removed.
 
@@ -106,14 +107,14 @@ class Handle:
         return self.pin.open and not self.pin.revoked
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Hit:
     """K,V in HBM, pinned until the caller releases the handle."""
 
     handle: Handle
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Presence:
     """Ready behaviours of a key in each tier, and the state of each tier's best entry."""
 
@@ -160,7 +161,7 @@ class WorkInFlight:
         return np.concatenate((kept, self.new_pages))
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PrefixMatch:
     """An entry that covers the first `behaviours` behaviours of the requested key."""
 
@@ -168,7 +169,7 @@ class PrefixMatch:
     behaviours: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WorkMatch:
     """Work in flight that will cover the first `behaviours` behaviours of the requested key."""
 
@@ -252,7 +253,7 @@ _Leaser = tuple[str, str]
 """The user and the id of a request."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Lease:
     """A request that protects an entry from eviction until a time."""
 

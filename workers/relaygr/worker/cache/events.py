@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from relaygr.schemas.digest import DigestChain
 from relaygr.schemas.messages import PrefixSource
+from relaygr.schemas.record import record
 from relaygr.worker.cache.entries import CacheEntry
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.results import PageArray
@@ -36,7 +36,7 @@ class EventKind(enum.StrEnum):
     INVALIDATE = "invalidate"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CacheEvent:
     """One operation, its prefix, and its outcome (a value of the enum that the operation returns).
 
@@ -56,7 +56,7 @@ CacheListener = Callable[[CacheEvent], None]
 """A listener must be quick, and must not raise."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class StoredEntry:
     """A READY entry that an earlier process left. `pages` int32 is its page table, `tokens` the rows in it."""
 

@@ -14,10 +14,11 @@ may be too short where a digest is not known; it is never too long.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_at
+from relaygr.schemas.record import record
 
 if TYPE_CHECKING:
     from relaygr.schemas.messages import Behaviours
@@ -27,7 +28,7 @@ MAX_MARKS = 8
 version of the history still finds its whole prefix. Few versions of one user are in use at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Mark:
     """The digest of the first `length` behaviours."""
 
@@ -35,7 +36,7 @@ class Mark:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class PrefixKey:
     """Identity of one prefix.
 

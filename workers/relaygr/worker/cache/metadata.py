@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relaygr.schemas.messages import PrefixSource
+from relaygr.schemas.record import record
 from relaygr.worker.cache.entries import (
     CacheEntry,
     EntryIndex,
@@ -53,7 +54,7 @@ MAX_ENTRIES_PER_USER = 4
 """A look-up walks all entries of its user. Without a bound, a user whose history keeps changing could have many."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TierShape:
     """Size of a tier, and how tokens lie in its pages."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relaygr.schemas.record import record
 
 PageArray = NDArray[np.int32]
 """Numbers of pages. The memory of page n is row n of the arena of the tier."""
@@ -93,7 +94,7 @@ class PendingOutcome(enum.StrEnum):
     INVALIDATED = "invalidated"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Miss:
     """HBM has no K,V of the key. DRAM has `dram_behaviours` behaviours of the key, which could be reloaded."""
 
@@ -101,21 +102,21 @@ class Miss:
     dram_behaviours: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class NoRoom:
     """The cache has no pages to give now, and it evicted nothing for this call."""
 
     reason: NoRoomReason
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Declined:
     """The cache did not start a reload."""
 
     reason: DeclineReason
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PageCopy:
     """Copy page `source` to page `target` before computing: the fill needs rows of a page that others read."""
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from relaygr.admission.latency import Corrector
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
+from relaygr.schemas.record import record
 from relaygr.worker.cache import PageCopy, PrefixCache
 from relaygr.worker.device import Device, Event
 from relaygr.worker.executor.admission import JobAdmission
@@ -162,14 +163,14 @@ class DeviceCompletions:
         self._waiting = [each for each in self._waiting if not each.poll()]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(frozen=True, slots=True, eq=False)
 class _HistoryWait:
     """One piece of work in the wait queue. `on_change` is called when its user's history has changed."""
 
     on_change: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ExecutorParts:
     """The parts of an executor, beside the model. `scratch_pages` are arena pages outside the cache, enough for the
     longest prefix; `copy_page` copies one page of the arena.

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import bisect
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.schemas.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Chunking:
     """The bounds of one chunk: predicted time, tokens, whole pages. `in_one_chunk`: the model allows no cut."""
 
@@ -79,7 +80,7 @@ class Route(enum.StrEnum):
     REJECT = "reject"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RoutePlan:
     """The route, its predicted time in µs, and how many prefix tokens it ranks on."""
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import Path, PrefixSource
+from relaygr.schemas.record import record
 from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Purpose
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.device import Event
@@ -35,7 +36,7 @@ from relaygr.worker.model.interface import PrefixChunk
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Computed:
     """The prefix is complete at `at_us`. `handle` pins it in the cache until the event is handled; None: it lies on
     the scratch pages.
@@ -46,7 +47,7 @@ class Computed:
     at_us: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Undone:
     """The computation was discarded: these requests and jobs look up their prefix again."""
 
@@ -55,7 +56,7 @@ class Undone:
     prefix: ResolvedPrefix
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class OnScratch:
     """The computation got the scratch pages, which serve one request: all others have to look for their prefix again.
 
@@ -66,7 +67,7 @@ class OnScratch:
     work: PrefixWork
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Failed:
     """The device failed while it computed the prefix that these requests waited for."""
 
@@ -74,7 +75,7 @@ class Failed:
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TooLate:
     """Prediction at `at_us`: the prefix will be complete too late for this request."""
 
@@ -82,7 +83,7 @@ class TooLate:
     at_us: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TailIsSuffix:
     """There is no room to append. The request can be ranked on the cached part that `handle` pins."""
 
@@ -105,7 +106,7 @@ class ChunkReadiness(enum.Enum):
     """Another prefix or request uses the scratch pages, and has to end first."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Chunk:
     """The tokens of `work` from `done_tokens` up to `end_tokens`."""
 
@@ -122,7 +123,7 @@ class Chunk:
         return latency.append_us(self.work.done_tokens, self.end_tokens - self.work.done_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Running:
     """A chunk that was started on the device, and the event that completes with it."""
 

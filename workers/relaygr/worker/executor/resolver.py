@@ -8,7 +8,7 @@ query time (the time of the retrieval event, which job and request both carry), 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, resolve, window
@@ -34,7 +35,7 @@ class HistoryReader(Protocol):
         """Whether the store has not caught up with the partition yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Scored:
     """The numbers of behaviours and candidates that are ranked after a prefix."""
 

@@ -17,13 +17,13 @@ the requested version is newer than the stored one (`is_behind`), the caller dec
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 from relaygr.schemas.digest import BLOCK, DigestChain, digest_at, digest_chain
 from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.schemas.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoredHistory:
     """A history and the digest chain of the whole history."""
 
@@ -50,7 +50,7 @@ class HistoryStatus(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ResolvedHistory:
     """The chosen history. `history`, `chain` and `version` are None only if the status is UNKNOWN."""
 
@@ -69,7 +69,7 @@ class ResolvedHistory:
         return self.status is HistoryStatus.STALE
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HistoryWindow:
     """The newest part of a history. Positions and digests count from the start of the window."""
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import check_room, make_private, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.record import record
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
@@ -57,7 +58,7 @@ _PARTITION_KEY = struct.Struct(">I")
 _HEAD = struct.Struct("<QIIQII")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoreOrigin:
     """The topic that a store is a copy of."""
 
@@ -69,7 +70,7 @@ class StoreOrigin:
         return "\n".join((self.cluster_id, self.topic, self.topic_id)).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HistoryRecord:
     """One record of the history topic; `history` None is a tombstone."""
 
@@ -78,7 +79,7 @@ class HistoryRecord:
     history: History | None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HistoryBatch:
     """Records of one partition in offset order, and the offset to continue from."""
 
@@ -87,7 +88,7 @@ class HistoryBatch:
     next_offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PartitionState:
     """How far a partition has been read."""
 
@@ -98,7 +99,7 @@ class PartitionState:
     """Records refused since the partition was last read from the beginning."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ApplyOutcome:
     """The effect of a transaction. Users are in the order of their records; `older` and `repeated` count records."""
 
@@ -390,7 +391,7 @@ def _joined(outcomes: Iterable[ApplyOutcome]) -> ApplyOutcome:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RecordHead:
     """The fields of a stored record before its arrays."""
 

@@ -17,7 +17,6 @@ The engine enqueues device work on the calling thread's current stream. Returned
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.record import record
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 from relaygr.worker.model.inputs.tokens import Tokens
@@ -39,7 +39,7 @@ class TooLongError(ValueError):
     """A request has more behaviours or candidates than the model's limits allow."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EngineLimits:
     """The limits of one request, from the checkpoint."""
 
@@ -48,7 +48,7 @@ class EngineLimits:
     max_candidates: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PrefixInputs:
     """A whole prefix after look-up. `rows`: its contextual tokens, then its behaviours (`inputs/tokens.py`)."""
 
@@ -62,7 +62,7 @@ class PrefixInputs:
         return int(self.rows.shape[0])
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PrefixChunk:
     """Tokens [start, end) of a prefix, to be computed. `pages` hold at least tokens [0, end)."""
 
@@ -72,7 +72,7 @@ class PrefixChunk:
     pages: Int32Array
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankInputs:
     """One request after look-up. Its suffix and its candidates read the first `prefix_tokens` tokens in `pages`."""
 
@@ -89,7 +89,7 @@ class RankInputs:
     The function may make the current stream wait. If it raises, `forward` raises."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankOutputs:
     """Scores of one request: float32 [candidates, tasks], in the order of its candidates."""
 

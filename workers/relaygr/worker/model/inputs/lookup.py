@@ -8,12 +8,11 @@ generative-recommenders, minimum lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
+from relaygr.schemas.record import record
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.encodings import (
     Ages,
@@ -44,7 +43,7 @@ IDS_TENSOR = "items.ids"
 Int64Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FoundRows:
     """Rows of the item table, and the number of ids that are not in the vocabulary."""
 

@@ -19,11 +19,12 @@ Sources: Meta's generative-recommenders adds, NVIDIA's recsys-examples interleav
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relaygr.schemas.record import record
 
 Tokens = NDArray[np.int64]
 
@@ -38,7 +39,7 @@ class Column(enum.IntEnum):
     TIME = 4
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FoundTokens:
     """Tokens [n, 5], and the number of items among them that are not in the vocabulary."""
 
