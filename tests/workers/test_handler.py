@@ -43,11 +43,17 @@ class Sink:
     rankings: list[RankingWork] = field(default_factory=list)
     jobs: list[JobWork] = field(default_factory=list)
 
-    def take_ranking(self, work: RankingWork) -> None:
-        self.rankings.append(work)
+    has_room: bool = True
 
-    def take_job(self, work: JobWork) -> None:
-        self.jobs.append(work)
+    def take_ranking(self, work: RankingWork) -> bool:
+        if self.has_room:
+            self.rankings.append(work)
+        return self.has_room
+
+    def take_job(self, work: JobWork) -> bool:
+        if self.has_room:
+            self.jobs.append(work)
+        return self.has_room
 
 
 class HandlerWorld:
@@ -137,6 +143,21 @@ def test_a_deadline_years_away_is_taken_for_the_longest_budget(world: HandlerWor
     world.rank(world.headers(deadline_us=2**63 - 1))
     (work,) = world.sink.rankings
     assert work.deadline_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
+
+
+def test_a_request_for_which_there_is_no_memory_is_answered_overloaded_at_once(world: HandlerWorld):
+    world.sink.has_room = False
+    world.rank()
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.OVERLOADED)
+    assert result.detail and "worker.ranking_queue_bytes" in result.detail
+
+
+def test_a_job_for_which_there_is_no_memory_is_shed(world: HandlerWorld):
+    world.sink.has_room = False
+    world.send(PREINFER, codec.encode(world.job()))
+    assert world.count("relaygr_worker_preinfer_jobs_total", outcome="shed") == 1
+    assert len(world.finished) == 1
 
 
 def test_a_job_years_away_is_taken_for_one_of_the_longest_budget(world: HandlerWorld):

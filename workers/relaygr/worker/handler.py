@@ -23,7 +23,7 @@ from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.executor import Executor
-from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork
 from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
@@ -131,9 +131,10 @@ class WorkerHandler:
             )
         deadline_us = _monotonic(received, request.deadline_us, now_wall_us)
         answer_by_us = deadline_us - self._reply_margin_us
-        return self._executor.take_ranking(
-            RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
-        )
+        work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
+        if not self._executor.take_ranking(work):
+            self._results.without_work(reply, received, Outcome.FAILED, FailureReason.OVERLOADED, NO_MEMORY)
+        return None
 
     # -- pre-infer ---------------------------------------------------------------------------------
 
@@ -149,9 +150,10 @@ class WorkerHandler:
         if now_wall_us > job.expires_at_us + self._skew_us:
             return self._results.job_done(received, JobOutcome.EXPIRED)
         expected_us = _monotonic(received, job.expected_ranking_at_us, now_wall_us)
-        return self._executor.take_job(
-            JobWork(job, received, expected_us, _monotonic(received, job.expires_at_us, now_wall_us))
-        )
+        work = JobWork(job, received, expected_us, _monotonic(received, job.expires_at_us, now_wall_us))
+        if not self._executor.take_job(work):
+            self._results.job_done(received, JobOutcome.SHED)
+        return None
 
     # -- both --------------------------------------------------------------------------------------
 

@@ -125,11 +125,17 @@ class WorkerSettings(Section):
     ranking_queue_bytes: ByteSize = Field(
         ByteSize(64 * _MIB),
         ge=_MIB,
-        description="memory of unanswered ranking requests and their histories at which the ranking partitions pause",
+        description="most memory of unanswered ranking requests and their histories; at three quarters of it the "
+        "ranking partitions pause, beyond it requests fail as overloaded",
     )
     preinfer_queue_max: Annotated[
         int, Field(ge=1, description="most prefixes that wait for pre-infer; beyond it, jobs are shed")
     ] = 1024
+    preinfer_queue_bytes: ByteSize = Field(
+        ByteSize(64 * _MIB),
+        ge=_MIB,
+        description="most memory of pre-infer jobs and their histories; beyond it, jobs are shed",
+    )
     reply_margin_ms: Annotated[float, Field(ge=0, description="time that a result needs to reach the gateway")] = 2.0
     max_clock_skew_ms: Annotated[
         int, Field(ge=0, description="time past its deadline after which a request counts as expired")

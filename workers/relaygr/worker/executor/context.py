@@ -26,7 +26,7 @@ from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import PrefixWork, RankingWork
+from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
@@ -203,6 +203,8 @@ class ExecutorContext:
     scheduler: Scheduler[PrefixWork | RankingWork] = field(init=False)
     waiting: WaitQueue[_HistoryWait] = field(init=False)
     timers: Timers = field(default_factory=Timers)
+    held_by_requests: HeldMemory = field(init=False)
+    held_by_jobs: HeldMemory = field(init=False)
     answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
     """Impressions that were answered. A job for one of them is dropped."""
     last_progress_us: int = 0
@@ -213,6 +215,8 @@ class ExecutorContext:
         settings = self.parts.settings
         self.scheduler = Scheduler(self.parts.admission_settings.preinfer_share, int(settings.chunk_ms * 1000))
         self.waiting = WaitQueue(settings.parked_jobs_max)
+        self.held_by_requests = HeldMemory(int(settings.ranking_queue_bytes))
+        self.held_by_jobs = HeldMemory(int(settings.preinfer_queue_bytes))
         self.last_progress_us = self.parts.clock.monotonic_us()
         self.use(self.engine)
 
@@ -237,6 +241,11 @@ class ExecutorContext:
             self._ranking_passes.append((duration_us, now_us))
             if len(self._ranking_passes) >= MAX_UNCOUNTED_PASSES:
                 self.count_ranking_passes()
+
+    def end_job(self, job: JobWork, outcome: JobOutcome) -> None:
+        """Ends the job: its memory is free, and its offset is finished."""
+        self.held_by_jobs.end(job)
+        self.parts.results.job_done(job.received, outcome)
 
     def count_ranking_passes(self) -> None:
         """Adds the ranking passes since the last call to the job admission. Call it before each admission."""

@@ -48,15 +48,23 @@ class Executor:
 
     # -- any thread ----------------------------------------------------------------------------------
 
-    def take_ranking(self, work: RankingWork) -> None:
-        """Takes a ranking request; its result goes to the result writer."""
+    def take_ranking(self, work: RankingWork) -> bool:
+        """Takes a ranking request; its result goes to the result writer. False, without a result, if the memory of
+        unanswered requests has reached its bound.
+        """
+        if not self._context.held_by_requests.post(work.received):
+            return False
         self._mailbox.append(partial(self._requests.submit, work))
         self.mail_arrived.set()
+        return True
 
-    def take_job(self, work: JobWork) -> None:
-        """Takes a pre-infer job; its outcome goes to the result writer."""
+    def take_job(self, work: JobWork) -> bool:
+        """Takes a pre-infer job; its outcome goes to the result writer. False as for `take_ranking`."""
+        if not self._context.held_by_jobs.post(work.received):
+            return False
         self._mailbox.append(partial(self._jobs.submit, work))
         self.mail_arrived.set()
+        return True
 
     def post(self, call: Callable[[], None]) -> None:
         """Runs `call` on the device thread, before its next piece of work."""
@@ -80,8 +88,8 @@ class Executor:
 
     @property
     def ranking_outstanding_bytes(self) -> int:
-        """The approximate memory of these requests."""
-        return self._requests.outstanding_bytes
+        """The memory of these requests and of those in the mailbox."""
+        return self._context.held_by_requests.outstanding_bytes
 
     @property
     def preinfer_backlog_us(self) -> int:

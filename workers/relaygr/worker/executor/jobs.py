@@ -67,6 +67,8 @@ class Jobs:
         now_us = self._parts.clock.monotonic_us()
         job, resolver = work.job, self._context.resolver
         work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
+        if not work.held_bytes and not self._context.held_by_jobs.begin(work):
+            return self._end(work, JobOutcome.SHED)
         if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
         if (job.user_id, job.request_id) in self._context.answered:
@@ -87,7 +89,10 @@ class Jobs:
         if history.history is None:
             return self._end(work, JobOutcome.NO_HISTORY)
         expected = Scored(job.expected_suffix, job.expected_candidates)
-        return self._pre_infer(work, resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected))
+        prefix = resolver.prefix(job.user_id, history, job.retrieval_at_us // 1000, expected)
+        if not self._context.held_by_jobs.keep(work, prefix):
+            return self._end(work, JobOutcome.SHED)
+        return self._pre_infer(work, prefix)
 
     def _pre_infer(self, work: JobWork, prefix: ResolvedPrefix) -> None:
         if prefix.revision != self._context.engine.revision:
@@ -139,6 +144,7 @@ class Jobs:
         return self._end(work, JobOutcome.RELOADED)
 
     def _join(self, work: JobWork, coming: PrefixWork) -> None:
+        self._context.held_by_jobs.keep(work, None)
         coming.jobs.append(work)
         self._context.scheduler.push(coming)
 
@@ -208,4 +214,4 @@ class Jobs:
         self._end(work, JobOutcome.FAILED)
 
     def _end(self, work: JobWork, outcome: JobOutcome) -> None:
-        self._parts.results.job_done(work.received, outcome)
+        self._context.end_job(work, outcome)

@@ -205,8 +205,10 @@ class Prefixes:
         work.on_scratch, work.remaining_us = on_scratch, predicted_us
         if request is not None:
             work.waiters.append(request)
+            self._context.held_by_requests.keep(work, prefix)
         if job is not None:
             work.jobs.append(job)
+            self._context.held_by_jobs.keep(work, prefix)
         user_id = prefix.key.user_id
         if not on_scratch and user_id in self.by_user:
             # Another version of this user's prefix is being computed. This one is not shared.
@@ -391,7 +393,7 @@ class Prefixes:
     def _leave_cache(self, work: PrefixWork) -> None:
         self._forget(work)
         for job in work.jobs:
-            self._parts.results.job_done(job.received, JobOutcome.NO_ROOM)
+            self._context.end_job(job, JobOutcome.NO_ROOM)
         work.jobs.clear()
         self._begin_anew_on_scratch(work)
 
@@ -414,6 +416,7 @@ class Prefixes:
     def _complete(self, work: PrefixWork, now_us: int) -> None:
         self._context.scheduler.remove(work)
         self._forget(work)
+        self._context.held_by_requests.end(work)
         if work.on_scratch:
             (self.scratch_user,) = work.waiters
             self.events.append(Computed(work, None, now_us))
@@ -458,6 +461,7 @@ class Prefixes:
         """Gives back all that the computation holds. The caller answers its requests and jobs."""
         self._context.scheduler.remove(work)
         self._forget(work)
+        self._context.held_by_requests.end(work)
         if work.fill is not None:
             work.fill.abort()
         self._release(work.base)
@@ -471,7 +475,7 @@ class Prefixes:
     def _end(self, work: PrefixWork, outcome: JobOutcome) -> None:
         self.discard(work)
         for job in work.jobs:
-            self._parts.results.job_done(job.received, outcome)
+            self._context.end_job(job, outcome)
 
     def _forget(self, work: PrefixWork) -> None:
         if self.by_user.get(work.prefix.key.user_id) is work:

@@ -25,8 +25,8 @@ from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpos
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.prefixes import Computed, Prefixes
-from relaygr.worker.executor.resolver import Scored
-from relaygr.worker.executor.work import NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.executor.resolver import BYTES_PER_TOKEN, Scored
+from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
 from relaygr.worker.memory import is_out_of_memory
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
@@ -35,8 +35,6 @@ log = structlog.get_logger()
 
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
-HELD_BYTES_PER_BEHAVIOUR = 64
-"""Memory of one behaviour of a resolved history: its copy (18 bytes), and its rows in the model's tables."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +50,7 @@ class _PrefixWait:
 
 
 class Requests:
-    """Belongs to the device thread. `outstanding` and `outstanding_bytes` may be read from other threads."""
+    """Belongs to the device thread. `outstanding` may be read from other threads."""
 
     def __init__(self, context: ExecutorContext, prefixes: Prefixes) -> None:
         self._context = context
@@ -63,20 +61,17 @@ class Requests:
         self._chunk_us = settings.chunk_ms * 1000
         self.outstanding = 0
         """Requests that were taken and have no result yet."""
-        self.outstanding_bytes = 0
-        """The approximate memory of these requests."""
 
     # -- entry points: one request that fails must not end the process and all other requests --------
 
     def submit(self, work: RankingWork) -> None:
         """Takes a request; its result goes to the result writer."""
         request = work.request
-        version = request.history_version
-        behaviours = version.length if version is not None else 0
-        work.held_bytes = 2 * len(work.received.value or b"") + HELD_BYTES_PER_BEHAVIOUR * behaviours
         work.pages, work.suffix = NO_PAGES, request.suffix
         self.outstanding += 1
-        self.outstanding_bytes += work.held_bytes
+        held, rows = self._context.held_by_requests, request.candidates.size + request.suffix.items.size
+        if not held.begin(work, BYTES_PER_TOKEN * rows):
+            return self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
         too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
             return self._fail(work, FailureReason.TOO_LONG, too_long)
@@ -177,8 +172,12 @@ class Requests:
             return None
         if history.is_behind and self._waits_for_history(work, scored):
             return None
-        work.prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
-        return work.prefix
+        prefix = resolver.prefix(request.user_id, history, request.query_time_ms, scored, request.suffix)
+        if not self._context.held_by_requests.keep(work, prefix):
+            self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
+            return None
+        work.prefix = prefix
+        return prefix
 
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
@@ -244,6 +243,8 @@ class Requests:
         if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
             # The prediction of the look-up is for another prefix, or old.
             self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
+        if prefix is not work.held_prefix and not self._context.held_by_requests.keep(work, prefix):
+            return self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
         work.prefix = prefix
         if prefix.tokens == 0:
             return self._ready(work, now_us)
@@ -455,7 +456,7 @@ class Requests:
     def _finish(self, work: RankingWork, ranked: bool) -> None:
         work.done = True
         self.outstanding -= 1
-        self.outstanding_bytes -= work.held_bytes
+        self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
         self._context.answered.add((user_id, request_id))
         # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.

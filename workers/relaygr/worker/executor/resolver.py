@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
@@ -23,6 +24,11 @@ from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, Store
 from relaygr.worker.model.interface import Engine
 
 _NO_SUFFIX = Behaviours.empty()
+BYTES_PER_DIGEST: Final = 57
+"""A digest of 16 bytes as an object, and its place in a tuple."""
+BYTES_PER_TOKEN: Final = 48
+"""A looked-up token (5 numbers of 8 bytes), and its time."""
+_SPARE_BYTES: Final = 4096
 
 
 class HistoryReader(Protocol):
@@ -90,11 +96,15 @@ class PrefixResolver:
             chain = extend_chain(chain, behaviours)
         cut = window(history, chain, engine.limits.max_prefix_behaviours, self._anchor_behaviours)
         behaviours, chain = cut.history.behaviours, cut.chain
+        features, held_bytes = history.features, 0
+        if folded or resolved.status is not HistoryStatus.INLINE:
+            # The arrays of an inline history are counted with its message.
+            features, behaviours, held_bytes = _detached(features, behaviours)
         if rules.uses_query_time:
             chain = _chain_at(query_time_ms, chain, behaviours)
         return ResolvedPrefix(
             key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=rules.grows),
-            features=history.features,
+            features=features,
             behaviours=behaviours,
             suffix=_NO_SUFFIX if folded else suffix,
             query_time_ms=query_time_ms,
@@ -105,18 +115,25 @@ class PrefixResolver:
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
+            held_bytes=held_bytes
+            + BYTES_PER_DIGEST * len(chain.blocks)
+            + BYTES_PER_TOKEN * engine.layout.tokens(chain.length),
         )
 
     def shortened(self, prefix: ResolvedPrefix, prefix_tokens: int) -> ResolvedPrefix:
         """The newest behaviours that fit into `prefix_tokens`. It is never cached: its key identifies no prefix."""
         layout = self._engine.layout
         kept = max(0, prefix_tokens - layout.contextual_tokens) // layout.tokens_per_behaviour
+        newest = prefix.behaviours[len(prefix.behaviours) - kept :]
+        features, behaviours, held_bytes = _detached(prefix.features, newest)
         return replace(
             prefix,
             key=PrefixKey(prefix.key.user_id, b"", DigestChain(prefix.key.chain.seed, (), 0)),
-            behaviours=prefix.behaviours[len(prefix.behaviours) - kept :],
+            features=features,
+            behaviours=behaviours,
             tokens=layout.tokens(kept),
             for_one_impression=True,
+            held_bytes=held_bytes + BYTES_PER_TOKEN * layout.tokens(kept),
         )
 
     def tail_as_suffix(self, prefix: ResolvedPrefix, cached_behaviours: int) -> Behaviours | None:
@@ -142,3 +159,24 @@ def _chain_at(query_time_ms: int, chain: DigestChain, behaviours: Behaviours) ->
     """The chain of a prefix that is valid for one query time: its seed covers that time, too."""
     seed = blake2b(chain.seed + struct.pack("<q", query_time_ms), digest_size=DIGEST_BYTES).digest()
     return extend_chain(DigestChain(seed, (), 0), behaviours)
+
+
+def _detached(features: NDArray[np.int64], behaviours: Behaviours) -> tuple[NDArray[np.int64], Behaviours, int]:
+    """Features and behaviours, and the bytes of the buffers that they keep alive. They are copied if they keep alive
+    much more than they show, such as the record of a long history of which a window is used.
+    """
+    arrays = (features, behaviours.items, behaviours.actions, behaviours.timestamps_ms)
+    shown_bytes = sum(array.nbytes for array in arrays)
+    buffers = {id(buffer): memoryview(buffer).nbytes for buffer in map(_buffer_of, arrays)}
+    held_bytes = sum(buffers.values())
+    if held_bytes <= shown_bytes + shown_bytes // 4 + _SPARE_BYTES:
+        return features, behaviours, held_bytes
+    copies = Behaviours(behaviours.items.copy(), behaviours.actions.copy(), behaviours.timestamps_ms.copy())
+    return features.copy(), copies, shown_bytes
+
+
+def _buffer_of(array: Any) -> Any:
+    """The object that owns the array's memory: the array itself, another array, or the bytes of a message or record."""
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,77 @@ class JobOutcome(enum.StrEnum):
     FAILED = "failed"
 
 
+NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
+_WORK_BYTES: Final = 2048
+"""The objects of one piece of work."""
+
+
+def message_bytes(received: Received) -> int:
+    """The memory of a message and its decoded form."""
+    return 2 * len(received.value or b"") + _WORK_BYTES
+
+
+class HeldMemory:
+    """The memory that pieces of work keep alive, at most `max_bytes`: messages, histories and looked-up rows. A history
+    counts once, even if several pieces of work share it. Work that is alone may exceed the bound.
+
+    The poll thread calls `post`, the device thread all else. Any thread may read `outstanding_bytes`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.total_bytes = 0
+        """The work that has begun."""
+        # Two counters, since each is written by one thread only.
+        self._posted_bytes = 0
+        self._received_bytes = 0
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """The work that has begun, and the messages that wait in the mailbox."""
+        return self.total_bytes + self._posted_bytes - self._received_bytes
+
+    def post(self, received: Received) -> bool:
+        """Counts a message for the mailbox. False, without counting it, if there is no room."""
+        size_bytes, outstanding_bytes = message_bytes(received), self.outstanding_bytes
+        if outstanding_bytes > 0 and outstanding_bytes + size_bytes > self.max_bytes:
+            return False
+        self._posted_bytes += size_bytes
+        return True
+
+    def begin(self, work: JobWork | RankingWork, more_bytes: int = 0) -> bool:
+        """The work has left the mailbox, and holds its message and `more_bytes`. False if there is no room for it."""
+        size_bytes = message_bytes(work.received)
+        work.held_bytes = size_bytes + more_bytes
+        self.total_bytes += work.held_bytes
+        self._received_bytes += size_bytes
+        return self.total_bytes <= self.max_bytes or self.total_bytes == work.held_bytes
+
+    def keep(self, work: HoldsMemory, prefix: ResolvedPrefix | None) -> bool:
+        """The work holds this prefix from now on, and no longer the one before. False if there is no room for it."""
+        before, work.held_prefix = work.held_prefix, None
+        if before is not None:
+            before.holders -= 1
+            if before.holders == 0 and before.held_in is not None:
+                before.held_in.total_bytes -= before.held_bytes
+        if prefix is None:
+            return True
+        if prefix.holders == 0:
+            if self.total_bytes + prefix.held_bytes > self.max_bytes and self.total_bytes > work.held_bytes:
+                return False
+            prefix.held_in = self
+            self.total_bytes += prefix.held_bytes
+        prefix.holders += 1
+        work.held_prefix = prefix
+        return True
+
+    def end(self, work: HoldsMemory) -> None:
+        """The work holds nothing any more."""
+        self.keep(work, None)
+        self.total_bytes -= work.held_bytes
+        work.held_bytes = 0
+
+
 @dataclass(slots=True, eq=False)
 class JobWork:
     """A pre-infer job. Its times are on the worker's monotonic clock."""
@@ -51,6 +122,8 @@ class JobWork:
     expires_us: int
     begun: bool = False
     """Whether the job was counted as begun: its prefix is computed, reloaded, or was found ready."""
+    held_bytes: int = 0
+    held_prefix: ResolvedPrefix | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +146,11 @@ class ResolvedPrefix:
     """The revision of the model."""
     for_one_impression: bool
     """The K,V are of no use to later requests of the user."""
+    held_bytes: int = 0
+    """Memory of the history, its digests and its rows in the model's tables. A message's own arrays do not count."""
+    holders: int = field(default=0, init=False)
+    held_in: HeldMemory | None = field(default=None, init=False)
+    """The account that counts `held_bytes` while the prefix has holders."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +167,7 @@ class RankingWork:
     answer_by_us: int
     """When the result should be sent: the deadline less the time to reach the gateway."""
     held_bytes: int = 0
-    """The approximate memory of the request until it is answered."""
+    held_prefix: ResolvedPrefix | None = None
     scored_tokens: int = 0
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
@@ -141,6 +219,8 @@ class PrefixWork:
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
     """Predicted device time of the chunks that are left."""
+    held_bytes: int = 0
+    held_prefix: ResolvedPrefix | None = None
 
     @property
     def started(self) -> bool:
@@ -156,3 +236,7 @@ class PrefixWork:
         if self.waiters:
             return min(waiter.latest_start_us for waiter in self.waiters) - int(self.remaining_us)
         return min(job.expected_ranking_us for job in self.jobs) - int(self.remaining_us)
+
+
+HoldsMemory = JobWork | RankingWork | PrefixWork
+"""Work with `held_bytes`, the memory that it alone holds, and `held_prefix`, which others may hold too."""

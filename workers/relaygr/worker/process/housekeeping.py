@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 from confluent_kafka import KafkaException, Producer
@@ -22,6 +23,9 @@ from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()
+
+_PAUSES_AT: Final = 0.75
+"""The part of `worker.ranking_queue_bytes` at which the ranking partitions pause. The rest is for received messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class Housekeeping:
         outstanding = self._executor.ranking_outstanding
         filled = max(
             outstanding / self._settings.ranking_queue_max,
-            self._executor.ranking_outstanding_bytes / self._settings.ranking_queue_bytes,
+            self._executor.ranking_outstanding_bytes / (_PAUSES_AT * self._settings.ranking_queue_bytes),
         )
         if not self._ranking_paused and filled >= 1:
             self._ranking_paused = True

@@ -37,8 +37,8 @@ class AllocatedMemory:
 
 
 def queues_bytes(settings: WorkerSettings) -> int:
-    """Most bytes in a worker's queues: those of its Kafka clients, and the ranking requests without a result."""
-    return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes)
+    """Most bytes in a worker's queues: those of its Kafka clients, ranking requests without a result, and jobs."""
+    return CLIENTS * LARGEST_QUEUE_BYTES + int(settings.ranking_queue_bytes) + int(settings.preinfer_queue_bytes)
 
 
 def policies_of(settings: WorkerSettings) -> TierPolicies:
