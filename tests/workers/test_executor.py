@@ -215,6 +215,20 @@ def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits
     assert (work.prefix.tokens, work.prefix.stale) == (100, True)
 
 
+def test_nothing_waits_for_a_version_longer_than_the_setting_however_late_its_deadline():
+    world = ExecutorWorld(history_wait_ms=300)
+    world.store.put("u", 100)
+    newer = history_of("u", 120, number=2).version()
+    world.rank(version=newer, budget_us=3_600_000_000)
+    world.job(version=newer, request_id="other", lead_us=3_600_000_000)
+    received_us = world.clock.monotonic_us()
+    world.idle_until(received_us + 299_000)
+    assert (world.outbox.answers, world.outbox.jobs) == (0, [])
+    world.idle_until(received_us + 300_000)
+    assert world.outbox.paths == [Path.FULL]
+    assert world.outbox.jobs == [JobOutcome.NO_HISTORY]
+
+
 def test_a_waiting_job_whose_version_never_comes_ends_when_it_expires():
     world = ExecutorWorld()
     world.job(version=history_of("u", 120, number=2).version())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -139,10 +139,25 @@ def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: 
     assert not world.producer.sent and not world.finished and not world.letters.written
 
 
-def test_a_deadline_years_away_is_taken_for_the_longest_budget(world: HandlerWorld):
-    world.rank(world.headers(deadline_us=2**63 - 1))
-    (work,) = world.sink.rankings
-    assert work.deadline_us == world.clock.monotonic_us() + MAX_BUDGET_MS * 1000
+@pytest.mark.parametrize(("ahead_us", "is_work"), [(60_005_000, True), (60_005_001, False), (2**62, False)])
+def test_a_deadline_may_lie_only_so_far_ahead(world: HandlerWorld, ahead_us: int, is_work: bool):
+    world.rank(world.headers(deadline_us=world.clock.wall_us() + ahead_us))
+    assert bool(world.sink.rankings) is is_work
+    reasons = [result.reason for result in world.results]
+    assert reasons == ([] if is_work else [FailureReason.INVALID_DEADLINE])
+
+
+def test_a_gateway_whose_clock_is_an_hour_ahead_is_told_the_offset(world: HandlerWorld):
+    hour_us = 3_600_000_000
+    headers = world.headers(deadline_us=world.clock.wall_us() + hour_us + 50_000)
+    request = replace(world.request(headers), sent_at_us=world.clock.wall_us() + hour_us - 1_000)
+    world.send(RANKING, codec.encode(request), headers=headers.encode())
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.INVALID_DEADLINE)
+    assert result.detail and "3600.1 s ahead" in result.detail and "-3599.999 s" in result.detail
+    assert not world.sink.rankings
+    world.producer.report()
+    assert len(world.finished) == 1
 
 
 def test_a_request_for_which_there_is_no_memory_is_answered_overloaded_at_once(world: HandlerWorld):

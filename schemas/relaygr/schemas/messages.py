@@ -61,6 +61,7 @@ class FailureReason(enum.StrEnum):
     OVERLOADED = "overloaded"
     UNDECODABLE = "undecodable"
     WRONG_PARTITIONER = "wrong_partitioner"
+    INVALID_DEADLINE = "invalid_deadline"
     TOO_LONG = "too_long"
     OUT_OF_MEMORY = "out_of_memory"
     DEVICE_ERROR = "device_error"

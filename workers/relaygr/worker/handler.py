@@ -5,7 +5,8 @@ The handler never computes and never blocks. It checks a ranking message in this
 1. its headers: without a reply address no result can be sent, so the message becomes a dead letter;
 2. its deadline: after an outage most of a backlog has expired, and gets its results without being decoded;
 3. its body;
-4. its partition.
+4. how far ahead its deadline lies;
+5. its partition.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class HandlerSettings:
     partitions: int
     max_clock_skew_ms: int
     reply_margin_ms: float
+    max_deadline_ms: int = 60_000
 
 
 class WorkerHandler:
@@ -62,6 +64,7 @@ class WorkerHandler:
         self._dead_letters = dead_letters
         self._clock = clock
         self._skew_us = settings.max_clock_skew_ms * 1000
+        self._furthest_us = (settings.max_deadline_ms + settings.max_clock_skew_ms) * 1000
         self._reply_margin_us = int(settings.reply_margin_ms * 1000)
         self._on_ownership = on_ownership
         self._on_tick = on_tick
@@ -119,6 +122,17 @@ class WorkerHandler:
                 self._results.without_work, reply, received, Outcome.FAILED, FailureReason.UNDECODABLE, detail
             )
             return self._dead_letter(received, error.reason.value, str(error), answer)
+        ahead_us = request.deadline_us - now_wall_us
+        if ahead_us > self._furthest_us:
+            return self._results.without_work(
+                reply,
+                received,
+                Outcome.FAILED,
+                FailureReason.INVALID_DEADLINE,
+                f"the deadline lies {ahead_us / 1e6:.1f} s ahead of this worker's clock, the limit is "
+                f"{self._furthest_us / 1e6:.1f} s (worker.max_deadline_ms). The clock offset (this "
+                f"worker's clock minus the gateway's) is about {(now_wall_us - request.sent_at_us) / 1e6:+.3f} s",
+            )
         partition = self._partition_of(request.user_id)
         if not _is_routed_to(partition, received, request.user_id):
             return self._results.without_work(

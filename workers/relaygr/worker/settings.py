@@ -13,6 +13,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
+from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -102,6 +103,20 @@ class WorkerSettings(Section):
             description="most requests and jobs that wait for a version of their history; beyond it, they do not wait",
         ),
     ] = 256
+
+    history_wait_ms: Annotated[
+        int,
+        Field(ge=0, description="longest time that a request or job waits for a version of its history"),
+    ] = 2000
+    max_deadline_ms: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=MAX_BUDGET_MS,
+            description="how far ahead of the worker's clock a deadline may lie; "
+            "beyond it a request fails as invalid_deadline",
+        ),
+    ] = 60_000
 
     chunk_ms: Annotated[float, Field(gt=0, description="longest predicted device time of one chunk of a prefix")] = 5.0
     max_chunk_tokens: Annotated[int, Field(ge=1, description="most tokens of one chunk, which bounds its memory")] = (

@@ -33,6 +33,7 @@ class Jobs:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes
+        self._longest_wait_us = context.parts.settings.history_wait_ms * 1000
 
     # -- entry points: one job that fails must not end the process, and with it all others ------------
 
@@ -83,7 +84,8 @@ class Jobs:
             return self._end(work, JobOutcome.UNDECODABLE)
         if history.is_behind:
             again, in_vain = partial(self.submit, work), partial(self._end, work, JobOutcome.NO_HISTORY)
-            if not self._context.wait_for_history(job.user_id, work.expires_us, again, in_vain):
+            until_us = min(work.expires_us, work.received.received_us + self._longest_wait_us)
+            if not self._context.wait_for_history(job.user_id, until_us, again, in_vain):
                 in_vain()
             return None
         if history.history is None:

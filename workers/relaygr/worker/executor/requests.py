@@ -59,6 +59,7 @@ class Requests:
         settings = context.parts.settings
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._chunk_us = settings.chunk_ms * 1000
+        self._longest_wait_us = settings.history_wait_ms * 1000
         self.outstanding = 0
         """Requests that were taken and have no result yet."""
 
@@ -311,7 +312,8 @@ class Requests:
         resolver = self._context.resolver
         work.scored_tokens = resolver.scored_tokens(scored.suffix_behaviours, scored.candidates)
         needed_us = self._full_us(resolver.expected_tokens(work.request.history_version), work.scored_tokens)
-        until_us = work.answer_by_us - int(needed_us + self._chunk_us)
+        last_start_us = work.answer_by_us - int(needed_us + self._chunk_us)
+        until_us = min(last_start_us, work.received.received_us + self._longest_wait_us)
         again = partial(self.look_up, work)
         return self._context.wait_for_history(work.request.user_id, until_us, again, again)
 
