@@ -11,8 +11,8 @@ Tests marked `kafka`, `outage`, `browser`, `container` or `soak` are marked `slo
 Every test begins with the logging of a process that configured none, and without the caller's settings. A test that
 leaves a thread or a child process behind fails.
 
-A run of the whole suite uses two processes (pytest-xdist), a run of chosen files one. The tests of a file stay in one
-process, and so do all of the pipeline, which are run first: they last longest. Each process has brokers of its own.
+A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
+of a file stay in one process, and the files that last longest come first. Each process has brokers of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -40,7 +40,17 @@ from tests.leftovers import Leftovers
 from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
-PIPELINE = Path(__file__).parent / "pipeline"
+ROOT = Path(__file__).parents[1]
+PIPELINE = ROOT / "tests" / "pipeline"
+LONGEST = {
+    "test_triton_attention.py",
+    "test_supervisor.py",
+    "test_engine_contract.py",
+    "test_fuzz.py",
+    "test_cache_soak.py",
+}
+"""Files that take a minute: none of them is to be the last."""
+QUICK = "not slow"
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
 
 settings.register_profile("all", deadline=None)
@@ -61,12 +71,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return min(2, os.cpu_count() or 1) if whole_suite else 0
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0  # Chosen tests: in pytest's own process.
+    # Slow tests wait for processes and brokers most of their time.
+    return min(2, os.cpu_count() or 1) + (config.option.markexpr != QUICK)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
+    settings.load_profile("quick" if config.option.markexpr == QUICK else "all")
     try:
         promised()
     except ValueError as error:
@@ -76,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.pluginmanager.has_plugin("xdist"):
-        items.sort(key=lambda item: PIPELINE not in item.path.parents)
+        items.sort(key=lambda item: (PIPELINE not in item.path.parents, item.path.name not in LONGEST))
     for item in items:
         if any(item.get_closest_marker(lane) for lane in SLOW_LANES):
             item.add_marker("slow")
@@ -90,16 +102,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file from its first test to its last, and one runs all of the pipeline's files.
+    """One process runs a file from its first test to its last. The pipeline's files are shared by two processes.
 
-    Their processes need a core; two relays at once would make each other late.
+    Each relay starts several processes: more than two at once would make each other late.
     """
     from xdist.scheduler import LoadScopeScheduling  # A part of the dev extra, and only needed with `-n`.
+
+    files = sorted(PIPELINE.glob("test_*.py"))
 
     class OneProcessAFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path, _, _ = nodeid.partition("::")
-            return "pipeline" if path.startswith("tests/pipeline/") else path
+            file = ROOT / path
+            return f"pipeline {files.index(file) % 2}" if file in files else path
 
     return OneProcessAFile(config, log)
 
