@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,13 +54,20 @@ def test_a_prefix_in_two_pieces_costs_only_the_fixed_part_more(first: int, secon
     assert pieces == pytest.approx(MODEL.pre_us(first + second) + MODEL.coefficients.b0)
 
 
+@given(tokens, tokens, st.floats(0, 10))
+def test_a_second_piece_also_reads_the_first(first: int, second: int, b3: float) -> None:
+    model = LatencyModel(replace(MODEL.coefficients, b3=b3))
+    more_us = model.append_us(0, first) + model.append_us(first, second) - model.pre_us(first + second)
+    assert more_us == pytest.approx(MODEL.coefficients.b0 + b3 * first, abs=1e-3)
+
+
 @given(models, tokens, st.floats(0, 1e6), st.integers(0, 30_000))
 def test_the_longest_append_fits_and_one_more_token_does_not(
     model: LatencyModel, cached: int, budget_us: float, limit: int
 ) -> None:
     longest = model.longest_append(cached, budget_us, limit)
     if longest is None:
-        assert model.coefficients.b0 > budget_us
+        assert model.coefficients.b0 + model.coefficients.b3 * cached > budget_us
     else:
         assert model.append_us(cached, longest) <= budget_us or longest == 0
         assert longest == limit or model.append_us(cached, longest + 1) > budget_us
@@ -130,12 +139,47 @@ def test_ranking_few_candidates_pays_for_the_length_of_its_prefix() -> None:
     assert model.hit_us(8192, 1) - model.hit_us(0, 1) == pytest.approx(0.4 * 8192, rel=1e-6)
 
 
+def test_a_chunk_pays_for_the_cached_tokens_that_it_reads() -> None:
+    """Without the coefficient b3, many small chunks of a long prefix took twice the predicted time."""
+    measured = [
+        AppendPoint(n, k, 300 + 8.0 * k + 0.01 * k * (2 * n + k) + 4.0 * n) for n in (0, 512, 2048) for k in (64, 512)
+    ]
+    ranked = [RankPoint(n, 16, 10.0 * n) for n in (64, 128, 256)]
+    model = fit(full=ranked, append=measured, hit=ranked, reload=[ReloadPoint(b, float(b)) for b in (1, 2, 3)])
+    assert model.append_us(4096, 64) == pytest.approx(300 + 8 * 64 + 0.01 * 64 * (2 * 4096 + 64) + 4 * 4096, rel=1e-3)
+    assert model.coefficients.b3 == pytest.approx(4.0, rel=1e-3)
+
+
 def test_the_corrector_follows_a_device_that_became_slower() -> None:
     corrector = Corrector(MODEL, weight=0.1)
     for _ in range(100):
         corrector.observe(Stage.HIT, MODEL.hit_us(1000, 50), 1.5 * MODEL.hit_us(1000, 50))
     assert corrector.model.hit_us(400, 10) == pytest.approx(1.5 * MODEL.hit_us(400, 10), rel=0.01)
     assert corrector.model.full_us(400, 10) == MODEL.full_us(400, 10)
+
+
+def test_the_corrector_tells_a_constant_from_a_factor_where_sizes_differ() -> None:
+    """Predicted by one factor, large chunks seemed as dear as small ones, or small ones as cheap."""
+    corrector = Corrector(MODEL)
+    sizes = np.random.default_rng(0).integers(16, 2_000, 1_000).tolist()
+    for tokens in sizes:
+        calibrated_us = MODEL.pre_us(tokens)
+        corrector.observe(Stage.PRE, calibrated_us, 1.3 * calibrated_us + 500)
+    for tokens in (64, 400, 4_000):
+        assert corrector.model.pre_us(tokens) == pytest.approx(1.3 * MODEL.pre_us(tokens) + 500, rel=0.05)
+        assert corrector.model.append_us(900, tokens) == pytest.approx(
+            1.3 * MODEL.append_us(900, tokens) + 500, rel=0.05
+        )
+    assert corrector.model.hit_us(400, 10) == MODEL.hit_us(400, 10)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7)), min_size=1), st.floats(0.01, 1))
+def test_a_corrected_model_is_a_model_whatever_is_measured(pairs: list[tuple[float, float]], weight: float) -> None:
+    corrector = Corrector(MODEL, weight=weight)
+    for calibrated_us, measured_us in pairs:
+        corrector.observe(Stage.PRE, calibrated_us, measured_us)
+        model = corrector.model
+        assert model.pre_us(100) <= model.pre_us(200)
 
 
 def test_one_stall_moves_the_correction_by_its_weight_at_most() -> None:

@@ -90,7 +90,7 @@ def _print(console: Console, calibration: Calibration) -> None:
     c = calibration.coefficients
     console.print(
         f"T_full = {c.a0:.0f} + {c.a1:.3g} (n+m) + {c.a2:.3g} (n+m)²   "
-        f"T_pre = {c.b0:.0f} + {c.b1:.3g} n + {c.b2:.3g} n²\n"
+        f"T_pre = {c.b0:.0f} + {c.b1:.3g} n + {c.b2:.3g} n²   T_append: + {c.b3:.3g} for each cached token\n"
         f"T_hit = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n+m) + {c.c3:.3g} n   "
         f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)",
         soft_wrap=True,

@@ -335,7 +335,7 @@ class LatencyCoefficients:
     """The latency model of a worker's device, fitted by calibration (`docs/trigger.md`). All times in µs.
 
     T_full(n, m) = a0 + a1 (n+m) + a2 (n+m)^2; T_pre(n) = b0 + b1 n + b2 n^2;
-    T_hit(n, m) = c0 + c1 m + c2 m (n+m) + c3 n; T_append(n, k) = b0 + b1 k + b2 k (2n+k);
+    T_hit(n, m) = c0 + c1 m + c2 m (n+m) + c3 n; T_append(n, k) = b0 + b1 k + b2 k (2n+k) + b3 n;
     T_reload(bytes) = d0 + d1 bytes. n: prefix tokens, m: suffix tokens + candidates.
     """
 
@@ -351,6 +351,7 @@ class LatencyCoefficients:
     d0: Annotated[float, Real("µs"), "reload, constant"]
     d1: Annotated[float, Real("µs per byte"), "reload, per byte"]
     c3: Annotated[float, Real("µs per token"), "ranking on a cached prefix, linear in n"] = 0.0
+    b3: Annotated[float, Real("µs per token"), "append to a cached prefix, linear in n"] = 0.0
 
 
 @record(frozen=True, slots=True)

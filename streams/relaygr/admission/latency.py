@@ -2,16 +2,16 @@
 
     T_full(n, m)    = a0 + a1 (n+m) + a2 (n+m)²       full inference
     T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
-    T_append(n, k)  = b0 + b1 k + b2 k (2n+k)         k new tokens on n cached ones; T_append(0, k) = T_pre(k)
+    T_append(n, k)  = b0 + b1 k + b2 k (2n+k) + b3 n  k new tokens on n cached ones; T_append(0, k) = T_pre(k)
     T_hit(n, m)     = c0 + c1 m + c2 m (n+m) + c3 n   ranking on a cached prefix
     T_reload(bytes) = d0 + d1 bytes                   a copy from DRAM to HBM
 
 n: prefix tokens, m: suffix tokens + candidates, k: new prefix tokens; all times in µs of device time.
 The linear terms are the projections, the quadratic terms the attention: each of k new rows attends to n + k/2 keys on
-average (hence k (2n+k) / 2), each of the m rows of a ranking to n + m keys. c3 is the cost of reading the K,V of the
-prefix, which does not depend on the number of candidates. Splitting a prefix into appends costs b0 for each additional
-chunk and nothing else: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0. Background: RelayGR, arXiv 2601.01712
-(at-risk test and pre-infer budget), and `docs/trigger.md`.
+average (hence k (2n+k) / 2), each of the m rows of a ranking to n + m keys. b3 and c3 are the cost of reading the K,V
+of the cached tokens, which does not depend on the number of rows. Splitting a prefix into appends costs b0 and this
+reading for each additional chunk: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0 + b3 x. Background: RelayGR,
+arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
 
 Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee this, and
 `LatencyModel` refuses other coefficients. `Corrector` adapts the model to a device whose speed drifts.
@@ -94,7 +94,7 @@ class LatencyModel:
 
     def _values(self) -> tuple[float, ...]:
         c = self.coefficients
-        return (c.a0, c.a1, c.a2, c.b0, c.b1, c.b2, c.c0, c.c1, c.c2, c.d0, c.d1, c.c3)
+        return (c.a0, c.a1, c.a2, c.b0, c.b1, c.b2, c.c0, c.c1, c.c2, c.d0, c.d1, c.c3, c.b3)
 
     def full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Full inference over prefix, suffix and candidates."""
@@ -109,7 +109,8 @@ class LatencyModel:
     def append_us(self, cached_tokens: int, new_tokens: int) -> float:
         """Pre-infer of `new_tokens` after `cached_tokens` whose K,V is cached."""
         c = self.coefficients
-        return c.b0 + c.b1 * new_tokens + c.b2 * new_tokens * (2 * cached_tokens + new_tokens)
+        attended = c.b2 * new_tokens * (2 * cached_tokens + new_tokens)
+        return c.b0 + c.b1 * new_tokens + attended + c.b3 * cached_tokens
 
     def hit_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Ranking on a prefix that is ready in HBM."""
@@ -124,7 +125,7 @@ class LatencyModel:
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
         """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None if the fixed cost exceeds it."""
         c = self.coefficients
-        spare_us = budget_us - c.b0
+        spare_us = budget_us - c.b0 - c.b3 * cached_tokens
         if limit_tokens < 0 or spare_us < 0:
             return None
         # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the numerically stable form. Called for every chunk.
@@ -137,14 +138,16 @@ class LatencyModel:
             tokens -= 1
         return tokens
 
-    def scaled(self, factors: dict[Stage, float]) -> LatencyModel:
-        """The model with each stage's times multiplied by its factor (absent: 1)."""
+    def scaled(self, factors: dict[Stage, float], extra_us: dict[Stage, float] | None = None) -> LatencyModel:
+        """The model with each stage's times multiplied by its factor (absent: 1), plus its extra (absent: 0)."""
         c = self.coefficients
         full, pre, hit, reload = (factors.get(stage, 1.0) for stage in _STAGES)
+        more_full, more_pre, more_hit, more_reload = ((extra_us or {}).get(stage, 0.0) for stage in _STAGES)
         return LatencyModel(
             LatencyCoefficients(
-                c.a0 * full, c.a1 * full, c.a2 * full, c.b0 * pre, c.b1 * pre, c.b2 * pre,
-                c.c0 * hit, c.c1 * hit, c.c2 * hit, c.d0 * reload, c.d1 * reload, c.c3 * hit,
+                c.a0 * full + more_full, c.a1 * full, c.a2 * full, c.b0 * pre + more_pre, c.b1 * pre, c.b2 * pre,
+                c.c0 * hit + more_hit, c.c1 * hit, c.c2 * hit, c.d0 * reload + more_reload, c.d1 * reload, c.c3 * hit,
+                c.b3 * pre,
             )
         )  # fmt: skip
 
@@ -157,22 +160,25 @@ def fit(
 ) -> LatencyModel:
     """The model that fits a calibration run. Raises ValueError in the same cases as `fit_full`."""
     a0, a1, a2 = fit_full(full)
-    b0, b1, b2 = fit_append(append)
+    b0, b1, b2, b3 = fit_append(append)
     c0, c1, c2, c3 = fit_hit(hit)
     d0, d1 = fit_reload(reload)
-    return LatencyModel(LatencyCoefficients(a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1, c3))
+    return LatencyModel(LatencyCoefficients(a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1, c3, b3))
 
 
 def fit_full(points: Sequence[RankPoint]) -> tuple[float, float, float]:
     """(a0, a1, a2) of T_full. Raises ValueError for too few points or durations that are not positive."""
     totals = [float(point.prefix_tokens + point.scored_tokens) for point in points]
-    return _three([(1.0, n, n * n) for n in totals], [point.duration_us for point in points])
+    a0, a1, a2 = _fit([(1.0, n, n * n) for n in totals], [point.duration_us for point in points])
+    return a0, a1, a2
 
 
-def fit_append(points: Sequence[AppendPoint]) -> tuple[float, float, float]:
-    """(b0, b1, b2), shared by T_pre and T_append. Raises ValueError in the same cases as `fit_full`."""
-    rows = [(1.0, float(p.new_tokens), float(p.new_tokens) * (2 * p.cached_tokens + p.new_tokens)) for p in points]
-    return _three(rows, [point.duration_us for point in points])
+def fit_append(points: Sequence[AppendPoint]) -> tuple[float, float, float, float]:
+    """(b0, b1, b2, b3), shared by T_pre and T_append. Raises ValueError in the same cases as `fit_full`."""
+    sizes = [(float(point.cached_tokens), float(point.new_tokens)) for point in points]
+    rows = [(1.0, k, k * (2 * n + k), n) for n, k in sizes]
+    b0, b1, b2, b3 = _fit(rows, [point.duration_us for point in points])
+    return b0, b1, b2, b3
 
 
 def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
@@ -188,11 +194,6 @@ def fit_reload(points: Sequence[ReloadPoint]) -> tuple[float, float]:
     rows = [(1.0, float(point.size_bytes)) for point in points]
     d0, d1 = _fit(rows, [point.duration_us for point in points])
     return d0, d1
-
-
-def _three(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> tuple[float, float, float]:
-    first, second, third = _fit(rows, durations_us)
-    return first, second, third
 
 
 def _fit(rows: Sequence[tuple[float, ...]], durations_us: Sequence[float]) -> list[float]:
@@ -234,48 +235,89 @@ def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.f
     return solution
 
 
-class Corrector:
-    """Corrects a calibrated model on-line: one factor per stage, a clipped moving average of measured / calibrated.
+class _Correction:
+    """Measured = factor x calibrated + extra, for one stage.
 
-    Each observation is clipped to half or double the current factor, so that one stall changes the factor only a
-    little. The factor stays within [1/max_factor, max_factor]. The device thread owns the corrector; any thread may
-    read `model`.
+    `extra_us` does not depend on the size of the work. It is known only where sizes differ; otherwise it is 0. A moving
+    regression of measured / calibrated on 1 / calibrated gives both.
+    """
+
+    __slots__ = ("_covariance", "_inverse", "_variance", "extra_us", "ratio")
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        """The moving average of measured / calibrated."""
+        self.extra_us = 0.0
+        self._inverse: float | None = None
+        self._variance = self._covariance = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Measured / calibrated without the extra."""
+        return self.ratio - self.extra_us * (self._inverse or 0.0)
+
+    def observe(self, calibrated_us: float, measured_us: float, weight: float, max_factor: float) -> None:
+        inverse = 1 / calibrated_us
+        if self._inverse is None:
+            self._inverse = inverse
+        expected = self.factor + self.extra_us * inverse
+        ratio = min(max(measured_us * inverse, expected / 2), expected * 2)
+        off_inverse, off_ratio = inverse - self._inverse, ratio - self.ratio
+        self._inverse += weight * off_inverse
+        self.ratio = min(max(self.ratio + weight * off_ratio, 1 / max_factor), max_factor)
+        self._variance = (1 - weight) * (self._variance + weight * off_inverse * off_inverse)
+        self._covariance = (1 - weight) * (self._covariance + weight * off_inverse * off_ratio)
+        # Sizes that differ by a few per cent say nothing about the extra.
+        slope = self._covariance / (self._variance + (_SAME_SIZE * self._inverse) ** 2)
+        self.extra_us = min(max(slope, 0.0), (self.ratio - 1 / max_factor) / self._inverse)
+
+
+_SAME_SIZE = 0.1
+"""Work whose calibrated times differ by less than this share counts as of one size."""
+
+
+class Corrector:
+    """Corrects a calibrated model on-line: a factor and a constant for each stage, from measured and calibrated times.
+
+    The constant is the cost of each piece of work whatever its size. Each observation is clipped to half or double the
+    present prediction, so that one stall changes the correction only a little. The average ratio stays within
+    [1/max_factor, max_factor]. The device thread owns the corrector; any thread may read `model`.
     """
 
     def __init__(self, calibrated: LatencyModel, weight: float = 0.05, max_factor: float = 8.0) -> None:
         """`weight` of one observation, in (0, 1]; `max_factor` is above 1. Raises ValueError for other values."""
         if not 0 < weight <= 1 or not max_factor > 1:
             raise ValueError(f"weight {weight} must be in (0, 1] and max_factor {max_factor} above 1")
-        self.calibrated = calibrated
         self._weight = weight
         self._max_factor = max_factor
-        self._factors = dict.fromkeys(Stage, 1.0)
-        self._model: LatencyModel | None = calibrated
+        self.recalibrate(calibrated)
 
     def recalibrate(self, calibrated: LatencyModel) -> None:
         """Replaces the calibration and drops all corrections."""
-        self.calibrated = self._model = calibrated
-        self._factors = dict.fromkeys(Stage, 1.0)
+        self.calibrated = calibrated
+        self._corrections = {stage: _Correction() for stage in Stage}
+        self._model: LatencyModel | None = calibrated
 
     @property
     def model(self) -> LatencyModel:
         """The corrected model."""
         model = self._model
         if model is None:
+            corrections = self._corrections.items()
+            factors = {stage: correction.factor for stage, correction in corrections}
             # The local variable is returned, because an observation on the device thread may reset the attribute.
-            model = self._model = self.calibrated.scaled(self._factors)
+            model = self._model = self.calibrated.scaled(
+                factors, {stage: correction.extra_us for stage, correction in corrections}
+            )
         return model
 
     def factor(self, stage: Stage) -> float:
-        """Measured / calibrated of one stage."""
-        return self._factors[stage]
+        """The average of measured / calibrated of one stage."""
+        return self._corrections[stage].ratio
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
         """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it."""
         if not (calibrated_us > 0 and math.isfinite(calibrated_us) and measured_us >= 0 and math.isfinite(measured_us)):
             return
-        factor = self._factors[stage]
-        ratio = min(max(measured_us / calibrated_us, factor / 2), factor * 2)
-        moved = factor + self._weight * (ratio - factor)
-        self._factors[stage] = min(max(moved, 1 / self._max_factor), self._max_factor)
+        self._corrections[stage].observe(calibrated_us, measured_us, self._weight, self._max_factor)
         self._model = None

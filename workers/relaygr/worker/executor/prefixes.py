@@ -261,11 +261,12 @@ class Prefixes:
         return self.count(chunk, ended_us - running.started_us, ended_us)
 
     def _observe(self, chunk: Chunk, started_us: int) -> None:
-        """The chunk ended now: corrects the predictions, and counts the chunk."""
-        ended_us = self._parts.clock.monotonic_us()
+        """The chunk ended now: counts the chunk, and corrects the predictions by all that it took, this included."""
         corrector = self._parts.corrector
-        corrector.observe(Stage.PRE, chunk.predicted_us(corrector.calibrated), ended_us - started_us)
+        calibrated_us = chunk.predicted_us(corrector.calibrated)
+        ended_us = self._parts.clock.monotonic_us()
         self.count(chunk, ended_us - started_us, ended_us)
+        corrector.observe(Stage.PRE, calibrated_us, self._parts.clock.monotonic_us() - started_us)
 
     def chunk_within(self, slack_us: float, now_us: int) -> Chunk | None:
         """The next chunk of the most urgent pre-infer work that is predicted to fit into `slack_us`, with its pages."""
