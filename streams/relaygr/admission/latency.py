@@ -125,7 +125,7 @@ class LatencyModel:
     def longest_append(self, cached_tokens: int, budget_us: float, limit_tokens: int) -> int | None:
         """The most new tokens, at most `limit_tokens`, that fit into `budget_us`; None if the fixed cost exceeds it."""
         c = self.coefficients
-        spare_us = budget_us - c.b0 - c.b3 * cached_tokens
+        spare_us = budget_us - (c.b0 + c.b3 * cached_tokens)
         if limit_tokens < 0 or spare_us < 0:
             return None
         # The root of b2 k² + (b1 + 2 b2 n) k = spare, in the numerically stable form. Called for every chunk.
