@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from relaygr.schemas import (
     Behaviours,
     FailureReason,
+    FullPathReport,
     History,
     HistoryVersion,
     LatencyCoefficients,
@@ -29,6 +30,7 @@ from relaygr.schemas import (
 )
 from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES
 from relaygr.schemas.messages import (
+    LENGTH_BUCKETS,
     MAX_BEHAVIOURS,
     MAX_BUDGET_MS,
     MAX_CANDIDATES,
@@ -162,6 +164,14 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
     )
 
 
+full_path_reports = st.builds(
+    FullPathReport,
+    outside_us=whole,
+    ratios=st.lists(real, max_size=LENGTH_BUCKETS).map(tuple),
+    prepared=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
+    needless=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
+    missed=st.lists(texts(128), max_size=20).map(tuple),
+)
 worker_statuses = st.builds(
     WorkerStatus,
     worker_id=texts(128),
@@ -181,6 +191,7 @@ worker_statuses = st.builds(
     ranking_queue_p99_us=whole,
     preinfer_queue_us=whole,
     latency=st.builds(LatencyCoefficients, *[real] * 11),
+    full_path=st.none() | full_path_reports,
 )
 
 

@@ -13,6 +13,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
 from relaygr.schemas.codec import decode, encode
+from relaygr.schemas.messages import LENGTH_BUCKETS, FullPathReport
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
 from relaygr.trigger.handler import EventHandler, TriggerDecision
@@ -131,6 +132,29 @@ def test_bytes_that_are_no_event_are_undecodable_with_a_reason(value: bytes | No
 @given(st.binary(max_size=200) | st.none(), st.binary(max_size=40) | st.none(), st.integers(0, 11))
 def test_whatever_the_bytes_there_is_a_verdict(value: bytes | None, key: bytes | None, partition: int) -> None:
     assert handler().decide(key, value, partition).reason in DecisionReason
+
+
+def test_a_worker_whose_full_path_takes_longer_than_its_model_says_puts_a_shorter_history_at_risk() -> None:
+    fleet = Fleet(3000)
+    fits = with_length(1700)
+    report = FullPathReport(2_000, (1.5,) * LENGTH_BUCKETS, (), (), ())
+    assert decided(fits, fleet=known_fleet()).reason is DecisionReason.NOT_AT_RISK
+    fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, full_path=report), NOW_US)
+    assert decided(fits, fleet=fleet).reason is DecisionReason.ADMITTED
+
+
+def test_requests_that_were_cut_after_not_at_risk_are_counted_and_put_their_length_at_risk() -> None:
+    fleet, misjudged = known_fleet(), []
+    made = EventHandler(TriggerSettings(), AdmissionSettings(), fleet, PARTITIONS, CLOCK, misjudged.append)
+    made.reassign(frozenset(range(PARTITIONS)))
+    fits = with_length(1700)
+    for number in range(20):
+        event = dataclasses.replace(fits, request_id=f"gateway.1.{number}")
+        assert made.decide(KEY, encode(event), PARTITION).reason is DecisionReason.NOT_AT_RISK
+    cut = FullPathReport(0, (), (), (), ("gateway.1.3", "gateway.1.4", "gateway.9.9"))
+    fleet.apply(STATUS.worker_id, dataclasses.replace(STATUS, full_path=cut), NOW_US)
+    assert made.decide(KEY, encode(fits), PARTITION).reason is DecisionReason.ADMITTED
+    assert misjudged == [(1700).bit_length()] * 2
 
 
 def test_a_flood_is_held_to_the_owners_load() -> None:

@@ -12,7 +12,7 @@ from relaygr.consumer import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
 from relaygr.worker.process.housekeeping import StatusReport, StatusSources
 from relaygr.worker.results import QueueWaits
@@ -21,6 +21,7 @@ from tests.workers.kafka_fakes import FakeProducer, refused
 
 GEOMETRY = KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32)
 LATENCY = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 
 
 def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
@@ -43,7 +44,10 @@ def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
         producer=producer,  # type: ignore[arg-type]
         loop=SimpleNamespace(status=lambda: SimpleNamespace(partitions=frozenset({3, 1}), assignment_epoch=7)),  # type: ignore[arg-type]
         executor=SimpleNamespace(
-            engine=engine, preinfer_backlog_us=90, latency_of_prefixes=SimpleNamespace(coefficients=LATENCY)
+            engine=engine,
+            preinfer_backlog_us=90,
+            latency_of_prefixes=SimpleNamespace(coefficients=LATENCY),
+            full_path_report=lambda latency: FULL_PATH if latency.coefficients is LATENCY else None,
         ),  # type: ignore[arg-type]
         cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         waits=waits,
@@ -78,6 +82,7 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         ranking_queue_p99_us=800,
         preinfer_queue_us=90,
         latency=LATENCY,
+        full_path=FULL_PATH,
     )
 
 

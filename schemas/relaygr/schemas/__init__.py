@@ -10,6 +10,7 @@ from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
     Behaviours,
     FailureReason,
+    FullPathReport,
     History,
     HistoryVersion,
     LatencyCoefficients,
@@ -37,6 +38,7 @@ __all__ = [
     "DigestChain",
     "EncodeError",
     "FailureReason",
+    "FullPathReport",
     "History",
     "HistoryVersion",
     "LatencyCoefficients",

@@ -46,7 +46,7 @@ MAX_TEXT_BYTES = 4096
 SMALL_MESSAGE_BYTES = 16 * 1024
 """The longest message whose containers are not counted: empty maps alone would take about a megabyte in memory."""
 MAX_CONTAINERS = 64
-"""The largest number of maps and lists in one message. Our messages have at most 5. An empty map takes one byte on
+"""The largest number of maps and lists in one message. Our messages have at most 8. An empty map takes one byte on
 the wire and 64 bytes in memory."""
 
 M = TypeVar("M")

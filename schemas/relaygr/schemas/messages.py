@@ -24,6 +24,8 @@ MAX_TASKS = 16
 MAX_FEATURES = 64
 MAX_PARTITIONS = 4_096
 MAX_BUDGET_MS = 600_000
+LENGTH_BUCKETS = 24
+MAX_MISSED_IDS = 128
 
 Int64Array = NDArray[np.int64]
 UInt16Array = NDArray[np.uint16]
@@ -355,6 +357,37 @@ class LatencyCoefficients:
 
 
 @record(frozen=True, slots=True)
+class FullPathReport:
+    """How full inference ends at a worker. Entry b of a list is for prefixes of 2^(b-1) to 2^b - 1 tokens."""
+
+    outside_us: Annotated[
+        int,
+        UInt("µs"),
+        "P95 of the recent time of a ranking request outside its device work: from the gateway to the worker, in the "
+        "queue, in the worker's own code, and the reply margin",
+    ]
+    ratios: Annotated[
+        tuple[float, ...], ListOf(Real(), LENGTH_BUCKETS), "P95 of measured / predicted device time of full inference"
+    ]
+    prepared: Annotated[
+        tuple[int, ...],
+        ListOf(UInt("requests"), LENGTH_BUCKETS),
+        "requests ranked after a pre-infer job, since the worker's start",
+    ]
+    needless: Annotated[
+        tuple[int, ...],
+        ListOf(UInt("requests"), LENGTH_BUCKETS),
+        "those of `prepared` that full inference would have answered in time",
+    ]
+    missed: Annotated[
+        tuple[str, ...],
+        ListOf(REQUEST_ID_TEXT, MAX_MISSED_IDS),
+        "recent requests without a pre-infer job that were truncated, rejected or late; consecutive statuses repeat "
+        "an id",
+    ]
+
+
+@record(frozen=True, slots=True)
 class WorkerStatus:
     """Worker to triggers and monitors: its partitions, its free memory, its load and its latency model."""
 
@@ -379,6 +412,7 @@ class WorkerStatus:
     ranking_queue_p99_us: Annotated[int, UInt("µs"), "recent P99 of the time that ranking requests waited in the queue"]
     preinfer_queue_us: Annotated[int, UInt("µs"), "device time of the pre-infer work in the queue"]
     latency: Annotated[LatencyCoefficients, "the device's latency model, corrected while the worker runs"]
+    full_path: Annotated[FullPathReport | None, "how full inference ends at this worker"] = None
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus

@@ -1,6 +1,6 @@
 """The admission policy: whether an impression gets a pre-infer job.
 
-    at risk    P99(ranking queue) + T_full > ranking budget
+    at risk    outside + ratio × margin × full path > ranking budget                      (`relaygr.admission.risk`)
     feasible   queued pre-infer work + T_prepare <= lead_fraction × (expected ranking - now)
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
     load       admitted rate × E[T_prepare] + ranking rate × E[T_hit or T_full] <= rho
@@ -20,9 +20,11 @@ Pure. Only the buckets (`relaygr.admission.buckets`) hold state, and only `decid
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.admission.risk import NO_FACTORS, factors_of, risky_us
 from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
 from relaygr.schemas.record import record
 
@@ -114,10 +116,15 @@ class OwnerView:
     dram_capacity_bytes: int
     ranking_queue_p99_us: int
     preinfer_queue_us: int
+    outside_us: int | None = None
+    """P95 of a ranking request's time outside device work. None: an older worker, which sends only its queue's P99."""
+    full_path_ratios: tuple[float, ...] = NO_FACTORS
+    """P95 of measured / predicted device time of full inference, by length bucket."""
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
         """The view of a status. Raises ValueError if its latency model is not valid."""
+        report = status.full_path
         return cls(
             worker_id=status.worker_id,
             partitions=frozenset(status.partitions),
@@ -130,6 +137,8 @@ class OwnerView:
             dram_capacity_bytes=status.dram_capacity_bytes,
             ranking_queue_p99_us=status.ranking_queue_p99_us,
             preinfer_queue_us=status.preinfer_queue_us,
+            outside_us=None if report is None else report.outside_us,
+            full_path_ratios=NO_FACTORS if report is None else factors_of(report.ratios),
         )
 
     def prefix_tokens(self, behaviours: int) -> int:
@@ -246,9 +255,13 @@ def estimate(
     )
 
 
-def at_risk(ranking_queue_p99_us: float, full_us: float, ranking_budget_us: float) -> bool:
-    """Whether full inference would miss the ranking budget."""
-    return ranking_queue_p99_us + full_us > ranking_budget_us
+def at_risk(
+    owner: OwnerView, prefix_tokens: int, scored_tokens: int, ranking_budget_us: float, margins: Sequence[float]
+) -> bool:
+    """Whether full inference would miss the ranking budget more than rarely. `margins`: by length bucket."""
+    outside_us = owner.ranking_queue_p99_us if owner.outside_us is None else owner.outside_us
+    factors = [ratio * margin for ratio, margin in zip(owner.full_path_ratios, margins, strict=True)]
+    return outside_us + risky_us(owner.latency, factors, prefix_tokens, scored_tokens) > ranking_budget_us
 
 
 def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_fraction: float) -> bool:
@@ -268,10 +281,12 @@ def decide(
     limits: PolicyLimits,
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
+    margins: Sequence[float] = NO_FACTORS,
 ) -> Decision:
     """Decides about one impression. Charges `buckets` for an admission, and counts the ranking request in any case.
 
     `owner` None: the owner is unknown or silent, and the length of the history decides. `buckets` None: no limit.
+    `margins`: the corrections of the risk, by length bucket.
     """
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)
@@ -283,7 +298,7 @@ def decide(
             return Decision(False, DecisionReason.NO_HISTORY)
         return _by_length(impression, behaviours, limits, now_us)
     cost = estimate(impression, behaviours, owner, limits, now_us, cached)
-    reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us)
+    reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
         buckets.count_ranking(cost.hit_us if reason is None else cost.full_us, now_us)
     if reason is None:
@@ -307,10 +322,11 @@ def _refused_by(
     buckets: Buckets | None,
     limits: PolicyLimits,
     now_us: int,
+    margins: Sequence[float],
 ) -> DecisionReason | None:
     if behaviours == 0:
         return DecisionReason.NO_HISTORY
-    if not at_risk(owner.ranking_queue_p99_us, cost.full_us, impression.ranking_budget_us):
+    if not at_risk(owner, cost.prefix_tokens, cost.scored_tokens, impression.ranking_budget_us, margins):
         return DecisionReason.NOT_AT_RISK
     if not feasible(owner.preinfer_queue_us, cost.prepare_us, cost.lead_us, limits.lead_fraction):
         return DecisionReason.INFEASIBLE

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter as Tally
+from collections.abc import Sequence
 from typing import Any, cast
 
 import aiokafka
@@ -54,6 +55,7 @@ class TriggerMetrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         """Registers the metrics. Raises ValueError if `registry` has them already."""
+        self._shown_margins: set[int] = set()
         decisions = Counter(
             "relaygr_trigger_decisions_total", "Retrieval events by outcome", ["reason"], registry=registry
         )
@@ -62,6 +64,20 @@ class TriggerMetrics:
             "relaygr_trigger_event_age_seconds",
             "Time from the start of retrieval, by the gateway's clock, to the decision",
             buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._misjudged = Counter(
+            "relaygr_trigger_misjudged_total",
+            "Requests decided as not_at_risk that full inference then truncated, rejected or answered late, by the "
+            "fewest prefix tokens of their length bucket",
+            ["tokens"],
+            registry=registry,
+        )
+        self._margin = Gauge(
+            "relaygr_trigger_risk_margin",
+            "Factor on the predicted time of full inference in the risk test, by the fewest prefix tokens of a length "
+            "bucket; it follows misjudged and needlessly prepared requests",
+            ["tokens"],
             registry=registry,
         )
         self.undelivered = Counter(
@@ -91,6 +107,21 @@ class TriggerMetrics:
             "relaygr_trigger_broker_away", "1 while no broker of the Kafka cluster answers", registry=registry
         )
 
+    def misjudged(self, bucket: int) -> None:
+        self._misjudged.labels(_fewest_tokens(bucket)).inc()
+
+    def set_margins(self, margins: Sequence[float]) -> None:
+        """Shows the margins that differ from 1, and those that once did."""
+        for bucket, margin in enumerate(margins):
+            if margin != 1 or bucket in self._shown_margins:
+                self._shown_margins.add(bucket)
+                self._margin.labels(_fewest_tokens(bucket)).set(margin)
+
+
+def _fewest_tokens(bucket: int) -> str:
+    """The label of a length bucket."""
+    return str(1 << (bucket - 1) if bucket else 0)
+
 
 class TriggerApp:
     """A trigger process: the stream of events, the view of the fleet, and the producer of jobs."""
@@ -109,7 +140,12 @@ class TriggerApp:
         self.metrics = TriggerMetrics(registry)
         self.fleet = Fleet(settings.status_stale_ms)
         self._handler = EventHandler(
-            settings, admission or AdmissionSettings(), self.fleet, kafka.partitions, self._clock
+            settings,
+            admission or AdmissionSettings(),
+            self.fleet,
+            kafka.partitions,
+            self._clock,
+            on_misjudged=self.metrics.misjudged,
         )
         self._jobs_topic = kafka.topic(Topic.PREINFER)
         name = settings.instance_id
@@ -253,6 +289,8 @@ class TriggerApp:
 
     async def _set_gauges(self) -> None:
         while True:
+            self._handler.take_reports()
+            self.metrics.set_margins(self._handler.feedback.margins)
             summary = self.fleet.summary(self._clock.wall_us())
             self.metrics.fleet_workers.labels("fresh").set(summary.fresh_workers)
             self.metrics.fleet_workers.labels("silent").set(summary.workers - summary.fresh_workers)

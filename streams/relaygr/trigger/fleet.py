@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +27,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.fields import Other
-from relaygr.schemas.messages import MAX_PARTITIONS, WorkerState, WorkerStatus
+from relaygr.schemas.messages import MAX_PARTITIONS, FullPathReport, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 
 log = structlog.get_logger()
@@ -65,6 +66,8 @@ class Fleet:
         self._stale_us = status_stale_ms * 1000
         self._members: dict[str, FleetMember] = {}
         self._owners: dict[int, str] = {}
+        self.reports: deque[tuple[str, FullPathReport]] = deque(maxlen=MAX_WORKERS)
+        """The reports of full inference, with their workers' ids, that the deciding thread has not taken yet."""
 
     def apply(self, worker_id: str, status: WorkerStatus | None, now_us: int) -> None:
         """Takes the latest status of a worker; None is its tombstone. Raises ValueError for an unusable status."""
@@ -75,6 +78,8 @@ class Fleet:
         view = OwnerView.of(status)
         if before is None and len(self._members) >= MAX_WORKERS:
             self._remove(min(self._members, key=lambda name: self._members[name].written_at_us))
+        if status.full_path is not None:
+            self.reports.append((worker_id, status.full_path))
         written_at_us = min(status.written_at_us, now_us)
         same_claim = (
             before is not None

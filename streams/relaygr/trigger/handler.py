@@ -6,6 +6,7 @@ No I/O: bytes in, bytes out. The app applies the decision. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
@@ -18,6 +19,7 @@ from relaygr.admission.policy import (
     PrefixTier,
     decide,
 )
+from relaygr.admission.risk import RiskFeedback
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, EncodeError, decode, encode
@@ -102,7 +104,9 @@ class EventHandler:
         fleet: Fleet,
         partition_count: int,
         clock: Clock,
+        on_misjudged: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_misjudged` gets the length bucket of each request that was decided as not at risk and then missed."""
         self._enabled = settings.enabled
         self._limits = settings.limits(admission.lease_margin_ms)
         self._fleet = fleet
@@ -110,6 +114,9 @@ class EventHandler:
         self._clock = clock
         self._recent = RecentPrefixes()
         self._buckets = FleetBuckets(admission.bucket_limits())
+        self._on_misjudged = on_misjudged
+        self.feedback = RiskFeedback(settings.risk_targets())
+        """The margins of the risk, from the outcomes of earlier decisions."""
 
     def reassign(self, partitions: frozenset[int]) -> None:
         """Sets the partitions of the retrieval topic that this process reads."""
@@ -118,6 +125,8 @@ class EventHandler:
     def decide(self, key: bytes | None, value: bytes | None, partition: int) -> TriggerDecision:
         """The decision about a message read from `partition`. Raises no exception for any bytes."""
         now_us = self._clock.wall_us()
+        if self._fleet.reports:
+            self.take_reports()
         try:
             event = decode(RetrievalEvent, value)
         except DecodeError as error:
@@ -137,6 +146,14 @@ class EventHandler:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
 
+    def take_reports(self) -> None:
+        """Takes the workers' reports of full inference since the last call."""
+        now_us, reports = self._clock.wall_us(), self._fleet.reports
+        while reports:
+            for bucket in self.feedback.take(*reports.popleft(), now_us):
+                if self._on_misjudged is not None:
+                    self._on_misjudged(bucket)
+
     def _misrouted(self, key: bytes | None, user_id: str, partition: int) -> str | None:
         if key is None or key != user_id.encode():
             return f"the key is {(key or b'')[:64]!r}, not the user id {user_id[:64]!r}"
@@ -153,9 +170,21 @@ class EventHandler:
         if owner is None:
             return decide(impression, None, None, self._limits, now_us)
         cached = self._recent.guess(owner, event.user_id)
-        decision = decide(impression, owner, self._buckets.of(owner, now_us), self._limits, now_us, cached)
-        if decision.admit and decision.estimate is not None:
-            self._recent.note(owner, event.user_id, decision.estimate.prefix_tokens)
+        decision = decide(
+            impression,
+            owner,
+            self._buckets.of(owner, now_us),
+            self._limits,
+            now_us,
+            cached,
+            self.feedback.margins,
+        )
+        if decision.estimate is not None:
+            tokens = decision.estimate.prefix_tokens
+            if decision.admit:
+                self._recent.note(owner, event.user_id, tokens)
+            elif decision.reason is DecisionReason.NOT_AT_RISK:
+                self.feedback.judged(event.request_id, tokens, now_us)
         return decision
 
 

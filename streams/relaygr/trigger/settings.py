@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from relaygr.admission.policy import PolicyLimits
+from relaygr.admission.risk import RiskTargets
 from relaygr.runtime.settings import Section
 from relaygr.schemas.messages import MAX_BEHAVIOURS
 
@@ -34,8 +35,30 @@ class TriggerSettings(Section):
     lead_fraction: Annotated[
         float, Field(gt=0, le=1, description="share of the expected lead time within which the prefix must be ready")
     ] = 0.8
+    missed_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="largest share of the `not_at_risk` requests that full inference may truncate, reject or "
+            "answer late; above it the margin of their length rises",
+        ),
+    ] = 0.01
+    needless_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="largest share of the prepared requests that full inference would have answered in time; above "
+            "it the margin of their length falls; 1: it never falls",
+        ),
+    ] = 0.1
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535, description="/metrics, /healthz, /readyz; 0: any free port")] = 0
+
+    def risk_targets(self) -> RiskTargets:
+        """The settings as the feedback takes them."""
+        return RiskTargets(self.missed_share, self.needless_share)
 
     def limits(self, lease_margin_ms: int) -> PolicyLimits:
         """The settings as the policy takes them."""

@@ -14,6 +14,7 @@ class WorkerMetrics:
     """One instance a process; tests give a registry of their own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._needless_total = 0
         ranked = Counter(
             "relaygr_worker_ranked_total", "Ranking requests answered with scores", ["path"], registry=registry
         )
@@ -43,6 +44,11 @@ class WorkerMetrics:
             "relaygr_worker_preinfer_start_seconds",
             "Time from a retrieval event to the start of its pre-infer job, by the wall clocks of two machines",
             buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._needless = Counter(
+            "relaygr_worker_preinfer_needless_total",
+            "Requests ranked after a pre-infer job that full inference would have answered in time, by prediction",
             registry=registry,
         )
         self._joined = Counter(
@@ -109,6 +115,11 @@ class WorkerMetrics:
 
     def job_started(self, after_us: int) -> None:
         self._job_start_seconds.observe(max(0, after_us) / 1e6)
+
+    def set_needless(self, total: int) -> None:
+        """The total of needlessly prepared requests so far."""
+        self._needless.inc(max(0, total - self._needless_total))
+        self._needless_total = max(self._needless_total, total)
 
     def ranked_approximately(self) -> None:
         """A request was ranked on K,V that are not exact."""

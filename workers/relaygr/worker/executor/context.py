@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.latency import Corrector
+from relaygr.admission.risk import FullPathObserver
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
@@ -207,6 +208,9 @@ class ExecutorContext:
     held_by_jobs: HeldMemory = field(init=False)
     answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
     """Impressions that were answered. A job for one of them is dropped."""
+    prepared: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
+    """Impressions whose job was received."""
+    full_path: FullPathObserver = field(default_factory=FullPathObserver)
     last_progress_us: int = 0
     _ranking_passes: list[tuple[int, int]] = field(default_factory=list)
     """Device time and end of each ranking pass that the job admission has not counted yet."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.schemas.messages import FullPathReport
 from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.jobs import Jobs
@@ -102,6 +103,12 @@ class Executor:
         engine = self._context.engine
         longest = engine.layout.tokens(engine.limits.max_prefix_behaviours)
         return self._context.chunking.for_whole_prefixes(self._parts.corrector.model, longest)
+
+    def full_path_report(self, latency: LatencyModel) -> FullPathReport:
+        """How full inference ends here, with predictions of `latency`. For one thread, which sends it to triggers."""
+        report = self._context.full_path.report(latency, self._parts.clock.monotonic_us())
+        self._parts.metrics.set_needless(sum(report.needless))
+        return report
 
     # -- the device thread ---------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Jobs:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
+        self._context.prepared.add((job.user_id, job.request_id))
         if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
         try:

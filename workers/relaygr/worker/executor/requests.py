@@ -33,6 +33,8 @@ from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongErr
 
 log = structlog.get_logger()
 
+_FULL_PATHS = (Path.FULL, Path.TRUNCATED)
+_PATHS_WITHOUT_WAIT = (Path.FULL, Path.HBM)
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
 
@@ -417,7 +419,31 @@ class Requests:
             self._observe_full(work)
         if work.handle is not None and work.handle.approximate:
             self._parts.metrics.ranked_approximately()
+        self._note_ranked(work)
         self._finish(work, ranked=True)
+
+    def _note_ranked(self, work: RankingWork) -> None:
+        """Notes how full inference ended, or would have ended, for the triggers' test of the risk."""
+        now_us, observer = self._parts.clock.monotonic_us(), self._context.full_path
+        assert work.prefix is not None
+        if work.path in _PATHS_WITHOUT_WAIT:
+            inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
+            sent_us = max(0, work.received_wall_us - work.request.sent_at_us)
+            observer.answered(sent_us + inside_us + work.deadline_us - work.answer_by_us, now_us)
+        tokens, request = work.prefix.tokens, work.request
+        if work.path in _FULL_PATHS and work.pre_infer_us:
+            observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us)
+        if (request.user_id, request.request_id) in self._context.prepared:
+            if work.path not in _FULL_PATHS and work.started_us is not None:
+                observer.prepared(tokens, work.scored_tokens, work.answer_by_us - work.started_us)
+        elif work.path is Path.TRUNCATED or (work.path is Path.FULL and now_us > work.answer_by_us):
+            observer.missed(request.request_id, now_us)
+
+    def _note_unranked(self, work: RankingWork) -> None:
+        """Notes a request that was rejected or expired. Only without a pre-infer job is that the trigger's mistake."""
+        request = work.request
+        if (request.user_id, request.request_id) not in self._context.prepared:
+            self._context.full_path.missed(request.request_id, self._parts.clock.monotonic_us())
 
     def _observe_full(self, work: RankingWork) -> None:
         """Corrects the predictions of full inference. The ranking pass counts with its predicted time, since its
@@ -448,10 +474,13 @@ class Requests:
             self.fail_on(work, error)
 
     def _fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
+        if reason is FailureReason.OVERLOADED:
+            self._note_unranked(work)
         self._parts.results.failed(work, reason, detail)
         self._finish(work, ranked=False)
 
     def _expire(self, work: RankingWork) -> None:
+        self._note_unranked(work)
         self._parts.results.expired(work)
         self._finish(work, ranked=False)
 

@@ -60,6 +60,7 @@ class StatusReport:
     def _read(self) -> WorkerStatus:
         executor = self._sources.executor
         loop, stats, engine = self._sources.loop.status(), self._sources.cache.stats(), executor.engine
+        latency = executor.latency_of_prefixes
         return WorkerStatus(
             worker_id=self._settings.worker_id,
             state=self.state,
@@ -77,7 +78,8 @@ class StatusReport:
             dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
             ranking_queue_p99_us=self._sources.waits.p99_us(),
             preinfer_queue_us=executor.preinfer_backlog_us,
-            latency=executor.latency_of_prefixes.coefficients,
+            latency=latency.coefficients,
+            full_path=executor.full_path_report(latency),
         )
 
 

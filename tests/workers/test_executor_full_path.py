@@ -1,0 +1,71 @@
+"""The executor's report of how full inference ends, for the triggers' test of the risk."""
+
+from __future__ import annotations
+
+from relaygr.admission.risk import length_bucket
+from relaygr.schemas.messages import FullPathReport, Path
+from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld
+
+LENGTH = 400
+FULL_US = LENGTH * TOKEN_US + HIT_US
+BUCKET = length_bucket(LENGTH)
+
+
+def report(world: ExecutorWorld) -> FullPathReport:
+    return world.executor.full_path_report(world.executor.latency_of_prefixes)
+
+
+def test_a_request_that_was_cut_or_rejected_without_a_job_is_named() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    cut = world.rank("u", version, "cut", budget_us=FULL_US // 2)
+    world.run()
+    world.rank("v", world.store.put("v", LENGTH), "rejected", budget_us=HIT_US // 2)
+    world.run()
+    world.rank("u", version, "whole")
+    world.run()
+    assert cut.path is Path.TRUNCATED
+    assert report(world).missed == ("cut", "rejected")
+
+
+def test_a_request_with_a_job_is_no_mistake_of_the_trigger() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    world.job("u", version, "r")
+    cut = world.rank("u", version, "r", budget_us=FULL_US // 2)
+    world.run()
+    assert cut.path is Path.TRUNCATED
+    assert report(world).missed == ()
+
+
+def test_a_prepared_request_is_needless_if_full_inference_had_the_time() -> None:
+    world = ExecutorWorld()
+    for name, budget_us in (("roomy", 2 * FULL_US), ("tight", FULL_US // 2)):
+        version = world.store.put(name, LENGTH)
+        world.job(name, version, name)
+        world.run()
+        assert world.rank(name, version, name, budget_us=budget_us).done is False
+        world.run()
+    sent = report(world)
+    assert (sent.prepared[BUCKET], sent.needless[BUCKET]) == (2, 1)
+    assert world.registry.get_sample_value("relaygr_worker_preinfer_needless_total") == 1
+
+
+def test_the_ratio_is_of_measured_and_predicted_full_inference() -> None:
+    world = ExecutorWorld(hbm_pages=1024, preinfer_queue_max=1024)
+    for number in range(40):
+        world.rank(f"u{number}", world.store.put(f"u{number}", LENGTH), f"r{number}")
+        world.run()
+    assert 0.95 <= report(world).ratios[BUCKET] <= 1.05
+
+
+def test_the_time_outside_device_work_counts_the_way_the_queue_and_the_reply_margin() -> None:
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    for number in range(2):
+        work = world.rank("u", version, f"r{number}")
+        work.answer_by_us -= 500
+        work.received_wall_us = work.request.sent_at_us + 3_000
+        world.clock.advance_us(700)
+        world.run()
+    assert report(world).outside_us == 500 + 3_000 + 700
