@@ -247,3 +247,28 @@ def test_all_is_every_extra_of_the_program_but_npu() -> None:
         str(requirement) for extra in extras.keys() - {"npu", "docs", "dev"} for requirement in requirements(extra)
     }
     assert {str(requirement) for requirement in requirements("all")} == everything
+
+
+def constrained() -> dict[str, Requirement]:
+    """Each line of constraints.txt that is not a comment, by the library's name."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(each.name): each for each in found}
+
+
+def test_constraints_name_one_version_of_each_library_and_no_source_of_it() -> None:
+    """An index, a hash or a local version (+cpu) would fit only one build of torch."""
+    for name, each in constrained().items():
+        assert str(each) == f"{each.name}{each.specifier}" and str(each.specifier).startswith("=="), name
+        assert "+" not in str(each.specifier) and len(each.specifier) == 1, name
+    assert not {"triton", "torch-npu"} & set(constrained())
+
+
+@pytest.mark.parametrize("extra", sorted(set(PROJECT["optional-dependencies"]) - {"npu"}))
+def test_constraints_lie_within_the_ranges_of_every_extra(extra: str) -> None:
+    known = constrained()
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]:
+        wanted = Requirement(text)
+        if wanted.name not in ("relaygr", "triton"):
+            [version] = [each.version for each in known[canonicalize_name(wanted.name)].specifier]
+            assert version in wanted.specifier, text

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ __all__ = ["Settings", "load_settings"]
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"
 DEFAULT_ORIGIN = "default"
+_KEY = re.compile(r"^[\w.]+")
 
 
 class Settings(KafkaSettings):
@@ -144,6 +146,22 @@ def load(
     return LoadedSettings(settings, {key: entry.origin for key, entry in given.items()})
 
 
+def apart_from_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Valid `KEY=VALUE` overrides without secrets, and the secrets by environment variable.
+
+    For a child process: other users can read its command line, but not its environment.
+    """
+    plain, secrets = [], {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        field = setting_fields()[key.strip()]
+        if field.secret:
+            secrets[field.variable] = text.strip()
+        else:
+            plain.append(override)
+    return plain, secrets
+
+
 @functools.cache
 def setting_fields() -> Mapping[str, SettingField]:
     """Every setting by its key, in the order of declaration; sections follow plain fields."""
@@ -241,11 +259,13 @@ def _from_command_line(overrides: Iterable[str]) -> dict[str, _Given]:
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if not equals:
-            raise RelayError(f"--set {override} has no value: write --set KEY=VALUE.")
         field = setting_fields().get(key)
+        if not equals:
+            # Of an unknown text nothing is shown: it may be a secret.
+            raise RelayError(f"--set {key if field is not None else '...'} has no value: write --set KEY=VALUE.")
         if field is None:
-            raise RelayError(_unknown(key, "--set"))
+            # Only what looks like a key is shown: the rest may be a part of a secret.
+            raise RelayError(_unknown("".join(_KEY.findall(key)[:1]), "--set"))
         given[key] = _Given(_parse(field, text.strip(), "--set"), "--set")
     return given
 

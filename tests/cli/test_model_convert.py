@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
+from relaygr.cli.model import read_item_ids
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.checkpoint import load_checkpoint
 from relaygr.worker.model.convert.state_dict import read_state_dict
@@ -49,6 +52,78 @@ def test_a_complete_source_becomes_a_checkpoint_and_a_report(tmp_path: Path, sou
     shown = CliRunner().invoke(app, ["model", "show", str(tmp_path / "out")])
     assert "dlrm, 3 kinds of action" in shown.output
     assert "from the end" in shown.output
+
+
+def claimed_array(path: Path, shape: tuple[int, ...]) -> None:
+    """A file of some hundred bytes whose header claims this shape."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+        file.write(bytes(64))
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**62, 4), (2**31, 2**31)])
+def test_an_array_that_claims_more_than_its_file_holds_is_refused(
+    tmp_path: Path, source: Tensors, shape: tuple[int, ...]
+) -> None:
+    """2**40 numbers are 8 TiB. No memory may be taken for them."""
+    save_file(source, tmp_path / "model.safetensors")
+    claimed_array(tmp_path / "ids.npy", shape)
+    refused = run(
+        tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *FEATURES, "--items", tmp_path / "ids.npy"
+    )
+    assert refused.exit_code == 1
+    assert "cannot be read as an .npy file" in " ".join(refused.output.split())
+    with pytest.raises(RelayError, match="cannot be read as item ids"):
+        read_item_ids(tmp_path / "ids.npy")
+
+
+def repeated(path: Path) -> None:
+    """One stored number, 1.7e10 times."""
+    torch.save({"a": torch.zeros(1).expand(17_000_000_000)}, path)
+
+
+def compressed(path: Path) -> None:
+    """Zeros, which take a thousandth of their size."""
+    plain = path.with_name("plain")
+    torch.save({"a": torch.zeros(1_000_000)}, plain)
+    with zipfile.ZipFile(plain) as tensors, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as smaller:
+        for name in tensors.namelist():
+            smaller.writestr(name, tensors.read(name))
+    plain.unlink()
+
+
+def shared(path: Path) -> None:
+    """A hundred tensors in the memory of one."""
+    one = torch.zeros(100_000)
+    torch.save({str(number): one for number in range(100)}, path)
+
+
+def sparse(path: Path) -> None:
+    """One number, and a shape of 1.7e10."""
+    torch.save({"a": torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), (2**34,))}, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (repeated, "17,000,000,000 elements, but fewer are stored"),
+        (compressed, "claims to hold 4,"),
+        (shared, "because they share memory"),
+        (sparse, "not a plain tensor"),
+    ],
+)
+def test_a_small_file_that_claims_large_tensors_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], fault: str
+) -> None:
+    make(tmp_path / "model.pt")
+    with pytest.raises(RelayError, match=f"model.pt is refused: .*{fault}"):
+        read_state_dict(tmp_path / "model.pt")
+
+
+def test_tied_tensors_and_views_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0)
+    torch.save({"tied": whole, "also": whole, "a part": whole[10:20]}, tmp_path / "model.pt")
+    assert read_state_dict(tmp_path / "model.pt").tensors["a part"].tolist() == list(range(10, 20))
 
 
 def test_what_is_left_over_or_missing_is_an_error_unless_it_is_allowed(tmp_path: Path, source: Tensors) -> None:

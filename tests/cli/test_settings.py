@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from relaygr.cli.app import app
 from relaygr.runtime.errors import RelayError
-from relaygr.settings import DEFAULT_ORIGIN, LoadedSettings, load, setting_fields, size_text, values
+from relaygr.settings import (
+    DEFAULT_ORIGIN,
+    LoadedSettings,
+    apart_from_secrets,
+    load,
+    setting_fields,
+    size_text,
+    values,
+)
 from relaygr.settings_reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -179,6 +191,30 @@ def test_a_secret_is_never_shown() -> None:
     assert "RELAYGR_SECURITY__SASL_PASSWORD" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "security.sasl_pasword=hunter2",
+        "security.sasl_pasword: hunter2",
+        "security.sasl_password hunter2",
+        "sasl_password hunter2=",
+        "hunter2",
+        "security.sasl_password:hun=ter2",
+    ],
+)
+def test_a_secret_in_a_misspelt_override_is_not_shown(override: str) -> None:
+    with pytest.raises(RelayError) as caught:
+        load(None, {}, [override])
+    assert "hun" not in str(caught.value)
+
+
+def test_secrets_for_a_child_are_in_the_environment_and_not_in_its_command() -> None:
+    given = ["partitions=4", "security.sasl_password=a=b", "security.sasl_username=me"]
+    plain, secrets = apart_from_secrets(given)
+    assert plain == ["partitions=4", "security.sasl_username=me"]
+    assert secrets == {"RELAYGR_SECURITY__SASL_PASSWORD": "a=b"}
+
+
 def test_a_broken_file_does_not_show_its_secrets(tmp_path: Path) -> None:
     with pytest.raises(RelayError) as caught:
         from_yaml(tmp_path, "security: {sasl_password: hunter2\n")
@@ -197,3 +233,23 @@ def test_the_committed_page_is_what_the_classes_generate() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), (
         "run: python -m relaygr.settings_reference > docs/settings.md"
     )
+
+
+def test_a_supervisor_gives_its_children_secrets_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users can read the command line of a process."""
+    variable = "RELAYGR_SECURITY__SASL_PASSWORD"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    commands: list[list[str]] = []
+
+    def supervise(settings: object, make_command: Callable[[int, bool], Sequence[str]]) -> int:
+        commands.append([*make_command(3, True)])
+        return 0
+
+    monkeypatch.setattr("relaygr.cli.worker._supervise", supervise)
+    given = ["protocol=SASL_SSL", "sasl_mechanism=PLAIN", "sasl_username=me", "sasl_password=hunter2"]
+    arguments = [part for each in given for part in ("--set", f"security.{each}")]
+    assert CliRunner().invoke(app, ["worker", "--standby", *arguments]).exit_code == 0
+    assert "security.sasl_username=me" in commands[0]
+    assert "hunter2" not in " ".join(commands[0])
+    assert os.environ[variable] == "hunter2"

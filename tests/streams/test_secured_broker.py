@@ -1,11 +1,13 @@
-"""TLS and SASL against a real Kafka that requires both, with both client libraries."""
+"""TLS, SASL, client certificates and tokens against a real Kafka that requires them, with both client libraries."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,23 @@ from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
-from relaygr.kafka.clients import aiokafka_options, require_broker
+from relaygr.kafka.clients import ProducerKind, aiokafka_options, make_producer, require_broker
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
+from tests.streams.test_security import token
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PASSWORD = "open sesame"
+
+
+@dataclass(frozen=True, slots=True)
+class SecuredBroker:
+    """One broker: with user and password over TLS, with client certificates, and with tokens."""
+
+    password: KafkaSettings
+    certificate: KafkaSettings
+    token: KafkaSettings
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -40,20 +52,29 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
-    """Settings that a broker with SASL_SSL accepts."""
+def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
     home = available_brokers().kafka_home
     if real_broker.kind is not BrokerChoice.KAFKA or home is None:
         pytest.skip("tests run on a Kafka that they did not start")
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
-    cert, keystore = certificate(tmp_path_factory.mktemp("tls"))
-    port, controller_port, secured_port = free_ports(3)
+    folder = tmp_path_factory.mktemp("tls")
+    cert, keystore = certificate(folder)
+    port, controller_port, secured_port, mutual_port, token_port = free_ports(5)
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    bearer = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
+    token_file = folder / "token"
+    token_file.write_text(token(time.time() + 600))
     properties = {
         "listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_SSL://127.0.0.1:{secured_port},"
-        f"CONTROLLER://127.0.0.1:{controller_port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,CONTROLLER:PLAINTEXT",
+        f"MUTUAL://127.0.0.1:{mutual_port},TOKEN://127.0.0.1:{token_port},CONTROLLER://127.0.0.1:{controller_port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,MUTUAL:SSL,TOKEN:SASL_SSL,"
+        "CONTROLLER:PLAINTEXT",
+        "listener.name.mutual.ssl.client.auth": "required",
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": str(cert),
+        "listener.name.token.sasl.enabled.mechanisms": "OAUTHBEARER",
+        "listener.name.token.oauthbearer.sasl.jaas.config": f'{bearer} unsecuredLoginStringClaim_sub="broker";',
         "sasl.enabled.mechanisms": "PLAIN",
         "listener.name.sasl_ssl.plain.sasl.jaas.config": f'{jaas} user_gateway="{PASSWORD}";',
         "ssl.keystore.type": "PEM",
@@ -62,7 +83,7 @@ def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
         with kafka_broker(home, "a test", properties=properties):
-            yield KafkaSettings(
+            by_password = KafkaSettings(
                 bootstrap=f"127.0.0.1:{secured_port}",
                 topic_prefix="secured",
                 partitions=2,
@@ -75,6 +96,26 @@ def secured(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) 
                     sasl_password=SecretStr(PASSWORD),
                 ),
             )
+            mutual = Security(
+                protocol=SecurityProtocol.SSL, ca_file=cert, certificate_file=cert, key_file=folder / "key.pem"
+            )
+            bearing = Security(
+                protocol=SecurityProtocol.SASL_SSL,
+                ca_file=cert,
+                sasl_mechanism=SaslMechanism.OAUTHBEARER,
+                sasl_token_file=token_file,
+            )
+            yield SecuredBroker(
+                by_password,
+                by_password.model_copy(update={"bootstrap": f"127.0.0.1:{mutual_port}", "security": mutual}),
+                by_password.model_copy(update={"bootstrap": f"127.0.0.1:{token_port}", "security": bearing}),
+            )
+
+
+@pytest.fixture(scope="module")
+def secured(broker: SecuredBroker) -> KafkaSettings:
+    """Settings that the broker with SASL_SSL accepts."""
+    return broker.password
 
 
 def changed(kafka: KafkaSettings, **changes: object) -> KafkaSettings:
@@ -82,15 +123,31 @@ def changed(kafka: KafkaSettings, **changes: object) -> KafkaSettings:
     return kafka.model_copy(update={"security": security, "connect_timeout_s": 4.0})
 
 
-def test_both_clients_get_in(secured: KafkaSettings) -> None:
-    assert create_topics(secured).ok
+@pytest.mark.parametrize("way", ["password", "certificate", "token"])
+def test_both_clients_get_in(broker: SecuredBroker, way: str) -> None:
+    kafka: KafkaSettings = getattr(broker, way)
+    assert create_topics(kafka).ok
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test")
+    producer.produce("secured.workers", b"v", b"k")
+    assert producer.flush(30) == 0
 
     async def produce() -> int:
-        async with AIOKafkaProducer(**aiokafka_options(secured)) as producer:
+        async with AIOKafkaProducer(**aiokafka_options(kafka)) as producer:
             sent = await producer.send_and_wait("secured.workers", b"v", key=b"k")
             return int(sent.offset)
 
-    assert asyncio.run(asyncio.wait_for(produce(), 30)) == 0
+    assert asyncio.run(asyncio.wait_for(produce(), 30)) > 0
+
+
+def test_a_client_without_a_certificate_does_not_get_in(broker: SecuredBroker) -> None:
+    with pytest.raises(RelayError, match="Check `security`"):
+        require_broker(changed(broker.certificate, certificate_file=None, key_file=None))
+
+
+def test_an_expired_token_is_told_as_such(broker: SecuredBroker, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(token(time.time() - 60))
+    with pytest.raises(RelayError, match="Check `security`"):
+        require_broker(changed(broker.token, sasl_token_file=tmp_path / "token"))
 
 
 def test_a_wrong_password_is_told_as_such(secured: KafkaSettings) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import shutil
 import ssl
 import subprocess
@@ -14,7 +16,7 @@ from confluent_kafka import Producer
 from pydantic import SecretStr
 
 from relaygr.kafka.clients import aiokafka_options
-from relaygr.kafka.security import aiokafka_security, librdkafka_security
+from relaygr.kafka.security import aiokafka_security, librdkafka_security, read_token
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 
@@ -30,7 +32,80 @@ def test_plaintext_says_only_the_protocol() -> None:
     assert aiokafka_security(Security()) == {"security_protocol": "PLAINTEXT"}
 
 
-@pytest.mark.parametrize("mechanism", SaslMechanism)
+PASSWORD_MECHANISMS = [mechanism for mechanism in SaslMechanism if mechanism is not SaslMechanism.OAUTHBEARER]
+
+
+def token(expires_s: float, subject: str = "gateway") -> str:
+    """A JSON Web Token without a signature."""
+    parts: list[dict[str, object]] = [{"alg": "none"}, {"sub": subject, "iat": expires_s - 600, "exp": expires_s}]
+    return ".".join([*(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts), ""])
+
+
+def test_a_password_file_stands_for_the_password(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("secret\n")
+    plain = sasl(SecurityProtocol.SASL_PLAINTEXT)
+    from_file = Security.model_validate({**plain.model_dump(), "sasl_password": None, "sasl_password_file": path})
+    assert librdkafka_security(from_file) == librdkafka_security(plain)
+    assert aiokafka_security(from_file) == aiokafka_security(plain)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"two\nlines", b"\xff"])
+def test_a_password_file_that_holds_no_password_is_reported_without_its_content(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "password").write_bytes(content)
+    security = Security(
+        protocol=SecurityProtocol.SASL_SSL,
+        sasl_mechanism=SaslMechanism.PLAIN,
+        sasl_username="gateway",
+        sasl_password_file=tmp_path / "password",
+    )
+    with pytest.raises(RelayError, match=r"security\.sasl_password_file") as refused:
+        librdkafka_security(security)
+    assert "lines" not in str(refused.value)
+
+
+def test_a_token_is_read_again_each_time_that_a_client_asks(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    security = Security(
+        protocol=SecurityProtocol.SASL_SSL, sasl_mechanism=SaslMechanism.OAUTHBEARER, sasl_token_file=path
+    )
+    path.write_text(token(1000) + "\n")
+    callback = librdkafka_security(security)["oauth_cb"]
+    provider = aiokafka_security(security)["sasl_oauth_token_provider"]
+    assert callback("") == (token(1000), 1000.0)
+    path.write_text(token(2000))
+    assert callback("") == (token(2000), 2000.0)
+    assert asyncio.run(provider.token()) == token(2000)
+
+
+@pytest.mark.parametrize("content", ["hunter2", "a.b.c", "a.e30.c"])
+def test_a_file_without_a_token_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(RelayError, match=r"security\.sasl_token_file") as refused:
+        read_token(tmp_path / "token")
+    assert content not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (
+            {"sasl_mechanism": "PLAIN", "sasl_username": "a", "sasl_password": "b", "sasl_password_file": "c"},
+            "both set",
+        ),
+        ({"sasl_mechanism": "OAUTHBEARER", "sasl_username": "a", "sasl_password": "b"}, "needs sasl_token_file"),
+        ({"sasl_mechanism": "PLAIN", "sasl_username": "a", "sasl_token_file": "c"}, "is not OAUTHBEARER"),
+    ],
+)
+def test_ways_to_log_in_are_not_mixed(given: dict[str, str], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Security.model_validate({"protocol": "SASL_SSL", **given})
+
+
+@pytest.mark.parametrize("mechanism", PASSWORD_MECHANISMS)
 def test_sasl_says_mechanism_user_and_password_to_both(mechanism: SaslMechanism) -> None:
     security = sasl(SecurityProtocol.SASL_PLAINTEXT, mechanism)
     assert librdkafka_security(security) == {

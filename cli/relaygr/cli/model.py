@@ -172,14 +172,17 @@ def read_item_ids(path: Path) -> NDArray[np.int64]:
     """Distinct item ids of a file, ascending. Raises RelayError that names a line that is not an integer."""
     try:
         if path.suffix == ".npy":
-            ids = np.load(path, allow_pickle=False)
+            # Mapped: memory is taken only for what the file holds, whatever shape its header claims.
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(ids, np.ndarray):
+                raise RelayError(f"{path} is an archive, not one row of integers.")
             if ids.dtype.kind not in "iu" or ids.ndim != 1:
                 raise RelayError(f"{path} contains {ids.dtype} {list(ids.shape)}, not one row of integers.")
             found = ids.astype(np.int64)
         else:
             with path.open(encoding="utf-8") as lines:
                 found = np.fromiter((_item_id(path, number, line) for number, line in enumerate(lines, 1)), np.int64)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise RelayError(f"{path} cannot be read as item ids: {error}.") from error
     if found.size == 0:
         raise RelayError(f"{path} contains no item id.")

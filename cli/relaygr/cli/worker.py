@@ -6,6 +6,7 @@ The supervisor's process stays small: only the process of a worker imports torch
 from __future__ import annotations
 
 import enum
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.settings import GroupProtocol
-from relaygr.settings import Settings
+from relaygr.settings import Settings, apart_from_secrets
 from relaygr.worker.exits import Exit
 
 log = structlog.get_logger()
@@ -51,7 +52,10 @@ def worker(
     """
     settings = command_settings(config, bootstrap, overrides)
     if standby:
-        raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, overrides or ())))
+        plain, secrets = apart_from_secrets(overrides or ())
+        # The children inherit the environment.
+        os.environ.update(secrets)
+        raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, plain)))
     from relaygr.worker.process import run_worker
     from relaygr.worker.settings import WorkerConfig
     from relaygr.worker.supervisor.heartbeat import SupervisorLink

@@ -30,6 +30,7 @@ class SaslMechanism(enum.StrEnum):
     PLAIN = "PLAIN"
     SCRAM_SHA_256 = "SCRAM-SHA-256"
     SCRAM_SHA_512 = "SCRAM-SHA-512"
+    OAUTHBEARER = "OAUTHBEARER"
 
 
 class Security(Section):
@@ -46,15 +47,34 @@ class Security(Section):
     sasl_mechanism: SaslMechanism | None = None
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
+    sasl_password_file: Path | None = Field(
+        None, description="file with the password, in the place of sasl_password; read when a client is made"
+    )
+    sasl_token_file: Path | None = Field(
+        None,
+        description="OAUTHBEARER: file with a JSON Web Token, which another program renews; read again in time",
+    )
 
     @model_validator(mode="after")
     def _sasl_is_whole(self) -> Security:
         wants_sasl = self.protocol in (SecurityProtocol.SASL_PLAINTEXT, SecurityProtocol.SASL_SSL)
-        given = (self.sasl_mechanism, self.sasl_username, self.sasl_password)
-        if wants_sasl and None in given:
-            raise ValueError(f"{self.protocol} needs sasl_mechanism, sasl_username and sasl_password")
-        if not wants_sasl and any(value is not None for value in given):
-            raise ValueError(f"sasl_* is set, but protocol is {self.protocol}: use SASL_PLAINTEXT or SASL_SSL")
+        passwords = (self.sasl_password, self.sasl_password_file)
+        given = (self.sasl_mechanism, self.sasl_username, *passwords, self.sasl_token_file)
+        if not wants_sasl:
+            if any(value is not None for value in given):
+                raise ValueError(f"sasl_* is set, but protocol is {self.protocol}: use SASL_PLAINTEXT or SASL_SSL")
+            return self
+        if None not in passwords:
+            raise ValueError("sasl_password and sasl_password_file are both set: set one of them")
+        if self.sasl_mechanism is SaslMechanism.OAUTHBEARER:
+            if self.sasl_token_file is None or any((self.sasl_username, *passwords)):
+                raise ValueError("OAUTHBEARER needs sasl_token_file, and no user name and password")
+        elif self.sasl_token_file is not None:
+            raise ValueError("sasl_token_file is set, but sasl_mechanism is not OAUTHBEARER")
+        elif self.sasl_mechanism is None or self.sasl_username is None or passwords == (None, None):
+            raise ValueError(
+                f"{self.protocol} needs sasl_mechanism, sasl_username and sasl_password (or sasl_password_file)"
+            )
         return self
 
     @model_validator(mode="after")

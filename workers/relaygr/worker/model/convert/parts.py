@@ -205,7 +205,10 @@ def give_table(takings: Takings, table: Table, target: str, transform: Transform
 
 def _load(path: Path) -> NDArray[Any]:
     try:
-        loaded: NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        # Mapped: memory is taken only for what the file holds, whatever shape its header claims.
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(loaded, np.ndarray):
+            raise ValueError("it is an archive")
+        return loaded
+    except (OSError, ValueError, TypeError, EOFError) as error:
         raise RelayError(f"{path} cannot be read as an .npy file: {error}.") from error
-    return loaded

@@ -2,11 +2,15 @@
 
 A source is one file, or a folder whose files are read together: `.pt`, `.pth`, `.bin`, `.ckpt` (torch, tensors only)
 and `.safetensors`. The state dict may be nested one level down, as training loops save it (`_NESTED`).
+
+A small file can claim large tensors: compressed, or with one stored value for all elements. Such a file is refused
+before memory is taken for the tensors. Tensors that share memory may be `_MOST_SHARED` times as large as the file.
 """
 
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ _SAFETENSORS = ".safetensors"
 _NESTED = ("state_dict", "model_state_dict", "dense_dict", "model")
 _WRAPPER = "module."
 """The prefix of every name that data-parallel wrappers add."""
+_MOST_SHARED = 4
 _UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
 """The errors of torch's reader for a file that torch did not write."""
 
@@ -71,6 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == _SAFETENSORS:
             return dict(load_file(path))
+        _check_archive(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         first_line = str(error).partition("\n")[0]
@@ -80,7 +86,49 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, SafetensorError, *_UNREADABLE) as error:
         raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
-    return _unwrapped(_inner(loaded, path))
+    found = _unwrapped(_inner(loaded, path))
+    _check_sizes(path, found)
+    return found
+
+
+def _check_archive(path: Path) -> None:
+    """Raises RelayError for an archive whose content is larger than the file. torch does not compress."""
+    if not zipfile.is_zipfile(path):
+        # The format before torch 1.6: its tensors are read from the file as they are.
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            content_bytes = sum(member.file_size for member in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
+    file_bytes = path.stat().st_size
+    if content_bytes > file_bytes:
+        raise RelayError(
+            f"{path} is refused: it has {file_bytes:,} bytes, but claims to hold {content_bytes:,}. "
+            "Save it with torch.save, which does not compress."
+        )
+
+
+def _check_sizes(path: Path, found: Mapping[str, Any]) -> None:
+    """Raises RelayError for tensors whose elements do not lie in the file one by one."""
+    total_bytes, file_bytes = 0, path.stat().st_size
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise RelayError(f"{path} is refused: {name} is not a plain tensor; save it as a dense one.")
+        size_bytes = tensor.numel() * tensor.element_size()
+        total_bytes += size_bytes
+        if size_bytes > tensor.untyped_storage().nbytes():
+            raise RelayError(
+                f"{path} is refused: {name} has {tensor.numel():,} elements, but fewer are stored. Save it with "
+                "`contiguous()`."
+            )
+    if total_bytes > _MOST_SHARED * file_bytes:
+        raise RelayError(
+            f"{path} is refused: it has {file_bytes:,} bytes, but its tensors take {total_bytes:,} because they share "
+            "memory. Save each with `clone()`."
+        )
 
 
 def _inner(loaded: Any, path: Path) -> dict[str, Any]:
