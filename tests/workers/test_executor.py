@@ -215,6 +215,21 @@ def test_a_version_that_never_comes_is_waited_for_only_while_full_inference_fits
     assert (work.prefix.tokens, work.prefix.stale) == (100, True)
 
 
+def test_a_partition_that_catches_up_during_a_look_up_says_loading():
+    """The history was not there when it was asked for, so the store was loading, whatever it says afterwards."""
+    world = ExecutorWorld()
+    world.store.loading = True
+
+    def get(user_id):
+        world.store.loading = False
+
+    world.store.get = get
+    work = world.rank("u")
+    world.run()
+    assert work.prefix is not None
+    assert (work.prefix.version, work.prefix.stale, work.prefix.loading) == (None, False, True)
+
+
 def test_nothing_waits_for_a_version_longer_than_the_setting_however_late_its_deadline():
     world = ExecutorWorld(history_wait_ms=300)
     world.store.put("u", 100)

@@ -64,7 +64,9 @@ class PrefixResolver:
         """The history to use. Raises HistoryMismatchError if the inline history is not the version that is named."""
         if inline is not None:
             return resolve(None, wanted, inline, loading=False)
-        return resolve(self._histories.get(user_id), wanted, None, self._histories.is_loading(partition))
+        # Asked first: the store may catch up between the two calls.
+        loading = self._histories.is_loading(partition)
+        return resolve(self._histories.get(user_id), wanted, None, loading)
 
     def prefix(
         self,

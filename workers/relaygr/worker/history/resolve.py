@@ -61,7 +61,7 @@ class ResolvedHistory:
     is_behind: bool
     """The requested version is newer than the stored one and may still arrive."""
     loading: bool
-    """The follower had not caught up with the user's partition."""
+    """The follower had not caught up with the user's partition, or had read no history of a user who has one."""
 
     @property
     def is_stale(self) -> bool:
@@ -86,7 +86,9 @@ def resolve(
     if inline is not None:
         return _inline(inline, wanted, loading)
     if stored is None:
-        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, wanted is not None, loading)
+        # Somebody has a version that is not here: the store is not complete, even if the log's end was reached.
+        is_behind = wanted is not None
+        return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, is_behind, loading or is_behind)
     if wanted is None:
         return _whole(HistoryStatus.NEWEST, stored, loading)
     known = stored.history
