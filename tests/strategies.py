@@ -37,6 +37,7 @@ from relaygr.schemas.messages import (
     MAX_PARTITIONS,
     MAX_SUFFIX_BEHAVIOURS,
     MAX_TASKS,
+    MAX_VERSION_NUMBER,
 )
 
 INT64_MIN = -(2**63)
@@ -69,7 +70,8 @@ def behaviours(draw: st.DrawFn, max_length: int = 20) -> Behaviours:
     return Behaviours(items, actions, np.array(times, dtype="<i8"))
 
 
-history_versions = st.builds(HistoryVersion, whole, st.integers(0, MAX_BEHAVIOURS), digests)
+version_numbers = st.integers(0, MAX_VERSION_NUMBER)
+history_versions = st.builds(HistoryVersion, version_numbers, st.integers(0, MAX_BEHAVIOURS), digests)
 
 
 @st.composite
@@ -77,7 +79,7 @@ def histories(draw: st.DrawFn, user_id: str | None = None) -> History:
     """A history, of `user_id` if given."""
     user = draw(texts(256)) if user_id is None else user_id
     features = draw(hnp.arrays("<i8", st.integers(0, 8), elements=item_ids))
-    return History(user, draw(whole), features, draw(behaviours()))
+    return History(user, draw(version_numbers), features, draw(behaviours()))
 
 
 @st.composite

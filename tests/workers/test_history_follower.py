@@ -164,6 +164,18 @@ def test_a_tombstone_deletes_the_user_and_is_reported(kafka_settings: KafkaSetti
         assert store.get("kept") is not None
 
 
+def test_a_snapshot_written_later_replaces_one_with_the_largest_number(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("user", number=2**53 - 1))
+    time.sleep(0.002)
+    publisher.send(history("user", number=1))
+    with following(kafka_settings, store, reported):
+        stored = store.get("user")
+        assert stored is not None and stored.version.number == 1
+
+
 def test_a_restart_reads_on_from_the_stored_offset(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
     publisher = Publisher(kafka_settings)
     publisher.send(*(history(f"user-{i}") for i in range(30)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +26,20 @@ def test_a_history_under_its_users_key_is_a_record() -> None:
     key = "zoë".encode()
     record = read_record(key, encode(history("zoë")), partition_for(key, PARTITIONS), PARTITIONS, 7)
     assert record == HistoryRecord("zoë", 7, history("zoë"))
+
+
+def test_a_record_has_the_time_of_its_message() -> None:
+    record = read_record(b"u", encode(history("u")), partition_for(b"u", PARTITIONS), PARTITIONS, 7, 1_234)
+    assert record == HistoryRecord("u", 7, history("u"), 1_234)
+
+
+def test_a_version_number_beyond_2_to_the_53_is_rejected() -> None:
+    packed = encode(replace(history("u"), number=2**53 - 1))
+    too_large = packed.replace((2**53 - 1).to_bytes(8, "big"), (2**53).to_bytes(8, "big"))
+    assert too_large != packed
+    rejected = read_record(b"u", too_large, partition_for(b"u", PARTITIONS), PARTITIONS, 0)
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == DecodeReason.INVALID_FIELD
 
 
 def test_no_value_is_a_tombstone() -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,24 @@ def test_a_larger_version_number_replaces_and_a_smaller_one_is_counted(store: Hi
     assert newer.changed == ("u",)
     stored = store.get("u")
     assert stored is not None and (stored.history.number, stored.chain.length) == (6, 3)
+
+
+def test_a_number_of_any_size_is_mended_by_a_snapshot_of_a_later_time(store: HistoryStore) -> None:
+    largest = replace(entry(0, "u", number=2**53 - 1), written_at_ms=1_000)
+    apply(store, 0, [largest], 1)
+    same_time = replace(entry(1, "u", number=7), written_at_ms=1_000)
+    assert apply(store, 0, [same_time], 2).older == 1
+    later = replace(entry(2, "u", number=7), written_at_ms=1_001)
+    assert apply(store, 0, [later], 3).changed == ("u",)
+    stored = store.get("u")
+    assert stored is not None and stored.history.number == 7
+    assert apply(store, 0, [replace(entry(3, "u", number=8), written_at_ms=500)], 4).changed == ("u",)
+
+
+def test_a_number_of_any_size_is_mended_by_a_tombstone(store: HistoryStore) -> None:
+    apply(store, 0, [entry(0, "u", number=2**53 - 1), HistoryRecord("u", 1, None), entry(2, "u", number=1)], 3)
+    stored = store.get("u")
+    assert stored is not None and stored.history.number == 1
 
 
 def test_of_equal_numbers_the_later_record_stays(store: HistoryStore) -> None:

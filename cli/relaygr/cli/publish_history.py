@@ -17,8 +17,7 @@ from relaygr.interactions.publishing import PublishReport, Selection, histories_
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.fields import INT64_MAX
-from relaygr.schemas.messages import MAX_BEHAVIOURS
+from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
 from relaygr.schemas.topics import Topic
 
 _SHOWN_BAD_LINES = 20
@@ -43,7 +42,7 @@ def history(
         typer.Option(
             "--number",
             min=0,
-            max=INT64_MAX,
+            max=MAX_VERSION_NUMBER,
             help="Version number of every history. Default: the time of the user's newest behaviour in ms.",
             show_default=False,
         ),

@@ -4,7 +4,7 @@ All replicas acknowledge each snapshot, and every delivery report is checked. Wh
 publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further snapshot would wait for
 its time-out while the broker is away.
 
-Publishing again is safe: workers use each user's largest version number, and the latest snapshot of that number.
+Publishing again is safe: workers use each user's latest snapshot.
 """
 
 from __future__ import annotations

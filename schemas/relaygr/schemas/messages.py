@@ -26,6 +26,8 @@ MAX_PARTITIONS = 4_096
 MAX_BUDGET_MS = 600_000
 LENGTH_BUCKETS = 24
 MAX_MISSED_IDS = 128
+MAX_VERSION_NUMBER = 2**53 - 1
+"""Exact in every language, JSON's numbers included."""
 
 Int64Array = NDArray[np.int64]
 UInt16Array = NDArray[np.uint16]
@@ -146,7 +148,7 @@ class Behaviours:
 class HistoryVersion:
     """Identifies a history: a number that grows with each write, its length, and the digest of its content."""
 
-    number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
+    number: Annotated[int, UInt("", MAX_VERSION_NUMBER), "the writer's version number; a larger one is newer"]
     length: Annotated[int, UInt("behaviours", MAX_BEHAVIOURS), "number of behaviours"]
     digest: Annotated[bytes, Digest(DIGEST_BYTES), "last digest of the chain (`relaygr.schemas.digest`)"]
 
@@ -156,7 +158,7 @@ class History:
     """A user's long-term behaviours and features at one version: a value of the history topic, or inline."""
 
     user_id: UserId
-    number: Annotated[int, UInt(), "the writer's version number; a larger one is newer"]
+    number: Annotated[int, UInt("", MAX_VERSION_NUMBER), "the writer's version number; a larger one is newer"]
     features: Annotated[
         Int64Array,
         Packed("<i8", MAX_FEATURES, "features"),
@@ -313,7 +315,9 @@ class RankingResult:
     history_stale: Annotated[bool, Flag(), "the worker did not have the requested version and used a different one"] = (
         False
     )
-    history_loading: Annotated[bool, Flag(), "the worker had not read all of this partition's histories yet"] = False
+    history_loading: Annotated[
+        bool, Flag(), "the worker had not read all of this partition's histories yet, or not that of the named version"
+    ] = False
     unknown_items: Annotated[int, UInt("items"), "number of item ids that are not in the model's vocabulary"] = 0
     model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
 

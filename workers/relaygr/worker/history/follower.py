@@ -119,7 +119,12 @@ class Rejected:
 
 
 def read_record(
-    key: bytes | None, value: bytes | None, partition: int, partition_count: int, offset: int
+    key: bytes | None,
+    value: bytes | None,
+    partition: int,
+    partition_count: int,
+    offset: int,
+    written_at_ms: int = 0,
 ) -> HistoryRecord | Rejected:
     """The decoded record, or why it is rejected. A value of None is a tombstone; an empty value is not."""
     if not key:
@@ -145,7 +150,7 @@ def read_record(
         return Rejected(error.reason, str(error))
     if history.user_id != user_id:
         return Rejected(KEY_MISMATCH, f"the key is {user_id!r}, the body's user is {history.user_id!r}")
-    return HistoryRecord(user_id, offset, history)
+    return HistoryRecord(user_id, offset, history, written_at_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +340,9 @@ class HistoryFollower:
         if followed.end is None:
             tail = consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
             followed.end = tail[1] if tail is not None and tail[1] >= 0 else None
-        record = read_record(message.key(), message.value(), partition, self._kafka.partitions, offset)
+        record = read_record(
+            message.key(), message.value(), partition, self._kafka.partitions, offset, max(0, message.timestamp()[1])
+        )
         followed.read_to = offset + 1
         if isinstance(record, Rejected):
             followed.undelivered.add(offset)
@@ -354,9 +361,10 @@ class HistoryFollower:
                 followed.read_to = max(followed.read_to, message.offset() or 0)
                 followed.at_end = True
         elif error.code() == KafkaError._AUTO_OFFSET_RESET and followed is not None and partition is not None:
-            self._restart(partition, "offset_out_of_range")
+            # A request must not find the emptied store while the partition counts as caught up.
             del self._followed[partition]
             self._publish_caught_up()
+            self._restart(partition, "offset_out_of_range")
             consumer.incremental_unassign([TopicPartition(self._topic, partition)])
         elif error.fatal():
             raise KafkaException(error)

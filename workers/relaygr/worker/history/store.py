@@ -8,7 +8,8 @@ Contract:
   stored or both missing. The last batches may be missing; the follower reads them again.
 * The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
   or the layout differs. Before `trust`, `get` returns None.
-* For each user the store keeps the largest version number; of equal numbers the later record. A tombstone deletes.
+* A record replaces the user's stored one if its version number is not smaller, or if its timestamp in the log is later.
+  So a wrong number, however large, blocks no later snapshot. A tombstone deletes.
 * `get` copies a record out of the map once and returns views of that copy. A lease may keep a history for seconds, and
   a read transaction of that length would prevent LMDB from reusing freed pages.
 * The file never grows past `max_bytes`, and nothing is evicted. A record for which there is no space is refused: the
@@ -17,7 +18,7 @@ Contract:
 
 The layout of a record, all little-endian, each part at a multiple of its element size:
 
-    number u64 | partition u32 | feature count u32 | length u64 | block count u32 | reserved u32
+    number u64 | partition u32 | feature count u32 | length u32 | block count u32 | written_at_ms u64
     seed 16 bytes | block digests 16 bytes each
     features i64 | items i64 | timestamps_ms i64 | actions u16
 
@@ -47,7 +48,7 @@ from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
 
-LAYOUT: Final = b"relaygr.history-store.1"
+LAYOUT: Final = b"relaygr.history-store.2"
 LEAST_BYTES: Final = 1024 * 1024
 # The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
@@ -55,7 +56,7 @@ _MAX_READERS: Final = 512
 _FILES: Final = ("data.mdb", "lock.mdb")
 _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
-_HEAD = struct.Struct("<QIIQII")
+_HEAD = struct.Struct("<QIIIIQ")
 
 
 @record(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class HistoryRecord:
     user_id: str
     offset: int
     history: History | None
+    written_at_ms: int = 0
+    """The record's timestamp in the log; ms since the epoch; 0: none."""
 
 
 @record(frozen=True, slots=True)
@@ -311,10 +314,10 @@ class HistoryStore:
                 deleted.append(entry.user_id)
                 continue
             found = txn.get(key, db=self._users)
-            if found is not None and read_head(found).number > entry.history.number:
+            if found is not None and _is_older(entry.history.number, entry.written_at_ms, read_head(found)):
                 older += 1
                 continue
-            value = pack(entry.history, batch.partition)
+            value = pack(entry.history, batch.partition, entry.written_at_ms)
             freed_bytes = 0 if found is None else len(found)
             if self._pages(txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
                 txn.delete(key, db=self._users)
@@ -400,19 +403,26 @@ class RecordHead:
     feature_count: int
     length: int
     block_count: int
+    written_at_ms: int
 
     @property
     def arrays_offset(self) -> int:
         return _HEAD.size + DIGEST_BYTES * (1 + self.block_count)
 
 
-def pack(history: History, partition: int) -> bytes:
+def _is_older(number: int, written_at_ms: int, stored: RecordHead) -> bool:
+    return number < stored.number and written_at_ms <= stored.written_at_ms
+
+
+def pack(history: History, partition: int, written_at_ms: int = 0) -> bytes:
     """The bytes of a record."""
     chain = history.chain()
     behaviours = history.behaviours
     return b"".join(
         (
-            _HEAD.pack(history.number, partition, history.features.size, len(behaviours), len(chain.blocks), 0),
+            _HEAD.pack(
+                history.number, partition, history.features.size, len(behaviours), len(chain.blocks), written_at_ms
+            ),
             chain.seed,
             *chain.blocks,
             history.features.astype("<i8", copy=False).tobytes(),
@@ -425,8 +435,7 @@ def pack(history: History, partition: int) -> bytes:
 
 def read_head(record: bytes | memoryview) -> RecordHead:
     """Reads the first fields only."""
-    number, partition, feature_count, length, block_count, _ = _HEAD.unpack_from(record)
-    return RecordHead(number, partition, feature_count, length, block_count)
+    return RecordHead(*_HEAD.unpack_from(record))
 
 
 def unpack(user_id: str, record: bytes) -> StoredHistory:
