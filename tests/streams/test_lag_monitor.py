@@ -7,6 +7,7 @@ import threading
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag import LagMonitor, LagSettings
 from relaygr.lag.collector import LagCollector
@@ -22,14 +23,14 @@ def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
     """A time-out of the client's own futures used to end the thread, and its figures became stale without an error."""
     polls, again = [0], threading.Event()
 
-    def fail(*_: object) -> Snapshot:
+    def fail(*_: object) -> None:
         polls[0] += 1
         if polls[0] > 1:
             again.set()
         raise error
 
     monkeypatch.setattr("relaygr.lag.collector.require_broker", lambda *_: None)
-    monkeypatch.setattr(LagCollector, "_poll", fail)
+    monkeypatch.setattr(AdminProcess, "call", fail)
     monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1"), FAST)
     monitor.start()
     assert again.wait(5)

@@ -2,7 +2,8 @@
 
 `check_topics` reports the differences, `create_topics` creates missing topics, and `require_topics` is the check
 at a process's start: it raises a RelayError that names the command to run. Each call waits `connect_timeout_s` for
-the connection and `ADMIN_TIMEOUT_S` for each request after it. librdkafka's embedded cluster supports no admin
+the connection and `ADMIN_TIMEOUT_S` for each request after it. A process that serves calls the check, which therefore
+asks for settings in a child process (`relaygr.kafka.admin_process`). librdkafka's embedded cluster supports no admin
 requests, so only the existence and the partition counts of its topics are checked.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
@@ -24,6 +25,7 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
+from relaygr.kafka.admin_process import ask
 from relaygr.kafka.clients import make_admin, require_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
@@ -34,12 +36,22 @@ ADMIN_TIMEOUT_S: Final = 30.0
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """The cluster id of librdkafka's embedded cluster begins with this."""
 
+_CLIENT_ID: Final = "relaygr-topics"
+
 _T = TypeVar("_T")
 
 
 def check_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
     """Compares the cluster's topics with the catalogue. Raises RelayError if the cluster cannot be reached."""
-    return report(_observe(kafka, require_broker(kafka)), kafka, workers)
+    cluster = require_broker(kafka)
+    names = tuple(_existing(kafka, cluster).values())
+    settings = _ReadSettings()
+    if not is_embedded(cluster):
+        try:
+            settings = ask(kafka, _CLIENT_ID, 3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
+        except KafkaException as error:
+            raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+    return report(_observed(kafka, cluster, settings), kafka, workers)
 
 
 def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
@@ -59,7 +71,8 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
     partition count; also if the cluster refuses a request.
     """
     cluster = require_broker(kafka)
-    observed = _observe(kafka, cluster)
+    admin = make_admin(kafka, _CLIENT_ID)
+    observed = _observe(kafka, cluster, admin)
     conflicts = count_conflicts(observed, kafka)
     if conflicts:
         raise RelayError("; ".join(f"{conflict.what}: {conflict.mend}" for conflict in conflicts))
@@ -70,7 +83,6 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
             "the process that started it creates its topics"
         )
     if not dry_run:
-        admin = make_admin(kafka, "relaygr-topics")
         if missing:
             _create(kafka, admin, missing, len(cluster.brokers))
         if repair:
@@ -88,7 +100,7 @@ def delete_topics(kafka: KafkaSettings) -> tuple[str, ...]:
     names = [kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics]
     if not names:
         return ()
-    admin = make_admin(kafka, "relaygr-topics")
+    admin = make_admin(kafka, _CLIENT_ID)
     futures = admin.delete_topics(names, request_timeout=ADMIN_TIMEOUT_S, operation_timeout=ADMIN_TIMEOUT_S)
     for name, future in futures.items():
         try:
@@ -114,21 +126,37 @@ def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, Ob
     }
 
 
-def _observe(kafka: KafkaSettings, cluster: ClusterMetadata) -> Observed:
-    names = {topic: kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics}
-    embedded = is_embedded(cluster)
-    configs: Mapping[str, Mapping[str, str]] = {}
-    auto_create = None
-    if not embedded:
-        admin = make_admin(kafka, "relaygr-topics")
-        configs = _topic_configs(admin, names.values())
-        auto_create = _auto_create(admin, next(iter(cluster.brokers)))
+@dataclass(frozen=True, slots=True)
+class _ReadSettings:
+    """Settings of topics by name, and the brokers' `auto.create.topics.enable`. By default nothing was readable."""
+
+    topics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    auto_create: bool | None = None
+
+
+def _read_settings(admin: AdminClient, names: Iterable[str], broker_id: int) -> _ReadSettings:
+    """Raises RelayError without an answer."""
+    return _ReadSettings(_topic_configs(admin, names), _auto_create(admin, broker_id))
+
+
+def _existing(kafka: KafkaSettings, cluster: ClusterMetadata) -> dict[Topic, str]:
+    return {topic: kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics}
+
+
+def _observe(kafka: KafkaSettings, cluster: ClusterMetadata, admin: AdminClient) -> Observed:
+    settings = _ReadSettings()
+    if not is_embedded(cluster):
+        settings = _read_settings(admin, _existing(kafka, cluster).values(), min(cluster.brokers))
+    return _observed(kafka, cluster, settings)
+
+
+def _observed(kafka: KafkaSettings, cluster: ClusterMetadata, settings: _ReadSettings) -> Observed:
     topics = {}
-    for topic, name in names.items():
+    for topic, name in _existing(kafka, cluster).items():
         partitions = cluster.topics[name].partitions.values()
         replicas = min((len(partition.replicas) for partition in partitions), default=0)
-        topics[topic] = ObservedTopic(len(partitions), replicas, configs.get(name))
-    return Observed(topics, embedded, auto_create)
+        topics[topic] = ObservedTopic(len(partitions), replicas, settings.topics.get(name))
+    return Observed(topics, is_embedded(cluster), settings.auto_create)
 
 
 def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -219,7 +247,7 @@ def _await_topics(kafka: KafkaSettings, admin: AdminClient, repaired: bool) -> O
         waiting = [name for name in names if not _has_leaders(cluster, name)]
         late = time.monotonic() >= ends_s
         if not waiting:
-            observed = _observe(kafka, cluster)
+            observed = _observe(kafka, cluster, admin)
             if late or not repaired or report(observed, kafka).ok:
                 return observed
         elif late:

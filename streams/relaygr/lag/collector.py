@@ -4,6 +4,9 @@ Order of a poll: metadata, members, committed offsets, ends of the logs. The met
 group's offsets do not include partitions without a commit. The ends come last; otherwise a group that keeps up could
 be ahead of them.
 
+The requests of a poll are made in a child process (`relaygr.kafka.admin_process`), because librdkafka can abort the
+process that makes them while the broker is away.
+
 librdkafka's embedded cluster has no DescribeGroups, so members and state are unknown there. A value of one group that
 cannot be read becomes a sentence in its `problems`; only a cluster that does not answer is an error.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from confluent_kafka import (
@@ -28,7 +31,8 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata, ConsumerGroupDes
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
-from relaygr.kafka.clients import make_admin, make_assigned_consumer, require_broker
+from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.model import UNKNOWN, GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.settings import LagSettings
@@ -40,6 +44,8 @@ _T = TypeVar("_T")
 # Each request has its own time-out. This longer one is for a client that hangs.
 _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
+_REQUESTS_IN_A_ROW: Final = 6
+"""A poll waits for five requests one after the other, and has some time for its own work."""
 _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
 
 
@@ -77,22 +83,22 @@ class LagCollector:
     ) -> None:
         self._kafka = kafka
         self._settings = settings
-        self._ours = group_topics(kafka)
-        self._patterns = tuple(patterns) or (f"{kafka.group_prefix}.*",)
-        self._explicit = {pattern for pattern in patterns if not any(mark in pattern for mark in "*?[")}
+        self._poll = _GroupPoll(kafka, settings, tuple(patterns))
         self._clock = clock or SystemClock()
-        self._admin: AdminClient | None = None
+        self._admin = AdminProcess(kafka, _CLIENT_ID)
+        self._connected = False
         self._records: Consumer | None = None
 
     def poll(self) -> Snapshot:
         """Measures once. Raises RelayError if the cluster does not answer."""
-        if self._admin is None:
+        if not self._connected:
             require_broker(self._kafka)
-            self._admin = make_admin(self._kafka, _CLIENT_ID)
+            self._connected = True
         try:
-            return self._poll(self._admin)
-        except (KafkaException, TimeoutError) as error:
+            snapshot = self._admin.call(_REQUESTS_IN_A_ROW * self._settings.request_timeout_s, self._poll.ask)
+        except (KafkaException, OSError) as error:
             raise self._no_answer(error) from error
+        return replace(snapshot, polled_at_us=self._clock.monotonic_us(), wall_us=self._clock.wall_us())
 
     def record_timestamps(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
         """Partition -> (requested offset, timestamp in ms of the first record from that offset on).
@@ -129,21 +135,37 @@ class LagCollector:
         consumer.unassign()
         return found
 
-    def _no_answer(self, error: KafkaException | TimeoutError) -> RelayError:
-        cause = error.args[0].str() if isinstance(error, KafkaException) else "a request did not end"
+    def _no_answer(self, error: KafkaException | OSError) -> RelayError:
+        cause = error.args[0].str() if isinstance(error, KafkaException) else str(error) or "a request did not end"
         return RelayError(f"Kafka at {self._kafka.bootstrap} does not answer: {cause}")
 
+    def end_poll(self) -> None:
+        """Any thread may call it: `poll` ends soon, and later polls raise RelayError."""
+        self._admin.close()
+
     def close(self) -> None:
-        """Closes the consumer that reads records."""
+        """Ends the child process, and closes the consumer that reads records."""
+        self._admin.close()
         if self._records is not None:
             self._records.close()
 
-    def _poll(self, admin: AdminClient) -> Snapshot:
+
+class _GroupPoll:
+    """The requests of one poll, in the child process. Pickled with each call."""
+
+    def __init__(self, kafka: KafkaSettings, settings: LagSettings, patterns: tuple[str, ...]) -> None:
+        self._settings = settings
+        self._ours = group_topics(kafka)
+        self._patterns = patterns or (f"{kafka.group_prefix}.*",)
+        self._explicit = {pattern for pattern in patterns if not any(mark in pattern for mark in "*?[")}
+
+    def ask(self, admin: AdminClient) -> Snapshot:
         timeout_s = self._settings.request_timeout_s
         cluster = admin.list_topics(timeout=timeout_s)
         groups = self._groups(admin)
         described = self._describe(admin, groups)
-        committed = {group: self._committed(admin, cluster, group) for group in groups}
+        asked = {group: self._ask_committed(admin, cluster, group) for group in groups}
+        committed = {group: _committed(future) for group, future in asked.items()}
         known = {group for group in groups if _is_known(described[group], committed[group][0])}
         known |= {group for group in groups if committed[group][1] is not None}
         shown = [group for group in groups if group in known or group in self._explicit]
@@ -177,8 +199,8 @@ class LagCollector:
             )
         return Snapshot(
             cluster_id=cluster.cluster_id or UNKNOWN,
-            polled_at_us=self._clock.monotonic_us(),
-            wall_us=self._clock.wall_us(),
+            polled_at_us=0,  # The parent sets both times.
+            wall_us=0,
             groups=tuple(snapshots),
         )
 
@@ -201,10 +223,9 @@ class LagCollector:
         futures = admin.describe_consumer_groups(list(groups), request_timeout=self._settings.request_timeout_s)
         return {group: _described(future) for group, future in futures.items()}
 
-    def _committed(
+    def _ask_committed(
         self, admin: AdminClient, cluster: ClusterMetadata, group: str
-    ) -> tuple[dict[TopicPartition, int], str | None]:
-        """The group's offsets, and a sentence if they cannot be read."""
+    ) -> Future[ConsumerGroupTopicPartitions]:
         asked: list[KafkaPartition] | None = None
         if group in self._ours and is_embedded(cluster):
             # The embedded cluster answers only for partitions that the request names.
@@ -214,19 +235,7 @@ class LagCollector:
         [future] = admin.list_consumer_group_offsets(
             [ConsumerGroupTopicPartitions(group, asked)], request_timeout=self._settings.request_timeout_s
         ).values()
-        try:
-            answer = _result(future)
-        except KafkaException as error:
-            if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
-                return {}, None
-            if error.args[0].code() in (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED):
-                return {}, f"This user may not read the offsets of the group: {error.args[0].str()}"
-            raise
-        return {
-            TopicPartition(tp.topic, tp.partition): tp.offset
-            for tp in answer.topic_partitions
-            if tp.error is None and tp.offset >= 0
-        }, None
+        return future
 
     def _partitions(
         self, cluster: ClusterMetadata, group: str, described: _GroupDescription, offsets: Mapping[TopicPartition, int]
@@ -287,6 +296,23 @@ def _described(future: Future[ConsumerGroupDescription]) -> _GroupDescription:
     )
     state = group.state.name.lower() if isinstance(group.state, ConsumerGroupState) else UNKNOWN
     return _GroupDescription(state, group.type.name.lower(), group.partition_assignor or "", members)
+
+
+def _committed(future: Future[ConsumerGroupTopicPartitions]) -> tuple[dict[TopicPartition, int], str | None]:
+    """The group's offsets, and a sentence if they cannot be read."""
+    try:
+        answer = _result(future)
+    except KafkaException as error:
+        if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
+            return {}, None
+        if error.args[0].code() in (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED):
+            return {}, f"This user may not read the offsets of the group: {error.args[0].str()}"
+        raise
+    return {
+        TopicPartition(tp.topic, tp.partition): tp.offset
+        for tp in answer.topic_partitions or ()
+        if tp.error is None and tp.offset >= 0
+    }, None
 
 
 def _is_known(described: _GroupDescription, offsets: Mapping[TopicPartition, int]) -> bool:

@@ -73,9 +73,10 @@ class LagMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after its current poll."""
+        """Ends the thread, and the requests of its current poll."""
         self._stopping.set()
         if self._thread is not None:
+            self._collector.end_poll()
             self._thread.join(self._settings.request_timeout_s)
             if self._thread.is_alive():
                 # Closing a consumer while another thread polls it would crash the process. Both end with the process.

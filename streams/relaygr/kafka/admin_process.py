@@ -1,0 +1,211 @@
+"""Runs librdkafka's admin requests in a child process, for a process that must not end.
+
+librdkafka can abort its process after an admin request that timed out while the broker was away (librdkafka issue
+4605). A process that serves therefore asks through an `AdminProcess`: an abort ends the child only, and the next call
+starts another one. `ask` is one call with a child of its own.
+
+The function of a call runs in the child, with the child's admin client as its first argument. The function must be
+importable. Its arguments and its result are pickled and go through a socket, so no secret is in a command line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+
+from relaygr.kafka.client_errors import ClientErrors
+from relaygr.kafka.clients import make_admin
+from relaygr.kafka.settings import KafkaSettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+START_S: Final = 30.0
+"""Time for the start of the child on a busy machine."""
+_SERVE: Final = "import sys; from relaygr.kafka.admin_process import serve; serve(int(sys.argv[1]))"
+_LAST_WORDS_BYTES: Final = 500
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class AdminProcess:
+    """A child process with an admin client. One call at a time; `close` may be called by any thread, once."""
+
+    def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
+        """The first call starts the child."""
+        # Without the sections of other settings, whose modules the child would import.
+        self._kafka = KafkaSettings(**{name: getattr(kafka, name) for name in KafkaSettings.model_fields})
+        self._client_id = client_id
+        self._child: _Child | None = None
+        self._closed = False
+        self._calling = threading.Lock()
+
+    def call(
+        self, timeout_s: float, function: Callable[Concatenate[AdminClient, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The result of `function(admin, *args, **kwargs)` in the child.
+
+        Raises the exception of the function. Raises KafkaException if the child dies or is closed, or if there is no
+        answer within `timeout_s`; the child is then killed.
+        """
+        with self._calling:
+            if self._child is None:
+                self._child = _Child(self._kafka, self._client_id)
+            child = self._child
+            try:
+                if self._closed:
+                    raise KafkaException(KafkaError(KafkaError._DESTROY, "the requests to Kafka were stopped"))
+                answer = child.ask(timeout_s, (function, args, kwargs))
+            except BaseException:
+                self._child = None
+                child.end()
+                raise
+        if isinstance(answer, _Failure):
+            raise answer.exception()
+        return answer  # type: ignore[no-any-return]  # The result of `function`.
+
+    def close(self) -> None:
+        """Ends the child. A call in progress, and each later one, raises KafkaException."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
+        with self._calling:
+            if self._child is not None:
+                self._child.end()
+                self._child = None
+
+    def __enter__(self) -> AdminProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ask(
+    kafka: KafkaSettings,
+    client_id: str,
+    timeout_s: float,
+    function: Callable[Concatenate[AdminClient, P], T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """One `AdminProcess.call`, with a child for this call alone."""
+    with AdminProcess(kafka, client_id) as admin:
+        return admin.call(timeout_s, function, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The exception of a call, as it is sent to the parent. confluent-kafka's errors cannot be pickled."""
+
+    error: Exception | None
+    code: int = 0
+    text: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        if isinstance(error, KafkaException):
+            return cls(None, error.args[0].code(), error.args[0].str())
+        if isinstance(error, TimeoutError):
+            return cls(None, KafkaError._TIMED_OUT, str(error) or "a request did not end")
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return cls(None, KafkaError._FAIL, repr(error))
+        return cls(error)
+
+    def exception(self) -> Exception:
+        return self.error or KafkaException(KafkaError(self.code, self.text))
+
+
+class _Child:
+    """One child process. `kill` may be called by any thread."""
+
+    def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
+        self._connection, theirs = Pipe()
+        # A file, because nobody reads a pipe while the child runs.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes it)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                # Ctrl-C in the terminal is for the parent, which then closes the child.
+                process_group=0,
+            )
+        self._first: tuple[Any, ...] | None = (kafka, client_id)
+
+    def ask(self, timeout_s: float, question: tuple[Any, ...]) -> Any:
+        try:
+            if self._first is not None:
+                self._connection.send(self._first)
+                self._first = None
+                self._receive(START_S, "start")
+            self._connection.send(question)
+            return self._receive(timeout_s, "answer")
+        except (EOFError, OSError) as error:
+            self.kill()
+            text = f"the process that asks Kafka ended with {self._process.wait()}{self._last_words()}"
+            raise KafkaException(KafkaError(KafkaError._FAIL, text)) from error
+
+    def _receive(self, timeout_s: float, what: str) -> Any:
+        if not self._connection.poll(timeout_s):
+            text = f"the process that asks Kafka did not {what} within {timeout_s:g} s"
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))
+        return self._connection.recv()
+
+    def _last_words(self) -> str:
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - _LAST_WORDS_BYTES))
+        text = self._stderr.read().decode(errors="replace").strip()
+        return f": {text}" if text else ""
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._connection.close()
+        self._stderr.close()
+
+
+def serve(descriptor: int) -> None:
+    """The child: answers until its parent closes the connection or dies."""
+    # An abort is expected here, and leaves no core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        # A request in progress would keep the child alive after the death of the parent.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = Connection(descriptor)
+    try:
+        kafka, client_id = parent.recv()
+        admin = make_admin(kafka, client_id, ClientErrors(client_id, quiet=True))
+        parent.send("ready")
+        while True:
+            function, args, kwargs = parent.recv()
+            answer: Any
+            try:
+                answer = function(admin, *args, **kwargs)
+            except Exception as error:
+                answer = _Failure.of(error)
+            parent.send(answer)
+    except (EOFError, OSError):
+        # Without the clean-up of librdkafka, which may wait for requests in flight.
+        os._exit(0)

@@ -1,0 +1,149 @@
+"""Admin requests in a child process: an abort there, or an outage in mid-request, does not end the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+import relaygr.devbroker.kafka
+import relaygr.kafka.admin
+from relaygr.consumer.membership import holder_of
+from relaygr.devbroker import available_brokers
+from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.local import free_ports
+from relaygr.kafka.admin import check_topics, create_topics
+from relaygr.kafka.admin_process import AdminProcess, ask
+from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.topic_identity import identify_topics
+from relaygr.lag import LagMonitor, LagSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
+from tests.promised import unavailable
+from tests.worlds.broker_proxy import BrokerProxy
+
+NOBODY = KafkaSettings(bootstrap="127.0.0.1:1")
+OUTAGES = 20
+REQUEST_S = 1.0
+# Kafka's numbers of the requests. A group is described by the request of either protocol, a topic by its metadata.
+DESCRIBE_GROUPS, LIST_GROUPS, DESCRIBE_CONFIGS, METADATA = {15, 69}, {16}, {32}, {3}
+
+
+def process_id(_: AdminClient) -> int:
+    return os.getpid()
+
+
+def refuse(_: AdminClient, text: str) -> None:
+    raise RelayError(text)
+
+
+def abort(_: AdminClient) -> None:
+    os.write(2, b"Assertion failed: a library is at fault\n")
+    os.abort()
+
+
+def sleep(_: AdminClient, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.slow
+def test_calls_share_a_child_until_it_aborts_and_the_next_call_starts_another() -> None:
+    with AdminProcess(NOBODY, "test") as admin:
+        first = admin.call(5, process_id)
+        assert first != os.getpid()
+        assert admin.call(5, process_id) == first
+        with pytest.raises(KafkaException, match=r"ended with -6.*a library is at fault"):
+            admin.call(5, abort)
+        assert admin.call(5, process_id) not in (first, os.getpid())
+
+
+@pytest.mark.slow
+def test_the_error_of_the_function_is_the_callers_error() -> None:
+    with pytest.raises(RelayError, match="no such thing"):
+        ask(NOBODY, "test", 5, refuse, "no such thing")
+
+
+@pytest.mark.slow
+def test_a_call_without_an_answer_ends_at_its_time_out() -> None:
+    started_s = time.monotonic()
+    with pytest.raises(KafkaException, match=r"did not answer within 0.2 s"):
+        ask(NOBODY, "test", 0.2, sleep, 60)
+    assert time.monotonic() - started_s < 30
+
+
+@pytest.mark.slow
+def test_closing_ends_a_call_of_another_thread() -> None:
+    admin = AdminProcess(NOBODY, "test")
+    admin.call(5, process_id)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(admin.call, 60, sleep, 60)
+        time.sleep(0.1)
+        admin.close()
+        assert isinstance(call.exception(10), KafkaException)
+
+
+@pytest.fixture
+def behind_a_proxy() -> Iterator[tuple[KafkaSettings, BrokerProxy]]:
+    """Settings whose every connection goes through the proxy."""
+    home = available_brokers().kafka_home
+    if home is None:
+        unavailable("broker", "KAFKA_HOME is not set")
+    port, controller_port, proxy_port = free_ports(3)
+    advertised = {"advertised.listeners": f"PLAINTEXT://127.0.0.1:{proxy_port}"}
+    with pytest.MonkeyPatch.context() as patch, BrokerProxy(proxy_port, port) as proxy:
+        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
+        with kafka_broker(home, "a test", properties=advertised):
+            bootstrap = f"127.0.0.1:{proxy_port}"
+            yield KafkaSettings(bootstrap=bootstrap, topic_prefix="outage", partitions=2, connect_timeout_s=30), proxy
+
+
+@pytest.mark.kafka
+@pytest.mark.outage
+@pytest.mark.timeout(300)
+def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(
+    behind_a_proxy: tuple[KafkaSettings, BrokerProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """librdkafka aborted 9 of 18 processes that asked for a group across an outage, and a worker in 1 of 14."""
+    kafka, proxy = behind_a_proxy
+    create_topics(kafka)
+    # The first request to the coordinator makes the broker create its internal topic.
+    with contextlib.closing(make_group_consumer(kafka, kafka.workers_group, "test")) as consumer:
+        consumer.committed([TopicPartition(kafka.topic(Topic.RANKING), 0)], timeout=60)
+    monkeypatch.setattr(relaygr.kafka.admin, "ADMIN_TIMEOUT_S", REQUEST_S)
+    monitor = LagMonitor(kafka, LagSettings(request_timeout_s=REQUEST_S, record_timeout_s=0))
+    calls: list[tuple[set[int], Callable[[], object], type[Exception] | None]] = [
+        (DESCRIBE_GROUPS, lambda: holder_of(kafka, kafka.workers_group, "worker-00", REQUEST_S), None),
+        (LIST_GROUPS, monitor.poll, RelayError),
+        (DESCRIBE_GROUPS, monitor.poll, RelayError),
+        (DESCRIBE_CONFIGS, lambda: check_topics(kafka), RelayError),
+        (
+            METADATA,
+            lambda: identify_topics(kafka, [kafka.topic(Topic.RANKING)], "test", REQUEST_S),
+            KafkaException,
+        ),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        for outage in range(OUTAGES):
+            api_keys, call, expected = calls[outage % len(calls)]
+            in_flight = proxy.hold(api_keys)
+            answer = pool.submit(call)
+            end_s = time.monotonic() + 60
+            while not in_flight.wait(0.02):
+                assert time.monotonic() < end_s, api_keys
+                if answer.done():
+                    # Something before the request took too long on a busy machine.
+                    answer = pool.submit(call)
+            proxy.cut()
+            assert type(answer.exception(30)) is (expected or type(None)), api_keys
+            proxy.listen()
+    monkeypatch.undo()
+    assert identify_topics(kafka, [kafka.topic(Topic.RANKING)], "test", 30).cluster_id
+    assert check_topics(kafka).ok
+    monitor.stop()
