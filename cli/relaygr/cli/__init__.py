@@ -28,6 +28,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
     "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace.", "worker"),
+    "risk": CommandSpec("relaygr.cli.risk:risk", "Replay the trigger's risk test on the records of a run.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check the model against a file of test vectors.", "worker"),
     "bench": CommandSpec("relaygr.cli.bench:app", "Run a benchmark, or list the benchmarks.", "bench"),
