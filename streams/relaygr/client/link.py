@@ -24,7 +24,14 @@ from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import ClientError, NotRunning
 from relaygr.client.pending import PendingRequest
 from relaygr.client.publisher import EventPublisher, produce, warm_up
-from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer, require_broker
+from relaygr.kafka.clients import (
+    QUICK_RECONNECT,
+    ProducerKind,
+    make_assigned_consumer,
+    make_producer,
+    report_retries,
+    require_broker,
+)
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
@@ -92,7 +99,13 @@ class GatewayLink:
         try:
             self._check_topics()
             self._position()
-            self._producer = make_producer(self._kafka, ProducerKind.LATENCY, self._client_id, self._on_error)
+            self._producer = make_producer(
+                self._kafka,
+                ProducerKind.LATENCY,
+                self._client_id,
+                self._on_error,
+                report_retries(self._metrics.librdkafka_retries.inc),
+            )
             warm_up(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
             self.events.start()
         except BaseException:
@@ -148,7 +161,7 @@ class GatewayLink:
         self.results_partition = partition
 
     def _position(self) -> None:
-        self._consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_error)
+        self._consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_error, QUICK_RECONNECT)
         end = self._end_of_results(self._consumer)
         self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
 

@@ -14,8 +14,8 @@ The contract:
 * The client passes an answer that arrives after the deadline to `on_late`, and a request that got no answer
   within `lost_after_ms` after its deadline to `on_lost`. It drops and counts a second answer.
 * A result that does not fit its request (number of scores, `sent_at_us`, model) is `failed`, `invalid_result`.
-* While the broker is away, outcomes are `timed_out`; there is no exception. The client retries a failed
-  delivery until the deadline. The request may have arrived although its delivery failed.
+* While the broker is away, outcomes are `timed_out`; there is no exception. librdkafka sends a request again for
+  500 ms, and then the client, until the deadline. The request may have arrived although its delivery failed.
 * One thread does all I/O, fires timers and runs callbacks, those of futures included. A callback must be short
   and must not block: the thread reads no answers while it runs.
 
