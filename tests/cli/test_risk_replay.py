@@ -89,7 +89,9 @@ def test_the_command_prints_a_line_for_each_rule(
     tmp_path: FilePath, calibration: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = Calibration(None, "", COEFFICIENTS, (), (), (), ())  # type: ignore[arg-type]
-    monkeypatch.setattr("relaygr.cli.risk.load_calibration", lambda path: loaded if path == calibration else None)
+    monkeypatch.setattr(
+        "relaygr.worker.calibration.load_calibration", lambda path: loaded if path == calibration else None
+    )
     records = tmp_path / "full.jsonl"
     writer = RecordWriter(records)
     for number in range(20):

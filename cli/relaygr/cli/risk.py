@@ -12,7 +12,6 @@ from rich.table import Table
 from relaygr.replay.risk import RULES, RiskResult, replay_risk, requests_of
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.records import read_records
-from relaygr.worker.calibration import load_calibration
 
 
 def risk(
@@ -28,6 +27,8 @@ def risk(
     ] = None,
 ) -> None:
     """Compare rules of the risk: how many requests each misjudges, and how many it prepares needlessly."""
+    from relaygr.worker.calibration import load_calibration
+
     requests = requests_of(read_records(records), scored_tokens)
     if not requests:
         raise RelayError(f"{records} has no request that ran in full: record a run with gateway.relay=false.")
