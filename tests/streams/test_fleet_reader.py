@@ -13,6 +13,7 @@ from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas.codec import encode
+from relaygr.schemas.headers import WORKERS_GROUP
 from relaygr.schemas.messages import LatencyCoefficients, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.fleet import Fleet, FleetReader
@@ -100,3 +101,20 @@ def test_garbage_is_counted_and_what_follows_is_read(kafka_settings: KafkaSettin
         assert until(lambda: reader.caught_up)
         assert fleet.owner_of(0, SystemClock().wall_us()) is not None
     assert len(bad) == 3
+
+
+@pytest.mark.slow
+def test_a_second_group_on_the_same_topics_does_not_own_partitions(kafka_settings: KafkaSettings) -> None:
+    bad: list[None] = []
+    producer = make_producer(kafka_settings, ProducerKind.DURABLE, "test-writer")
+    topic = kafka_settings.topic(Topic.WORKERS)
+    own = [(WORKERS_GROUP, kafka_settings.workers_group.encode())]
+    producer.produce(topic, encode(status("worker-00")), b"worker-00", headers=own)
+    producer.produce(topic, encode(status("worker-09")), b"worker-09", headers=[(WORKERS_GROUP, b"shadow.workers")])
+    producer.produce(topic, None, b"worker-00", headers=[(WORKERS_GROUP, b"shadow.workers")])
+    assert producer.flush(10) == 0
+    with reading(kafka_settings, lambda: bad.append(None)) as (reader, fleet):
+        assert until(lambda: reader.caught_up)
+        owner = fleet.owner_of(0, SystemClock().wall_us())
+    assert owner is not None and owner.worker_id == "worker-00"
+    assert len(bad) == 2

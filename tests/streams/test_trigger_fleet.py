@@ -95,6 +95,16 @@ def test_the_newer_claim_wins_though_the_older_owner_still_writes() -> None:
     assert (owner(fleet, 0, later), owner(fleet, 1, later)) == ("worker-00", "worker-01")
 
 
+def test_one_status_of_a_dead_claimant_takes_the_partitions_only_until_it_is_stale() -> None:
+    """The owner was looked up by the claim alone: the live owner counted again only after a rebalance."""
+    fleet = fleet_of(status("worker-00", (0, 1)))
+    fleet.apply("worker-09", status("worker-09", (0, 1), NOW_US + 1), NOW_US + 1)
+    later = NOW_US + 3_000_002
+    fleet.apply("worker-00", status("worker-00", (0, 1), later), later)
+    assert (owner(fleet, 0, later), owner(fleet, 1, later)) == ("worker-00", "worker-00")
+    assert fleet.summary(later) == FleetSummary(workers=2, fresh_workers=1, owned_partitions=2)
+
+
 def test_a_new_epoch_takes_a_partition_back() -> None:
     fleet = fleet_of(status("worker-00", (0, 1)))
     fleet.apply("worker-01", status("worker-01", (1,), NOW_US + 1), NOW_US + 1)

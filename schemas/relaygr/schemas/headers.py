@@ -31,6 +31,9 @@ ORIGIN_PARTITION = "origin_partition"
 ORIGIN_OFFSET = "origin_offset"
 DEAD_LETTERED_AT_US = "dead_lettered_at_us"
 
+WORKERS_GROUP = "workers_group"
+"""Header of a worker's status: the consumer group of the worker."""
+
 MAX_HEADER_BYTES = 512
 _HEADER_TEXT = Text(MAX_HEADER_BYTES)
 
@@ -82,6 +85,12 @@ class ResultHeaders:
         """Raises DecodeError if a header is absent, repeated or out of bounds."""
         values = _values(raw)
         return cls(request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT), gateway_id=_text(values, GATEWAY_ID))
+
+
+def workers_group_of(raw: RawHeaders) -> str | None:
+    """The group of the worker that wrote a status; None if the status does not name it, as in earlier versions."""
+    data = next((value for name, value in raw or () if name == WORKERS_GROUP), None)
+    return data.decode(errors="replace")[:MAX_HEADER_BYTES] if isinstance(data, bytes) else data
 
 
 def _values(raw: RawHeaders) -> dict[str, bytes]:

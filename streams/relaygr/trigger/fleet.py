@@ -2,12 +2,15 @@
 
 `Fleet` is the pure view. `FleetReader` is the thread that reads the topic from its beginning and updates the view.
 
-* The owner of a partition is the worker with the newest claim. The time of a claim is the time of the first status
-  seen with this assignment epoch of the worker; the epochs of two workers cannot be compared.
+* The owner of a partition is the fresh worker with the newest claim. The time of a claim is the time of the first
+  status seen with this assignment epoch of the worker; the epochs of two workers cannot be compared. When the worker
+  with the newest claim falls silent, the partition goes back to the next fresh claimant.
 * An owner is fresh while it is READY and its last status is at most `status_stale_ms` old. The age is computed from
   `written_at_us`, because a compacted topic delivers old statuses late. If the writer's clock is ahead, the age
   is computed from the time of receipt.
 * A tombstone, or the state STOPPING, gives up all partitions of a worker.
+* Workers of another group may share the topics. A status names its group in a header; those of other groups are
+  ignored and counted.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartitio
 
 from relaygr.admission.policy import OwnerView
 from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, decode
 from relaygr.schemas.fields import Other
+from relaygr.schemas.headers import workers_group_of
 from relaygr.schemas.messages import MAX_PARTITIONS, FullPathReport, WorkerState, WorkerStatus
 from relaygr.schemas.topics import Topic
 
@@ -65,7 +70,8 @@ class Fleet:
     def __init__(self, status_stale_ms: int) -> None:
         self._stale_us = status_stale_ms * 1000
         self._members: dict[str, FleetMember] = {}
-        self._owners: dict[int, str] = {}
+        self._claimants: dict[int, tuple[str, ...]] = {}
+        """By partition, the newest claim first."""
         self.reports: deque[tuple[str, FullPathReport]] = deque(maxlen=MAX_WORKERS)
         """The reports of full inference, with their workers' ids, that the deciding thread has not taken yet."""
 
@@ -92,21 +98,21 @@ class Fleet:
         )
         if not same_claim:
             touched = view.partitions if before is None else view.partitions | before.view.partitions
-            self._update_owners(touched)
+            self._update_claimants(touched)
 
     def owner_of(self, partition: int, now_us: int) -> OwnerView | None:
-        """The owner of the partition; None if no worker claims it, or if its owner is not fresh."""
-        worker_id = self._owners.get(partition)
-        member = None if worker_id is None else self._members.get(worker_id)
-        if member is None or not self._fresh(member, now_us):
-            return None
-        return member.view
+        """The owner of the partition; None if no fresh worker claims it."""
+        for worker_id in self._claimants.get(partition, ()):
+            member = self._members.get(worker_id)
+            if member is not None and self._fresh(member, now_us):
+                return member.view
+        return None
 
     def summary(self, now_us: int) -> FleetSummary:
         """The counts for gauges and the log."""
         members = dict(self._members)
         fresh = {name for name, member in members.items() if self._fresh(member, now_us)}
-        owned = sum(1 for owner in dict(self._owners).values() if owner in fresh)
+        owned = sum(1 for claimants in dict(self._claimants).values() if not fresh.isdisjoint(claimants))
         return FleetSummary(len(members), len(fresh), owned)
 
     def _fresh(self, member: FleetMember, now_us: int) -> bool:
@@ -115,24 +121,25 @@ class Fleet:
     def _remove(self, worker_id: str) -> None:
         gone = self._members.pop(worker_id, None)
         if gone is not None:
-            self._update_owners(gone.view.partitions)
+            self._update_claimants(gone.view.partitions)
 
-    def _update_owners(self, partitions: frozenset[int]) -> None:
+    def _update_claimants(self, partitions: frozenset[int]) -> None:
         claims = [(member.claimed_at_us, name, member.view.partitions) for name, member in self._members.items()]
         claims.sort(reverse=True)
         for partition in partitions:
-            owner = next((name for _, name, claimed in claims if partition in claimed), None)
-            if owner is None:
-                self._owners.pop(partition, None)
+            claimants = tuple(name for _, name, claimed in claims if partition in claimed)
+            if claimants:
+                self._claimants[partition] = claimants
             else:
-                self._owners[partition] = owner
+                self._claimants.pop(partition, None)
 
 
 class FleetReader:
     """Updates a `Fleet` from the workers topic, on its own thread.
 
     A status that cannot be decoded or used is logged and reported to `on_bad`; the worker's earlier status then becomes
-    stale. The Kafka client handles connection errors and reconnects; the fleet becomes stale meanwhile.
+    stale. The status of a worker of another group is reported to `on_bad`, and the group is logged once. The Kafka
+    client handles connection errors and reconnects; the fleet becomes stale meanwhile.
     """
 
     def __init__(
@@ -147,6 +154,7 @@ class FleetReader:
         self._stopping = threading.Event()
         self._caught_up = threading.Event()
         self._heard_us = 0
+        self._other_groups: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="fleet-reader", daemon=True)
 
     @property
@@ -189,6 +197,10 @@ class FleetReader:
             return
         self._heard_us = self._clock.monotonic_us()
         key, value = message.key(), message.value()
+        group = workers_group_of(headers_of(message))
+        if group is not None and group != self._kafka.workers_group:
+            self._refuse_group(group)
+            return
         try:
             worker_id = bytes(key or b"").decode()
             status = decode(WorkerStatus, value) if value else None
@@ -201,3 +213,15 @@ class FleetReader:
             log.warning("worker status cannot be used", offset=message.offset(), error=str(bad)[:300])
             if self._on_bad is not None:
                 self._on_bad()
+
+    def _refuse_group(self, group: str) -> None:
+        if group not in self._other_groups:
+            self._other_groups.add(group)
+            log.warning(
+                "workers of another group use the same topics: their statuses are ignored",
+                group=group,
+                own_group=self._kafka.workers_group,
+                advice="give each group a `topic_prefix` of its own",
+            )
+        if self._on_bad is not None:
+            self._on_bad()

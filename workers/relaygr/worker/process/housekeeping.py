@@ -12,6 +12,7 @@ from confluent_kafka import KafkaException, Producer
 from relaygr.consumer import ConsumerLoop
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
+from relaygr.schemas.headers import WORKERS_GROUP, Headers
 from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
@@ -46,6 +47,7 @@ class StatusReport:
         self.state = WorkerState.STARTING
         self._settings = config.worker
         self._topic = config.kafka.topic(Topic.WORKERS)
+        self._headers: Headers = [(WORKERS_GROUP, config.kafka.workers_group.encode())]
         self._sources = sources
         self._clock = clock
 
@@ -53,7 +55,9 @@ class StatusReport:
         """Never blocks. A status that cannot be sent is dropped, since the next one follows soon."""
         status = self._read()
         try:
-            self._sources.producer.produce(self._topic, encode(status), status.worker_id.encode())
+            self._sources.producer.produce(
+                self._topic, encode(status), status.worker_id.encode(), headers=self._headers
+            )
         except (BufferError, KafkaException) as error:
             log.debug("status not sent", error=str(error))
 
