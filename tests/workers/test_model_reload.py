@@ -7,6 +7,7 @@ import threading
 import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 import relaygr.worker.process.reloading
 from relaygr.admission.latency import Corrector, LatencyModel, Stage
+from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.messages import LatencyCoefficients, Path
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.calibration import Calibration, describe, save_calibration
@@ -27,7 +29,13 @@ from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import build_engine, load_engine
-from relaygr.worker.process.reloading import ModelReloading, ReloadOutcome, ReloadRefusedError, load_beside
+from relaygr.worker.process.reloading import (
+    ModelReloading,
+    ReloadOutcome,
+    ReloadRefusedError,
+    load_beside,
+    reload_delay_s,
+)
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
 from tests.worlds.real_executor import KINDS, PAGE_TOKENS, RealExecutorWorld, behaviours_of
@@ -288,7 +296,8 @@ class Reloading:
     def __init__(self, folder: FilePath, **settings: object) -> None:
         self.registry = CollectorRegistry()
         self.prepared = SimpleNamespace(engine=serving(folder), corrector=Corrector(LatencyModel(COEFFICIENTS)))
-        self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry)  # type: ignore[arg-type]
+        self.clock = ManualClock()
+        self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry, self.clock)  # type: ignore[arg-type]
         self.calls = []
         self.weighs = []
         self.metrics = WorkerMetrics(CollectorRegistry())
@@ -407,3 +416,36 @@ def test_weights_that_were_overwritten_in_place_are_logged(tmp_path):
     with structlog.testing.capture_logs() as logs:
         world.reload()
     assert "overwritten in place" in logs[0]["event"], "the replaced file serves now"
+
+
+# -- reloads of a fleet ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 50])
+def test_the_workers_of_a_fleet_reload_one_after_the_other_at_even_distances(workers: int):
+    delays_s = sorted(reload_delay_s(f"worker-{number:02d}", 60) for number in range(workers))
+    gaps_s = [later - earlier for earlier, later in pairwise([*delays_s, 60])]
+    assert delays_s[0] == 0
+    assert min(gaps_s[:-1]) > 60 / workers / 3
+    assert max(gaps_s) < 60 / workers * 2
+
+
+def test_an_id_without_a_number_has_its_own_place_and_without_a_spread_nobody_waits():
+    assert 0 < reload_delay_s("blue", 60) < 60
+    assert reload_delay_s("blue", 60) != reload_delay_s("green", 60)
+    assert reload_delay_s("worker-07", 0) == 0
+
+
+def test_a_reload_waits_for_its_turn_and_serves_meanwhile(tmp_path):
+    world = Reloading(save(tmp_path, seed=0), worker_id="worker-01", reload_spread_s=10)
+    save(tmp_path, seed=1)
+    world.reloading.request()
+    world.reloading.tick(world.parts, is_active=True)
+    world.clock.advance_us(6_000_000)
+    world.reloading.tick(world.parts, is_active=True)
+    assert loading() == []
+    world.clock.advance_us(300_000)
+    world.reloading.tick(world.parts, is_active=True)
+    await_loading()
+    world.reloading.tick(None, is_active=False)
+    assert world.outcomes() == {"swapped": 1}

@@ -156,6 +156,15 @@ class WorkerSettings(Section):
         int, Field(ge=0, description="time past its deadline after which a request counts as expired")
     ] = 5
 
+    reload_spread_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="time over which the workers spread a reload of the model; each waits a part of it, by its "
+            "worker_id; 0: reload at once",
+        ),
+    ] = 0.0
     status_interval_ms: Annotated[int, Field(ge=50, description="time between two status messages")] = 500
     watchdog_s: Annotated[
         float, Field(ge=1, description="time without progress on the device after which the worker exits")

@@ -4,6 +4,9 @@
     reload thread    loads and tests the new model while the old one serves (`load_beside`)
     device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
 
+A new revision makes every prefix of a worker cold at once. With `worker.reload_spread_s` the workers of a fleet that
+get SIGHUP together load it one after the other: each waits for its own part of that time (`reload_delay_s`).
+
 If the checkpoint cannot serve, the worker keeps its model, logs the reason and counts the outcome. A standby swaps at
 once, so that it takes over with the model that the active worker was told to load.
 
@@ -17,7 +20,9 @@ since a restart would refuse another one. Without the setting the present latenc
 from __future__ import annotations
 
 import enum
+import re
 import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +32,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.calibration import latency_for
@@ -46,6 +52,19 @@ log = structlog.get_logger()
 
 _TRIAL_BEHAVIOURS = 8
 _TRIAL_CANDIDATES = 4
+
+
+def reload_delay_s(worker_id: str, spread_s: float) -> float:
+    """The part of `spread_s` that this worker waits before a reload.
+
+    The numbers at the end of the ids give delays that are spread evenly for any number of workers (multiples of the
+    golden ratio); an id without a number gives one by its hash. worker-00 does not wait. An active worker and its
+    standby have one id, so both wait for the same time.
+    """
+    number = re.search(r"[0-9]+$", worker_id)
+    if number is None:
+        return spread_s * zlib.crc32(worker_id.encode()) / 2**32
+    return spread_s * (int(number.group()) * 0.6180339887498949 % 1.0)
 
 
 class ReloadOutcome(enum.StrEnum):
@@ -77,7 +96,16 @@ class NewModel:
 class ModelReloading:
     """Counts and carries out reloads. Belongs to the main thread."""
 
-    def __init__(self, settings: WorkerSettings, prepared: Prepared, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        prepared: Prepared,
+        registry: CollectorRegistry = REGISTRY,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._delay_us = int(reload_delay_s(settings.worker_id, settings.reload_spread_s) * 1e6)
+        self._due_us: int | None = None
         self._settings = settings
         self._prepared = prepared
         self._reloads = Counter(
@@ -106,8 +134,14 @@ class ModelReloading:
             if loaded is not None:
                 self._hand_over(loaded, parts, is_active)
         # `load_beside` compares the checkpoint with the serving model, which a swap in progress may replace.
-        if self._requested and self._thread is None and not self._swapping:
+        if self._requested and self._due_us is None:
+            self._due_us = self._clock.monotonic_us() + self._delay_us
+            if self._delay_us:
+                log.info("the reload waits for its turn", delay_s=self._delay_us / 1e6)
+        is_due = self._due_us is not None and self._clock.monotonic_us() >= self._due_us
+        if is_due and self._thread is None and not self._swapping:
             self._requested = False
+            self._due_us = None
             self._loading_file = _identity(self._settings.model)
             self._warn_if_overwritten()
             self._thread = threading.Thread(target=self._load, name="reload", daemon=True)
