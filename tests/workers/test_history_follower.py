@@ -73,6 +73,8 @@ class Reported:
     def __init__(self) -> None:
         self.changed: list[str] = []
         self.deleted: list[str] = []
+        self.missed: list[int] = []
+        self.deleting: list[str] = []
 
 
 @contextmanager
@@ -93,6 +95,8 @@ def following(
         on_changed=reported.changed.extend,
         on_deleted=reported.deleted.append,
         clock=clock,
+        on_deleting=reported.deleting.append,
+        on_missed=reported.missed.extend,
     )
     follower.follow(frozenset(range(kafka.partitions)) if partitions is None else partitions)
     follower.start()
@@ -174,6 +178,46 @@ def test_a_snapshot_written_later_replaces_one_with_the_largest_number(
     with following(kafka_settings, store, reported):
         stored = store.get("user")
         assert stored is not None and stored.version.number == 1
+
+
+def test_a_tombstone_is_reported_before_it_is_stored_too(
+    kafka_settings: KafkaSettings, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies after the commit would leave the prefix to its successor, which never reads the tombstone."""
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("gone"))
+    publisher.send_raw(b"gone", None)
+    apply_all, seen = store.apply_all, []
+
+    def watched(batches: Any) -> Any:
+        seen.append(list(reported.deleting))
+        return apply_all(batches)
+
+    monkeypatch.setattr(store, "apply_all", watched)
+    with following(kafka_settings, store, reported):
+        until(lambda: reported.deleted == ["gone"], "deletion reported")
+    assert ["gone"] in seen
+
+
+def test_a_partition_that_another_process_read_meanwhile_may_have_lost_users(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("user"))
+    partition = publisher.partition("user")
+    everything = frozenset(range(kafka_settings.partitions))
+    with following(kafka_settings, store, reported) as follower:
+        # A store without a partition's offset may follow a store that had it.
+        assert set(reported.missed) == everything
+        reported.missed.clear()
+        follower.follow(everything - {partition})
+        until(lambda: not follower.caught_up(partition), "left")
+        time.sleep(0.3)
+        publisher.send_raw(b"user", None)
+        store.apply_all([HistoryBatch(partition, (), 2)])
+        follower.follow(everything)
+        until(lambda: follower.caught_up(partition), "back")
+        assert reported.missed == [partition]
 
 
 def test_a_restart_reads_on_from_the_stored_offset(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
@@ -279,6 +323,7 @@ def test_a_stored_offset_out_of_range_means_reading_from_the_beginning(
     with following(kafka_settings, store, reported):
         assert reported.changed == ["user"]
         assert store.next_offset(partition) == 1
+        assert reported.missed == [partition]
 
 
 def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(

@@ -480,3 +480,27 @@ def test_only_the_holder_of_the_lock_adopts(tmp_path: Path) -> None:
     world.die()
     with pytest.raises(ValueError, match="holder of the lock"):
         world.shared.adopt(MODEL)
+
+
+def test_a_user_who_is_deleted_before_the_restore_is_not_brought_back(tmp_path: Path) -> None:
+    """The tombstone was handled while the tier was empty, and forgotten."""
+    left_by(tmp_path, ANN, BOB)
+    world = SharedWorld(tmp_path, restores=False)
+    assert world.cache.invalidate_user("ann") == 0
+    world.cache.restore(world.restored, 0)
+    check_invariants(world.cache)
+    assert world.cache.peek(ANN).dram_behaviours == 0
+    assert world.cache.peek(BOB).dram_behaviours == BOB.length
+    world.die()
+    assert users(SharedWorld(tmp_path).restored) == ["bob"]
+
+
+def test_a_partition_whose_deletions_were_missed_is_not_brought_back(tmp_path: Path) -> None:
+    left_by(tmp_path, ANN, BOB)
+    world = SharedWorld(tmp_path, restores=False)
+    assert world.cache.invalidate_users(lambda user: user.startswith("b")) == 0
+    world.cache.restore(world.restored, 0)
+    check_invariants(world.cache)
+    assert [world.cache.peek(key).dram_behaviours for key in (ANN, BOB)] == [ANN.length, 0]
+    assert world.cache.invalidate_users(lambda _: True) == 1
+    assert world.cache.peek(ANN).dram_behaviours == 0

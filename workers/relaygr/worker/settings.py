@@ -67,6 +67,14 @@ class WorkerSettings(Section):
     prefix_ttl_s: Annotated[float, Field(gt=0, description="policy ttl: how long an unused prefix stays, seconds")] = (
         600.0
     )
+    moved_prefix_s: Annotated[
+        float,
+        Field(
+            ge=1,
+            description="how long prefixes of a partition are kept after it moved to another worker; "
+            "that worker alone hears when one of their users is deleted",
+        ),
+    ] = 300.0
     shared_path: Path | None = Field(
         None,
         description="folder on tmpfs that outlives the worker, with its lock, its finished offsets and the DRAM tier; "

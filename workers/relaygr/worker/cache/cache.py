@@ -199,6 +199,9 @@ class PrefixCache:
         self._hbm, self._dram = hbm, dram
         self._layout = config.layout
         self._is_exact = geometry.is_exact
+        self._deleted_users: set[str] = set()
+        self._deleted_early: list[Callable[[str], bool]] = [self._deleted_users.__contains__]
+        """Accept the users whose prefixes `restore` must not bring back."""
         self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
@@ -405,12 +408,31 @@ class PrefixCache:
             return sum(tier.expire(now_us) for tier in self.ledger.tiers)
 
     def invalidate_user(self, user_id: str) -> int:
-        """Removes all entries of the user from both tiers. Returns their number."""
+        """Removes all entries of the user from both tiers, those included that `restore` brings later. Returns the
+        number of those that are there now.
+        """
         ledger = self.ledger
         with ledger.section() as after:
+            if not self._dram.is_open:
+                self._deleted_users.add(user_id)
             entries = [(tier, entry) for tier in ledger.tiers for entry in tier.index.of_user(user_id)]
             ledger.remove(after, entries)
             return len(entries)
+
+    def invalidate_users(self, deleted: Callable[[str], bool]) -> int:
+        """`invalidate_user` for every user that `deleted` accepts, in batches. It visits every user in the cache."""
+        ledger = self.ledger
+        with ledger.lock:
+            if not self._dram.is_open:
+                self._deleted_early.append(deleted)
+            known = {user_id for tier in ledger.tiers for user_id in tier.index.by_user}
+        removed, remaining = 0, filter(deleted, known)
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            with ledger.section() as after:
+                entries = [(tier, each) for tier in ledger.tiers for user in batch for each in tier.index.of_user(user)]
+                ledger.remove(after, entries)
+                removed += len(entries)
+        return removed
 
     def drop_namespace(self, namespace: bytes) -> int:
         """Removes all entries of one model, in batches. Returns their number."""
@@ -466,16 +488,28 @@ class PrefixCache:
     # Restoring and counting.
 
     def restore(self, stored: Sequence[StoredEntry], now_us: int) -> None:
-        """Puts the entries of the journal back into DRAM, the least recently used first, and opens the tier.
+        """Puts the entries of the journal back into DRAM, the least recently used first, and opens the tier. Entries of
+        users that were invalidated before are removed again.
 
         Until then a tier with a journal takes no entries; all other operations work. Raises ValueError if two entries
         claim one page.
         """
         for start in range(0, len(stored), _BATCH):
-            with self.ledger.section(now_us):
+            with self.ledger.section(now_us) as after:
                 self._dram.restore(stored[start : start + _BATCH], now_us)
-        with self.ledger.section(now_us):
+                self._remove_deleted(after, {each.key.user_id for each in stored[start : start + _BATCH]})
+        with self.ledger.section(now_us) as after:
+            if self._deleted_users or len(self._deleted_early) > 1:
+                # Those that were invalidated after their batch.
+                self._remove_deleted(after, self._dram.index.by_user)
+            self._deleted_users.clear()
+            del self._deleted_early[1:]
             self._dram.open()
+
+    def _remove_deleted(self, after: AfterLock, users: Iterable[str]) -> None:
+        """Removes the restored entries of these users that were invalidated before."""
+        deleted = [user for user in users if any(accepts(user) for accepts in self._deleted_early)]
+        self.ledger.remove(after, [(self._dram, each) for user in deleted for each in self._dram.index.of_user(user)])
 
     def stats(self) -> CacheStats:
         """A snapshot of the counters, and of the pages of both tiers."""

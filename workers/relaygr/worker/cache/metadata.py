@@ -188,7 +188,8 @@ class TierMetadata:
         self._layout = shape.layout
         self._counters = counters
         self._journal = journal
-        self._is_open = journal is None
+        self.is_open = journal is None
+        """False until the entries of an earlier process are restored."""
         self._numbers = itertools.count(1)
 
     # Reading.
@@ -337,7 +338,7 @@ class TierMetadata:
         needed = self.shape.pages_for(tokens)
         if needed > self.pool.capacity:
             return NoRoomReason.TOO_LARGE
-        if not self._is_open:
+        if not self.is_open:
             return NoRoomReason.FULL
         if base is not None and not self._may_grow(base, own_pins):
             base = None
@@ -399,7 +400,7 @@ class TierMetadata:
 
     def open(self) -> None:
         """All entries are restored. From now on `begin` gives pages."""
-        self._is_open = True
+        self.is_open = True
 
     def end_journal(self) -> None:
         """Stops the journal: later changes concern this process only."""

@@ -12,7 +12,10 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
 * A record that is not a history goes to dead letters. The stored offset does not pass that record until the dead
   letter is delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
 * If the broker is unreachable, reading continues when it is back.
-* The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block.
+* The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block. It calls
+  `on_deleting` before the commit: if the process dies between the two, its successor reads the tombstone again.
+* `on_missed` gets partitions whose deletions the follower may not have seen: they are read from the beginning, or
+  another process has moved their stored offsets meanwhile.
 """
 
 from __future__ import annotations
@@ -195,6 +198,8 @@ class HistoryFollower:
         on_changed: Callable[[tuple[str, ...]], None],
         on_deleted: Callable[[str], None],
         clock: Clock | None = None,
+        on_deleting: Callable[[str], object] = lambda _: None,
+        on_missed: Callable[[frozenset[int]], object] = lambda _: None,
     ) -> None:
         self._kafka = kafka
         self._store = store
@@ -202,6 +207,8 @@ class HistoryFollower:
         self._client_id = client_id
         self._on_changed = on_changed
         self._on_deleted = on_deleted
+        self._on_deleting = on_deleting
+        self._on_missed = on_missed
         self._clock = clock or SystemClock()
         self._topic = kafka.topic(Topic.HISTORY)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
@@ -213,6 +220,10 @@ class HistoryFollower:
         self._followed: dict[int, _Followed] = {}
         self._reports: deque[tuple[_DeadRecord, bool]] = deque()
         self._failed: list[_DeadRecord] = []
+        self._left_at: dict[int, int] = {}
+        """The stored offset of each partition that is not followed any more."""
+        self._missed: set[int] = set()
+        """Partitions that `on_missed` has to get."""
         self._retry_at_us = 0
         self._current_at_us = self._clock.monotonic_us()
         self._gauges_at_us = 0
@@ -294,11 +305,14 @@ class HistoryFollower:
             self._flush()
             consumer.incremental_unassign([TopicPartition(self._topic, partition) for partition in sorted(lost)])
             for partition in lost:
-                del self._followed[partition]
+                self._left_at[partition] = self._followed.pop(partition).stored_to
             self._publish_caught_up()
         if gained:
             consumer.incremental_assign([self._begin(partition) for partition in sorted(gained)])
             log.info("history partitions taken over", partitions=sorted(gained))
+        if self._missed:
+            self._on_missed(frozenset(self._missed))
+            self._missed.clear()
 
     def _begin(self, partition: int) -> TopicPartition:
         """Begins to follow a partition. Returns the position to read from."""
@@ -316,12 +330,16 @@ class HistoryFollower:
                 refused=state.refused,
             )
         if state is None:
+            self._missed.add(partition)
             self._store.mark_current((partition,), now_ms)
         offset = self._store.next_offset(partition)
+        if self._left_at.pop(partition, offset or 0) != (offset or 0):
+            self._missed.add(partition)
         self._followed[partition] = _Followed(read_to=offset or 0, stored_to=offset or 0)
         return TopicPartition(self._topic, partition, OFFSET_BEGINNING if offset is None else offset)
 
     def _restart(self, partition: int, reason: str) -> None:
+        self._missed.add(partition)
         users = self._store.forget(partition)
         _RESTARTED_PARTITIONS.labels(reason).inc()
         log.warning("history partition is read from the beginning", partition=partition, reason=reason, forgotten=users)
@@ -378,6 +396,10 @@ class HistoryFollower:
             for partition, followed in self._followed.items()
             if followed.records or followed.may_store_to != followed.stored_to
         ]
+        for batch in batches:
+            for record in batch.records:
+                if record.history is None:
+                    self._on_deleting(record.user_id)
         if batches:
             try:
                 with _APPLY_SECONDS.time():

@@ -25,6 +25,7 @@ from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()
 
+_MOVED_INTERVAL_US: Final = 1_000_000
 _PAUSES_AT: Final = 0.75
 """The part of `worker.ranking_queue_bytes` at which the ranking partitions pause. The rest is for received messages."""
 
@@ -92,7 +93,7 @@ class Housekeeping:
 
     def __init__(
         self, config: WorkerConfig, sources: StatusSources, status: StatusReport, follower: HistoryFollower,
-        metrics: WorkerMetrics,
+        metrics: WorkerMetrics, clock: Clock,
     ) -> None:  # fmt: skip
         self._settings = config.worker
         self._partitions = config.kafka.partitions
@@ -103,18 +104,30 @@ class Housekeeping:
         self._status = status
         self._follower = follower
         self._metrics = metrics
+        self._clock = clock
+        self._left_us: dict[int, int] = {}
+        """When each partition of another worker was left, or found to be another's at the start."""
+        self._moved_prefix_us = int(config.worker.moved_prefix_s * 1e6)
+        self._moved_at_us = 0
         self._status_at_us = 0
         self._ranking_paused = False
 
     def take_over(self, partitions: frozenset[int]) -> None:
-        """From now on the worker owns these partitions and no others."""
+        """From now on the worker owns these partitions and no others. The prefixes of the others go after a while."""
         self._follower.follow(partitions)
+        now_us = self._clock.monotonic_us()
+        self._left_us = {
+            other: self._left_us.get(other, now_us) for other in range(self._partitions) if other not in partitions
+        }
         threading.Thread(target=self._demote_others, args=(partitions,), name="demote", daemon=True).start()
         self._status_at_us = 0
         log.info("owns partitions", worker_id=self._settings.worker_id, partitions=sorted(partitions))
 
     def tick(self, now_us: int) -> None:
         """Called every few milliseconds. Monotonic µs."""
+        if now_us >= self._moved_at_us:
+            self._moved_at_us = now_us + _MOVED_INTERVAL_US
+            self._drop_moved(now_us)
         if now_us >= self._status_at_us:
             self._status_at_us = now_us + self._settings.status_interval_ms * 1000
             self._status.publish()
@@ -125,6 +138,22 @@ class Housekeeping:
     def _demote_others(self, partitions: frozenset[int]) -> None:
         """Runs on a thread of its own, since it visits every user in the cache."""
         self._cache.demote(lambda user_id: partition_for(user_id.encode(), self._partitions) not in partitions)
+
+    def _drop_moved(self, now_us: int) -> None:
+        """Removes the prefixes of partitions that have been another worker's for long: only that worker hears when one
+        of their users is deleted.
+        """
+        moved = {part for part, left_us in self._left_us.items() if now_us - left_us >= self._moved_prefix_us}
+        if moved:
+            self._left_us = {part: left_us for part, left_us in self._left_us.items() if part not in moved}
+            threading.Thread(target=self._drop, args=(moved,), name="drop-moved", daemon=True).start()
+
+    def _drop(self, partitions: set[int]) -> None:
+        dropped = self._cache.invalidate_users(
+            lambda user: partition_for(user.encode(), self._partitions) in partitions
+        )
+        if dropped:
+            log.info("prefixes of moved partitions dropped", prefixes=dropped)
 
     def _bound_backlog(self) -> None:
         """Pauses the ranking partitions when a bound is reached, until half of the backlog is answered."""

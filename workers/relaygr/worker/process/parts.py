@@ -19,6 +19,7 @@ from relaygr.kafka.clients import make_group_consumer
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
+from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.arena import copy_page
 from relaygr.worker.cache.stats import CacheCollector
@@ -97,6 +98,10 @@ class Parts:
             f"{config.client_id}-history",
             on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
+            on_deleting=self.cache.invalidate_user,
+            on_missed=lambda partitions: self.cache.invalidate_users(
+                lambda user: partition_for(user.encode(), kafka.partitions) in partitions
+            ),
         )
         self.results = ResultWriter(
             prepared.producer,
@@ -158,7 +163,7 @@ class Parts:
         )
         sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, self.results.waits)
         self.status = StatusReport(config, sources, clock)
-        self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics)
+        self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics, clock)
         CacheCollector(self.cache.stats)
 
     def start_device_and_follower(self) -> None:

@@ -1,0 +1,123 @@
+"""The poll thread's housekeeping: prefixes of partitions that moved away, and the bound of the backlog in bytes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer.settings import ConsumerSettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import ManualClock
+from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.process.housekeeping import Housekeeping, StatusSources
+from relaygr.worker.settings import WorkerConfig, WorkerSettings
+
+PARTITIONS = 4
+MOVED_S = 60
+MIB = 1024 * 1024
+USERS = [f"user-{number}" for number in range(40)]
+
+
+class FakeCache:
+    def __init__(self) -> None:
+        self.users = set(USERS)
+
+    def demote(self, users: Any) -> int:
+        return 0
+
+    def invalidate_users(self, deleted: Any) -> int:
+        self.users -= set(filter(deleted, self.users))
+        return 0
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock(monotonic_us=5_000_000)
+        self.cache = FakeCache()
+        self.paused: list[str] = []
+        self.outstanding_bytes = 0
+        config = WorkerConfig(
+            KafkaSettings(partitions=PARTITIONS),
+            WorkerSettings(moved_prefix_s=MOVED_S, ranking_queue_bytes=64 * MIB),
+            AdmissionSettings(),
+            ConsumerSettings(),
+        )
+        loop = SimpleNamespace(
+            pause=lambda *_: self.paused.append("paused"), resume=lambda *_: self.paused.append("resumed")
+        )
+        self.executor: Any = SimpleNamespace(ranking_outstanding=0, preinfer_backlog_us=0, ranking_outstanding_bytes=0)
+        sources = StatusSources(None, loop, self.executor, self.cache, None)  # type: ignore[arg-type]
+        gauge = SimpleNamespace(set=lambda value: None)
+        self.housekeeping = Housekeeping(
+            config,
+            sources,
+            SimpleNamespace(publish=lambda: None),  # type: ignore[arg-type]
+            SimpleNamespace(follow=lambda partitions: None),  # type: ignore[arg-type]
+            SimpleNamespace(outstanding=gauge, preinfer_queue_seconds=gauge),  # type: ignore[arg-type]
+            self.clock,
+        )
+
+    def own(self, *partitions: int) -> None:
+        self.housekeeping.take_over(frozenset(partitions))
+
+    def after(self, seconds: float) -> None:
+        self.clock.advance_us(int(seconds * 1e6))
+        self.tick()
+
+    def tick(self) -> None:
+        self.housekeeping.tick(self.clock.monotonic_us())
+        for thread in threading.enumerate():
+            if thread.name in ("demote", "drop-moved"):
+                thread.join()
+
+    @property
+    def partitions(self) -> set[int]:
+        return {partition_for(user.encode(), PARTITIONS) for user in self.cache.users}
+
+
+def test_prefixes_of_a_partition_that_moved_away_are_dropped_after_a_stated_time() -> None:
+    """Nobody tells this worker when one of their users is deleted."""
+    world = World()
+    world.own(0, 1, 2, 3)
+    world.own(0, 1)
+    world.after(MOVED_S - 2)
+    assert world.partitions == {0, 1, 2, 3}
+    world.after(3)
+    assert world.partitions == {0, 1}
+
+
+def test_a_partition_that_comes_back_in_time_keeps_its_prefixes() -> None:
+    world = World()
+    world.own(0, 1, 2, 3)
+    world.own(0)
+    world.after(MOVED_S - 2)
+    world.own(0, 1, 2, 3)
+    world.after(MOVED_S)
+    assert world.partitions == {0, 1, 2, 3}
+
+
+def test_restored_prefixes_of_partitions_that_the_worker_does_not_get_are_dropped_too() -> None:
+    world = World()
+    world.own(3)
+    world.after(MOVED_S)
+    assert world.partitions == {3}
+
+
+def test_rebalances_in_between_do_not_prolong_the_time() -> None:
+    world = World()
+    world.own(0, 1)
+    for other in (0, 1, 0):
+        world.after(MOVED_S / 3)
+        world.own(other)
+    world.after(1)
+    assert world.partitions == {0, 1}
+
+
+def test_ranking_pauses_at_three_quarters_of_its_bytes_and_goes_on_at_half_of_that() -> None:
+    world = World()
+    for mib, expected in ((47, []), (48, ["paused"]), (25, ["paused"]), (24, ["paused", "resumed"])):
+        world.executor.ranking_outstanding_bytes = mib * MIB
+        world.tick()
+        assert world.paused == expected
