@@ -178,15 +178,17 @@ async def test_garbage_goes_to_dead_letters_and_the_loop_goes_on(kafka_settings:
 
 
 @pytest.mark.asyncio
-async def test_a_record_that_aiokafka_can_not_read_is_passed_over(kafka_settings: KafkaSettings) -> None:
-    """Such a record used to end the trigger, and again each restarted trigger."""
+async def test_a_record_with_a_header_that_has_no_readable_name_is_decided_like_any_other(
+    kafka_settings: KafkaSettings,
+) -> None:
+    """aiokafka, which read the events before, could not read such a record."""
     async with running(kafka_settings) as bench:
         topic = kafka_settings.topic(Topic.RETRIEVAL)
-        await send_bad_header(kafka_settings, topic, 0, b"unread")
-        bench.write(Topic.RETRIEVAL, b"u", b"read", partition=0)
-        assert await bench.decided(1) == {"undecodable": 1}
-        (letter,) = await bench.read(Topic.DEAD_LETTERS, 1)
-        assert letter.value() == b"read"
+        await send_bad_header(kafka_settings, topic, 0, b"first")
+        bench.write(Topic.RETRIEVAL, b"u", b"second", partition=0)
+        assert await bench.decided(2) == {"undecodable": 2}
+        letters = await bench.read(Topic.DEAD_LETTERS, 2)
+        assert sorted(letter.value() for letter in letters) == [b"first", b"second"]
 
 
 @pytest.mark.asyncio
@@ -209,3 +211,54 @@ async def test_a_stopped_trigger_leaves_its_group_so_that_the_next_one_starts_at
         assert time.monotonic() - started_s < kafka_settings.session_timeout_ms / 1000
         bench.send(event("user-2", 4000))
         assert sum((await bench.decided(1)).values()) == 1, "events that the first trigger committed are not read again"
+
+
+@pytest.mark.asyncio
+async def test_a_first_trigger_reads_no_events_from_before_its_start_and_the_next_one_all_that_came_meanwhile(
+    kafka_settings: KafkaSettings,
+) -> None:
+    app = TriggerApp(kafka_settings, TriggerSettings(), registry=CollectorRegistry())
+    bench = Bench(kafka_settings, app)
+    bench.send(event("user-early", 4000))
+    async with running(kafka_settings) as bench:
+        bench.send(event("user-1", 4000))
+        await bench.decided(1)
+    bench.send(event("user-2", 4000))
+    bench.send(event("user-3", 4000))
+    async with running(kafka_settings) as bench:
+        assert sum((await bench.decided(2)).values()) == 2
+        jobs = await bench.read(Topic.PREINFER, 3)
+    assert sorted(job.key() for job in jobs) == [b"user-1", b"user-2", b"user-3"]
+
+
+@pytest.mark.asyncio
+async def test_two_triggers_share_the_partitions_and_every_event_is_decided_once(kafka_settings: KafkaSettings) -> None:
+    async with running(kafka_settings) as one:
+        async with running(kafka_settings) as two:
+            await wait_for(lambda: len(one.app.partitions) == 6 and one.app.readiness().ready)
+            assert sorted(one.app.partitions | two.app.partitions) == list(range(12))
+            for number in range(40):
+                one.send(event(f"user-{number}", 4000))
+            await one.read(Topic.PREINFER, 40)
+            await wait_for(lambda: sum((sum(each.app.decision_counts().values())) for each in (one, two)) >= 40)
+            assert min(sum(each.app.decision_counts().values()) for each in (one, two)) > 0
+        await wait_for(lambda: len(one.app.partitions) == 12 and one.app.readiness().ready)
+        one.send(event("user-last", 4000))
+        await one.read(Topic.PREINFER, 41)
+
+
+@pytest.mark.asyncio
+async def test_a_trigger_that_is_stopped_has_decided_every_event_whose_offset_it_commits(
+    kafka_settings: KafkaSettings,
+) -> None:
+    async with running(kafka_settings) as bench:
+        for number in range(30):
+            bench.send(event(f"user-{number}", 4000))
+        first = sum((await bench.decided(1)).values())
+    decided = sum(bench.app.decision_counts().values())
+    assert decided >= first
+    async with running(kafka_settings) as after:
+        if decided < 30:
+            await after.decided(30 - decided)
+        jobs = await after.read(Topic.PREINFER, 30)
+    assert len({job.key() for job in jobs}) == 30

@@ -1,24 +1,49 @@
-"""How the trigger runs faust and aiokafka: repeated log lines in an outage."""
+"""How the trigger reads its events: errors that end it, and those that it survives."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
+from confluent_kafka import KafkaError
+from structlog.testing import capture_logs
 
-from relaygr.trigger.faust_stream import limit_log_repeats
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.trigger.faust_stream import EventFeed
 
 
-def test_a_flood_of_one_message_is_one_line_and_other_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
-    limit_log_repeats()
-    limit_log_repeats()
-    log = logging.getLogger("aiokafka.consumer.fetcher")
-    with caplog.at_level(logging.WARNING):
-        for node in range(1000):
-            log.warning("flood at node %s", node)
-        log.warning("something else")
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages[0] == "flood at node 0"
-    assert "something else" in messages
-    # A slow machine may cross into the next second.
-    assert len(messages) < 10
+@pytest.fixture
+def feed() -> EventFeed:
+    kafka = KafkaSettings(bootstrap="127.0.0.1:1")
+    return EventFeed(kafka, "test", on_partitions=lambda _: None, on_error=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, "read the topic"),
+        (KafkaError.GROUP_AUTHORIZATION_FAILED, "read as this group"),
+        (KafkaError.INCONSISTENT_GROUP_PROTOCOL, "another assignor: stop them first"),
+        (KafkaError.INVALID_SESSION_TIMEOUT, "raise session_timeout_ms"),
+        (KafkaError._FATAL, "Start the trigger again"),
+    ],
+)
+def test_an_error_that_does_not_pass_ends_the_trigger_with_advice(feed: EventFeed, code: int, advice: str) -> None:
+    with pytest.raises(RelayError, match=advice):
+        feed._on_poll_error(KafkaError(code))
+    feed.close()
+
+
+@pytest.mark.parametrize(
+    "code", [KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError.UNKNOWN_TOPIC_OR_PART]
+)
+def test_an_error_that_may_pass_is_not_even_a_warning(feed: EventFeed, code: int) -> None:
+    with capture_logs() as lines:
+        feed._on_poll_error(KafkaError(code))
+    assert [line["log_level"] for line in lines] == ["debug"]
+    feed.close()
+
+
+def test_a_feed_that_was_not_subscribed_owns_nothing(feed: EventFeed) -> None:
+    assert feed.partitions == frozenset()
+    assert not feed.is_positioned
+    feed.close()

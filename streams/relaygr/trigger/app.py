@@ -1,14 +1,14 @@
 """The trigger process: retrieval events in, pre-infer jobs out.
 
-    relaygr.retrieval --faust stream--> EventHandler --confluent producer--> relaygr.preinfer
-                                             |      `--> relaygr.dead-letters (undecodable, misrouted)
-                                          Fleet <--FleetReader-- relaygr.workers
+    relaygr.retrieval --EventFeed--> faust channel --agent--> EventHandler --producer--> relaygr.preinfer
+                                                                |      `--> relaygr.dead-letters
+                                                             Fleet <--FleetReader-- relaygr.workers
 
-* The stream has concurrency 1 and its effects are idempotent: an event that is delivered twice makes two jobs with the
+* The agent has concurrency 1 and its effects are idempotent: an event that is delivered twice makes two jobs with the
   same request id, and the worker drops the second. An event that is lost in a crash costs one pre-infer, never a
   ranking.
-* faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Jobs are sent by our own producer, with
-  the settings and the partitioner of all our producers.
+* faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Our own clients read the events and send
+  the jobs, with the settings and the partitioner of all our clients. Delivery reports are taken after each poll.
 * After a lost connection to the broker, the clients reconnect by themselves, and a gauge shows the outage.
 
 `docs/trigger.md` describes the tuning and its effects.
@@ -20,23 +20,22 @@ import asyncio
 import contextlib
 from collections import Counter as Tally
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import aiokafka
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.admission.policy import DecisionReason
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.topics import Topic
-from relaygr.trigger.faust_stream import RawSchema, make_app
+from relaygr.trigger.faust_stream import EventFeed, make_app
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.settings import TriggerSettings
@@ -44,9 +43,8 @@ from relaygr.trigger.settings import TriggerSettings
 log = structlog.get_logger()
 
 _GAUGE_INTERVAL_S = 0.5
-_POLL_INTERVAL_S = 0.05
-"""Time between two reads of delivery reports. The producer sends on its own thread."""
 _FLUSH_S = 2.0
+_DECIDE_US = 1_000_000
 _STOP_S = 5.0
 
 
@@ -155,83 +153,97 @@ class TriggerApp:
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
         self._counts: Tally[DecisionReason] = Tally()
-        self._partitions: frozenset[int] = frozenset()
-        self._positioned = False
-        self._positioning: asyncio.Task[None] | None = None
         self._away_since_us: int | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._app = make_app(kafka, f"{name}-events")
-        self._app.agent(self._app.topic(kafka.topic(Topic.RETRIEVAL), schema=RawSchema()), concurrency=1)(self._consume)
-        self._app.on_partitions_assigned.connect(self._on_assigned)
+        self._events = self._app.channel()
+        self._app.agent(self._events, concurrency=1)(self._consume)
+        self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error)
+        self._feeding: asyncio.Task[None] | None = None
+        self._gauges: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Joins the consumer group. Raises RelayError if the cluster cannot be reached."""
+        await asyncio.to_thread(require_broker, self._kafka)
         self._reader.start()
-        try:
-            await self._app.start()
-        except aiokafka.errors.KafkaError as error:
-            await self.stop()
-            raise RelayError(
-                f"The trigger cannot join its group at {self._kafka.bootstrap}: {error}. "
-                "Check `bootstrap` and `security`"
-            ) from error
-        self._tasks = [
-            asyncio.create_task(self._take_reports(), name="delivery-reports"),
-            asyncio.create_task(self._set_gauges(), name="gauges"),
-        ]
+        await self._app.start()
+        self._feeding = asyncio.create_task(self._feed.run(self._events, self._take_reports), name="events")
+        self._gauges = asyncio.create_task(self._set_gauges(), name="gauges")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Starts, and returns within seconds after `stop` is set. Raises RelayError if the stream of faust fails."""
         await self.start()
+        assert self._feeding is not None
         ended = asyncio.ensure_future(self._app.wait_until_stopped())
         asked = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, asked, self._feeding}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
             asked.cancel()
             crash = self._app.crash_reason
+            failed = self._feeding.exception() if self._feeding.done() and not self._feeding.cancelled() else None
             await self.stop()
+        if failed is not None:
+            raise failed
         if crash is not None:
             raise RelayError(f"The stream of the trigger failed: {crash!r}. Start the trigger again") from crash
 
     async def stop(self) -> None:
         """Commits, leaves the group and flushes the producers, each within a bounded time."""
-        tasks = [*self._tasks, *([self._positioning] if self._positioning is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._gauges is not None:
+            self._gauges.cancel()
+        self._feed.stop()
+        if self._feeding is not None:
+            await asyncio.gather(self._feeding, return_exceptions=True)
+            await self._await_decisions()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._app.stop(), _STOP_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self._feed.close), _STOP_S)
         self._reader.stop()
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
+    async def _await_decisions(self) -> None:
+        """Waits until the agent has handled every event that was read, since their offsets will be committed."""
+        ends_us = self._clock.monotonic_us() + _DECIDE_US
+        while self._counts.total() < self._feed.delivered and self._clock.monotonic_us() < ends_us:
+            await asyncio.sleep(0)
+
     def readiness(self) -> Readiness:
         """Ready: every event written from now on will be read, and the workers topic was read to its end once."""
-        owned = f"{len(self._partitions)} of {self._kafka.partitions} partitions"
+        owned = f"{len(self._feed.partitions)} of {self._kafka.partitions} partitions"
+        positioned = self._feed.is_positioned
         return Readiness(
             (
-                Check("assigned", self._positioned, owned if self._positioned else "waiting for group and offsets"),
+                Check("assigned", positioned, owned if positioned else "waiting for group and offsets"),
                 Check("fleet", self._reader.caught_up, "the workers topic is read to its end"),
             )
         )
+
+    @property
+    def partitions(self) -> frozenset[int]:
+        """The partitions of the retrieval topic that this process reads."""
+        return self._feed.partitions
 
     def decision_counts(self) -> dict[str, int]:
         """The number of events so far by reason, without zeros."""
         return {reason.value: count for reason, count in self._counts.items()}
 
     async def _consume(self, stream: Any) -> None:
-        async for message in stream:
-            self._take(message)
+        async for messages in stream:
+            for message in messages:
+                self._take(message)
 
-    def _take(self, message: Any) -> None:
-        """Handles one event, from faust's message to its effect. An error does not end the stream."""
+    def _take(self, message: Message) -> None:
+        """Handles one event, from its message to its effect. An error does not end the stream."""
         try:
-            decision = self._handler.decide(message.key, message.value, message.partition)
-            reason = self._apply(decision, message)
+            key, partition = _as_bytes(message.key()), message.partition()
+            assert partition is not None
+            decision = self._handler.decide(key, _as_bytes(message.value()), partition)
+            reason = self._apply(decision, message, key)
         except Exception as error:
-            log.exception("the decision on an event failed", partition=message.partition, offset=message.offset)
+            log.exception("the decision on an event failed", partition=message.partition(), offset=message.offset())
             reason = DecisionReason.ERROR
             self._dead_letter(message, reason, repr(error))
         else:
@@ -240,10 +252,10 @@ class TriggerApp:
         self._counts[reason] += 1
         self.metrics.decisions[reason].inc()
 
-    def _apply(self, decision: TriggerDecision, message: Any) -> DecisionReason:
+    def _apply(self, decision: TriggerDecision, message: Message, key: bytes | None) -> DecisionReason:
         if decision.job is not None:
             try:
-                self._producer.produce(self._jobs_topic, decision.job, message.key, on_delivery=self._on_delivery)
+                self._producer.produce(self._jobs_topic, decision.job, key, on_delivery=self._on_delivery)
             except (BufferError, KafkaException):
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 return DecisionReason.NOT_SENT
@@ -251,8 +263,8 @@ class TriggerApp:
             self._dead_letter(message, decision.reason, decision.detail)
         return decision.reason
 
-    def _dead_letter(self, message: Any, reason: DecisionReason, detail: str) -> None:
-        self._dead_letters.write(cast(Message, _MessageAdapter(message)), reason.value, detail)
+    def _dead_letter(self, message: Message, reason: DecisionReason, detail: str) -> None:
+        self._dead_letters.write(message, reason.value, detail)
 
     def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
         if error is None:
@@ -264,28 +276,13 @@ class TriggerApp:
         if error.code() == KafkaError._ALL_BROKERS_DOWN and self._away_since_us is None:
             self._away_since_us = self._clock.monotonic_us()
 
-    async def _on_assigned(self, _: Any, assigned: Any, **__: Any) -> None:
-        topic = self._kafka.topic(Topic.RETRIEVAL)
-        self._partitions = frozenset(tp.partition for tp in assigned if tp.topic == topic)
-        self._handler.reassign(self._partitions)
-        self.metrics.partitions.set(len(self._partitions))
-        self._positioned = False
-        if self._positioning is not None:
-            self._positioning.cancel()
-        self._positioning = asyncio.create_task(self._await_positions(frozenset(assigned)), name="positions")
-        log.info("partitions assigned", partitions=sorted(self._partitions))
+    def _on_partitions(self, partitions: frozenset[int]) -> None:
+        self._handler.reassign(partitions)
+        self.metrics.partitions.set(len(partitions))
 
-    async def _await_positions(self, assigned: frozenset[Any]) -> None:
-        """Waits until the position of every partition is known. A first start reads only events written after that."""
-        for tp in assigned:
-            await self._app.consumer.position(tp)
-        self._positioned = True
-
-    async def _take_reports(self) -> None:
-        while True:
-            self._producer.poll(0)
-            self._dead_letters.poll()
-            await asyncio.sleep(_POLL_INTERVAL_S)
+    def _take_reports(self) -> None:
+        self._producer.poll(0)
+        self._dead_letters.poll()
 
     async def _set_gauges(self) -> None:
         while True:
@@ -302,28 +299,5 @@ class TriggerApp:
             await asyncio.sleep(_GAUGE_INTERVAL_S)
 
 
-class _MessageAdapter:
-    """A message of faust with the accessors of confluent-kafka, as the dead-letter writer needs them."""
-
-    __slots__ = ("_message",)
-
-    def __init__(self, message: Any) -> None:
-        self._message = message
-
-    def topic(self) -> str:
-        return str(self._message.topic)
-
-    def partition(self) -> int:
-        return int(self._message.partition)
-
-    def offset(self) -> int:
-        return int(self._message.offset)
-
-    def key(self) -> bytes | None:
-        return cast("bytes | None", self._message.key)
-
-    def value(self) -> bytes | None:
-        return cast("bytes | None", self._message.value)
-
-    def headers(self) -> list[tuple[str, bytes]]:
-        return list(self._message.headers or ())
+def _as_bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value

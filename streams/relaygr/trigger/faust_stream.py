@@ -1,179 +1,70 @@
-"""faust and aiokafka as the trigger runs them: `make_app` builds the faust app.
+"""faust as the trigger runs it: `make_app` builds the faust app, `EventFeed` reads the events for its channel.
 
-faust runs in the event loop of its caller: no command line, no web server, no directories, no leader topic, no logging
-and no producer of its own. Its consumer has our settings and security, and runs in the same loop.
+faust runs in the event loop of its caller: no command line, no web server, no directories, no leader topic, no logging,
+and no Kafka client of its own. `EventFeed` polls a confluent consumer, with the settings and the security of all our
+consumers, and the agent gets the messages of each poll as one list through a faust channel. The consumer and conductor
+of faust (aiokafka) took three times the CPU time of an event.
 
-Two things are changed in aiokafka itself, for this process:
+The feed polls in the event loop: a thread of its own would take another wake-up and the interpreter lock for each
+event. So a poll that waits stops everything else in this loop, for at most `POLL_S`.
 
-* Its loggers are limited to one line of a kind a second. Without the limit they wrote 25,000 lines in 5 s while a
-  broker was away.
-* A record that aiokafka cannot read is skipped. Kafka allows any bytes as the name of a header; aiokafka raises for a
-  name that is not UTF-8, and raises again at the same record after every restart, so one such record on the retrieval
-  topic would end all pre-infer. The rest of the batch is skipped with the record, because aiokafka reads a batch only
-  from its start; the ranking requests of those users take the full path. A batch with a wrong checksum was damaged on
-  its way and still raises.
+A position is committed once a second, and when partitions are given up. It includes every message that was polled:
+an event that is lost in a crash costs one pre-infer, never a ranking.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-import aiokafka
 import faust
 import structlog
-from aiokafka.consumer import fetcher
-from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
-from aiokafka.errors import CorruptRecordException
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 from faust.app.base import BootStrategy
-from faust.sensors import Monitor
-from faust.serializers.schemas import Schema
-from faust.transport.drivers import aiokafka as driver
-from mode.utils.futures import maybe_async
-from prometheus_client import Counter
 
-from relaygr.kafka.clients import aiokafka_options
-from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.logs import RepeatLimiter
-from relaygr.schemas.topics import CATALOGUE, Topic
+from relaygr.kafka.client_errors import ErrorCallback, cause_of
+from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import Topic
 
 log = structlog.get_logger()
 
-_EMBEDDED_WAIT_MS: Final = 5
-"""A fetch wait up to this value is meant for librdkafka's own cluster, where new data does not end a waiting fetch."""
-_LONG_POLL_MS: Final = 500
-"""The fetch wait with a real broker, which answers a waiting fetch as soon as there is data.
-
-It is long because aiokafka parses every empty answer in Python.
-"""
-_MAX_POLL_RECORDS: Final = 500
-_REQUEST_TIMEOUT_MS: Final = 10_000
-
-
-class RawSchema(Schema):  # type: ignore[misc]
-    """Passes the messages of faust on undecoded. The handler decodes them, and reports failures."""
-
-    def compile(self, app: Any, **_: Any) -> Any:
-        create_event = app.create_event
-
-        async def to_event(message: Any, **_: Any) -> Any:
-            return create_event(message.key, message, message.headers, message)
-
-        return to_event
-
-
-class _NoMonitor(Monitor):  # type: ignore[misc]
-    """faust's monitor without the statistics of every event, which are not used."""
-
-    mundane_level = "debug"
-
-    def on_message_in(self, tp: Any, offset: int, message: Any) -> None: ...
-
-    def on_message_out(self, tp: Any, offset: int, message: Any) -> None: ...
-
-    def on_stream_event_in(self, tp: Any, offset: int, stream: Any, event: Any) -> None: ...
-
-    def on_stream_event_out(self, tp: Any, offset: int, stream: Any, event: Any, state: Any = None) -> None: ...
-
-    def track_tp_end_offset(self, tp: Any, offset: int) -> None: ...
-
-
-class _InLoopWorker:
-    """Stands in for the thread that mode starts for a service: runs the service in the event loop of its parent."""
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = self._service.parent_loop.create_task(self._service._serve(), name="consumer")
-
-    def stop(self) -> None:
-        """Does nothing: the service ends its own task."""
-
-
-class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """faust's "consumer thread", run in the event loop of the stream, with a consumer of our settings and security.
-
-    With a thread of its own, each batch passed between two threads under one interpreter lock, and the threads spent
-    more time waiting for the lock than working.
-    """
-
-    Worker = _InLoopWorker
-    mundane_level = "debug"
-
-    def __init__(self, consumer: Any, *, loop: Any, **kwargs: Any) -> None:
-        super().__init__(consumer, loop=loop, thread_loop=loop, **kwargs)
-
-    async def call_thread(self, fun: Any, *args: Any, **kwargs: Any) -> Any:
-        return await maybe_async(fun(*args, **kwargs))
-
-    async def _gather_remaining_tasks(self) -> None:
-        """Does nothing: the other tasks of the event loop belong to other services."""
-
-    def _create_worker_consumer(self, _: Any) -> aiokafka.AIOKafkaConsumer:
-        self._assignor = RoundRobinPartitionAssignor
-        app: _App = self.app
-        return aiokafka.AIOKafkaConsumer(
-            **aiokafka_options(app.kafka),
-            client_id=app.conf.broker_client_id,
-            group_id=app.conf.id,
-            partition_assignment_strategy=[self._assignor],
-            enable_auto_commit=False,
-            # Events from before the first commit are too old to be useful.
-            auto_offset_reset="latest",
-            max_poll_records=_MAX_POLL_RECORDS,
-            max_partition_fetch_bytes=CATALOGUE[Topic.RETRIEVAL].max_message_bytes,
-            fetch_max_wait_ms=_fetch_wait_ms(app.kafka),
-            session_timeout_ms=app.kafka.session_timeout_ms,
-            heartbeat_interval_ms=app.kafka.heartbeat_interval_ms,
-            request_timeout_ms=max(_REQUEST_TIMEOUT_MS, app.kafka.session_timeout_ms + 1000),
-            # Short, so that the stream continues soon after a rebalance or the loss of a broker.
-            retry_backoff_ms=50,
-            metadata_max_age_ms=5000,
-        )
-
-    def verify_event_path(self, now: float, tp: Any) -> None:
-        """Does nothing: it would read the disabled statistics. The lag monitor measures this group."""
-
-
-class _Consumer(driver.Consumer):  # type: ignore[misc]
-    mundane_level = "debug"
-
-    def _new_consumer_thread(self) -> _ConsumerThread:
-        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
-
-
-class _Transport(driver.Transport):  # type: ignore[misc]
-    Consumer = _Consumer
+POLL_S: Final = 0.1
+"""The longest wait for an event. Other tasks of the event loop wait as long."""
+_BATCH: Final = 64
+_OPTIONS: Final = {
+    # Events from before the first commit are too old to be useful.
+    "auto.offset.reset": "latest",
+    "enable.auto.offset.store": True,
+}
+_REQUEST_TIMEOUT_S: Final = 2.0
+_POSITION_TRIES: Final = 3
+_REFUSED: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
+    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to the broker's minimum (6000 by default)",
+}
 
 
 class _Boot(BootStrategy):  # type: ignore[misc]
-    # Our own producer sends the jobs.
-    enable_kafka_producer = False
+    # `EventFeed` reads the events, and our own producer sends the jobs.
+    enable_kafka = False
     enable_web = False
 
 
 class _App(faust.App):  # type: ignore[misc]
     BootStrategy = _Boot
     mundane_level = "debug"
-    kafka: KafkaSettings
 
     def _create_directories(self) -> None:
         """Creates no directories, because the app has no tables."""
 
 
-def _fetch_wait_ms(kafka: KafkaSettings) -> int:
-    return kafka.fetch_wait_max_ms if kafka.fetch_wait_max_ms <= _EMBEDDED_WAIT_MS else _LONG_POLL_MS
-
-
 def make_app(kafka: KafkaSettings, client_id: str) -> _App:
-    """The faust app of the trigger's group. Changes aiokafka for this process (see the module docstring)."""
-    limit_log_repeats()
-    skip_unreadable_records()
+    """The faust app of the trigger. Its channels accept values from the start."""
     app = _App(
         kafka.trigger_group,
         broker=[f"kafka://{address.strip()}" for address in kafka.bootstrap.split(",")],
@@ -185,108 +76,130 @@ def make_app(kafka: KafkaSettings, client_id: str) -> _App:
         topic_allow_declare=False,
         topic_disable_leader=True,
         stream_wait_empty=False,
-        consumer_auto_offset_reset="latest",
         web_enabled=False,
         web_tables_enabled=False,
-        monitor=_NoMonitor(),
     )
-    app.kafka = kafka
-    app.transport = _Transport(app.conf.broker_consumer, app)
+    # faust's own consumer would do this at its first assignment.
+    app.flow_control.resume()
     return app
 
 
-# -- aiokafka: repeated log lines ----------------
+class EventFeed:
+    """Reads the retrieval topic as a member of the trigger's group. Belongs to the event loop."""
 
-_CHATTY = (
-    "aiokafka",
-    "aiokafka.cluster",
-    "aiokafka.conn",
-    "aiokafka.consumer.fetcher",
-    "aiokafka.consumer.group_coordinator",
-)
-_LINES_PER_SECOND = 1
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        client_id: str,
+        on_partitions: Callable[[frozenset[int]], None],
+        on_error: ErrorCallback,
+    ) -> None:
+        """`on_partitions` gets all partitions that this process owns, after each change. No network yet."""
+        self._topic = kafka.topic(Topic.RETRIEVAL)
+        self._is_incremental = kafka.group_protocol is GroupProtocol.CONSUMER
+        self._on_partitions = on_partitions
+        self._partitions: frozenset[int] = frozenset()
+        self._consumer = make_group_consumer(kafka, kafka.trigger_group, client_id, on_error=on_error, options=_OPTIONS)
+        self._stopping = False
+        self.delivered = 0
+        """Events put into the channel so far."""
+        self.is_positioned = False
+        """Whether the position of every partition is fixed, so that every event written from now on will be read."""
 
+    @property
+    def partitions(self) -> frozenset[int]:
+        """The partitions that this process owns."""
+        return self._partitions
 
-class _RepeatFilter(logging.Filter):
-    """Admits one line of a kind a second, and appends the number of suppressed lines to it."""
+    async def run(self, channel: Any, after_poll: Callable[[], None]) -> None:
+        """Puts the messages of each poll into `channel`, as a list, until `stop`. Raises RelayError.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._limiter = RepeatLimiter(_LINES_PER_SECOND)
+        `after_poll` is called after each poll.
+        """
+        self._consumer.subscribe(
+            [self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_revoke
+        )
+        while not self._stopping:
+            messages = self._poll()
+            if messages:
+                self.delivered += len(messages)
+                await channel.put(messages)
+            # The agent and the other tasks of the loop run here.
+            await asyncio.sleep(0)
+            after_poll()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = str(record.msg)
-        decision = self._limiter.admit((record.name, text), time.monotonic_ns() // 1000)
-        if decision.suppressed_before:
-            record.msg = f"{text} ({decision.suppressed_before} more like it suppressed)"
-        return decision.admitted
+    def stop(self) -> None:
+        """Ends `run` after its next poll."""
+        self._stopping = True
 
+    def close(self) -> None:
+        """Commits and leaves the group. Takes long only if the broker hangs."""
+        self._consumer.close()
 
-_FILTER = _RepeatFilter()
-
-
-def limit_log_repeats() -> None:
-    """Limits the loggers of aiokafka in this process. May be called again."""
-    for name in _CHATTY:
-        # A filter of a logger does not apply to the loggers below it.
-        logging.getLogger(name).addFilter(_FILTER)
-
-
-# -- aiokafka: unreadable records -------------
-
-_SKIPPED = Counter(
-    "relaygr_trigger_unreadable_records_total", "Records skipped because aiokafka cannot read their batch"
-)
-
-_DAMAGED: Final = "Invalid CRC"
-"""The text of aiokafka's error for a wrong checksum. The checksum of a batch that was partly read is not available."""
-
-
-class _TrackedBatches:
-    """The batches of one fetch, with the batch that was returned last."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self.last: Any = None
-
-    def has_next(self) -> bool:
-        return bool(self._batches.has_next())
-
-    def next_batch(self) -> Any:
-        self.last = self._batches.next_batch()
-        return self.last
-
-
-class _ReadableRecords(fetcher.PartitionRecords):  # type: ignore[misc]
-    """aiokafka's records of one fetch, without the unreadable ones."""
-
-    _records: Any
-    next_fetch_offset: int
-
-    def _unpack_records(self) -> Iterator[Any]:
-        self._records = batches = _TrackedBatches(self._records)
-        while True:
-            try:
-                yield from super()._unpack_records()
-            except (CorruptRecordException, UnicodeDecodeError) as error:
-                batch = batches.last
-                if batch is None or _DAMAGED in str(error):
-                    raise
-                skipped = batch.next_offset - self.next_fetch_offset
-                _SKIPPED.inc(skipped)
-                log.error(
-                    "unreadable records skipped",
-                    topic=self._tp.topic,
-                    partition=self._tp.partition,
-                    offset=self.next_fetch_offset,
-                    records=skipped,
-                    error=str(error),
-                )
-                self.next_fetch_offset = batch.next_offset
+    def _poll(self) -> list[Message]:
+        first = self._consumer.poll(POLL_S)
+        if first is None:
+            return []
+        try:
+            # Takes all messages that are there with one release of the interpreter lock.
+            batch = [first, *self._consumer.consume(_BATCH - 1, 0)]
+        except KafkaException as exception:
+            self._on_poll_error(exception.args[0])
+            batch = [first]
+        messages = []
+        for message in batch:
+            error = message.error()
+            if error is None:
+                messages.append(message)
             else:
-                return
+                self._on_poll_error(error)
+        return messages
 
+    def _on_poll_error(self, error: KafkaError) -> None:
+        if error.code() in _REFUSED:
+            raise RelayError(f"Kafka refuses the trigger: {cause_of(error)}. {_REFUSED[error.code()]}")
+        if error.fatal() or error.code() == KafkaError._FATAL:
+            raise RelayError(f"The trigger's consumer cannot continue: {cause_of(error)}. Start the trigger again")
+        # librdkafka goes on by itself; `ClientErrors` logs and limits the errors of the connection.
+        log.debug("consumer error", error=error.name(), cause=cause_of(error))
 
-def skip_unreadable_records() -> None:
-    """Makes the aiokafka consumers of this process skip unreadable records. May be called again."""
-    fetcher.PartitionRecords = _ReadableRecords
+    # Called inside `poll`.
+
+    def _on_assign(self, consumer: Consumer, assigned: list[TopicPartition]) -> None:
+        self.is_positioned = False
+        places = self._places(consumer, assigned) if assigned else []
+        if self._is_incremental:
+            consumer.incremental_assign(places)
+        else:
+            consumer.assign(places)
+        self.is_positioned = True
+        self._own(self._partitions | {place.partition for place in assigned})
+        log.info("partitions assigned", partitions=sorted(self._partitions))
+
+    def _on_revoke(self, _: Consumer, revoked: list[TopicPartition]) -> None:
+        self.is_positioned = False
+        self._own(self._partitions - {place.partition for place in revoked})
+
+    def _own(self, partitions: frozenset[int]) -> None:
+        self._partitions = partitions
+        self._on_partitions(partitions)
+
+    def _places(self, consumer: Consumer, assigned: list[TopicPartition]) -> list[TopicPartition]:
+        """The committed offsets; of partitions without one, the present end. Without an answer, librdkafka asks."""
+        for _ in range(_POSITION_TRIES):
+            try:
+                committed = consumer.committed(assigned, timeout=_REQUEST_TIMEOUT_S)
+                fresh = [
+                    TopicPartition(place.topic, place.partition, OFFSET_END) for place in committed if place.offset < 0
+                ]
+                ends = consumer.offsets_for_times(fresh, timeout=_REQUEST_TIMEOUT_S) if fresh else []
+            except KafkaException as error:
+                log.warning("positions are not known", error=error.args[0].name(), cause=cause_of(error.args[0]))
+                continue
+            starts = [TopicPartition(place.topic, place.partition, place.offset) for place in ends]
+            if starts:
+                # Otherwise the next process would begin at the end, too, and miss the events in between.
+                consumer.commit(offsets=starts, asynchronous=True)
+            known = [place for place in committed if place.offset >= 0]
+            return [*(TopicPartition(place.topic, place.partition, place.offset) for place in known), *starts]
+        return assigned
