@@ -145,3 +145,15 @@ def test_figures_that_are_too_old_are_not_exported() -> None:
     scrapes.clock.advance_us(int(scrapes.exporter.max_age_s * 1e6) + 1)
     assert scrapes.value("kafka_consumergroup_group_sum_lag") is None
     assert scrapes.registry.get_sample_value("relaygr_lag_polls_total") == 1
+
+
+def test_a_poll_that_fails_or_is_overdue_is_a_problem_at_once() -> None:
+    """The probe was ready for nine seconds after the broker had died, with figures of before."""
+    scrapes = Scrapes()
+    assert scrapes.exporter.problem == "not polled yet"
+    scrapes.show(snapshot(0, None, (PRE, 0, 5, 9)))
+    assert scrapes.exporter.problem is None
+    scrapes.clock.advance_us(int(scrapes.exporter.overdue_s * 1e6) + 1)
+    assert scrapes.exporter.problem == "Kafka has not answered for 5.0 s"
+    scrapes.monitor.state = MonitorState(scrapes.monitor.state.report, "Kafka does not answer", polls=2, failures=1)
+    assert scrapes.exporter.problem == "Kafka does not answer"

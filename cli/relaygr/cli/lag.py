@@ -104,8 +104,8 @@ def serve(
     registry.register(exporter)
 
     def readiness() -> Readiness:
-        fresh = exporter.fresh_report is not None
-        return Readiness((Check("measured", fresh, "" if fresh else monitor.state.error or "not polled yet"),))
+        problem = exporter.problem
+        return Readiness((Check("measured", problem is None, problem or ""),))
 
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -22,6 +22,8 @@ from relaygr.runtime.clock import Clock, SystemClock
 _GROUP: Final = ["cluster_name", "group"]
 _PARTITION: Final = ["cluster_name", "group", "topic", "partition", "member_host", "consumer_id", "client_id"]
 _POLLS_KEPT: Final = 3
+_PATIENCE_S: Final = 3.0
+"""A poll that takes longer is overdue: Kafka is frozen or dead."""
 
 
 class LagExporter(Collector):
@@ -31,6 +33,7 @@ class LagExporter(Collector):
         self._monitor = monitor
         self._clock = clock or SystemClock()
         self._cluster_name = settings.cluster_name
+        self.overdue_s = settings.interval_s + settings.record_timeout_s + _PATIENCE_S
         self.max_age_s = _POLLS_KEPT * settings.interval_s + settings.request_timeout_s + settings.record_timeout_s
 
     @property
@@ -40,6 +43,19 @@ class LagExporter(Collector):
         if report is None or self._clock.monotonic_us() - report.polled_at_us > self.max_age_s * 1e6:
             return None
         return report
+
+    @property
+    def problem(self) -> str | None:
+        """Why lag is not measured now; None if the last poll succeeded and the next one is not overdue."""
+        state = self._monitor.state
+        if state.error is not None:
+            return state.error
+        if state.report is None:
+            return "not polled yet"
+        silent_s = (self._clock.monotonic_us() - state.report.polled_at_us) / 1e6
+        if silent_s > self.overdue_s:
+            return f"Kafka has not answered for {silent_s:.1f} s"
+        return None
 
     def describe(self) -> Iterable[Metric]:
         """Describes nothing, because the series depend on the cluster."""

@@ -140,8 +140,9 @@ class WorkerHandler:
                 received,
                 Outcome.FAILED,
                 FailureReason.WRONG_PARTITIONER,
-                f"user {request.user_id!r} belongs to partition {partition}, the message came on "
-                f"{received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key",
+                f"user {request.user_id!r} belongs to partition {partition} of {self._settings.partitions}, the "
+                f"message came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key, and "
+                f"check that the topic still has {self._settings.partitions} partitions (relaygr topics check)",
             )
         deadline_us = _monotonic(received, request.deadline_us, now_wall_us)
         answer_by_us = deadline_us - self._reply_margin_us

@@ -16,6 +16,7 @@ from functools import partial
 from relaygr.consumer import ConsumerLoop, LoopState, Membership
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
@@ -164,10 +165,17 @@ class Parts:
         sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, self.results.waits)
         self.status = StatusReport(config, sources, clock)
         self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics, clock)
+        self.watch = ClusterWatch(
+            prepared.producer.list_topics,
+            [kafka.topic(topic) for topic in (Topic.PREINFER, Topic.RANKING, Topic.HISTORY)],
+            kafka.partitions,
+            clock,
+        )
         CacheCollector(self.cache.stats)
 
     def start_device_and_follower(self) -> None:
         """Both threads wait until the worker owns partitions."""
+        self.watch.start()
         self.device.start()
         self.follower.start()
 
@@ -182,6 +190,7 @@ class Parts:
 
     def close(self) -> None:
         """Ends every thread but the loop's, and the cache with its trace. Safe after `send_the_rest`."""
+        self.watch.stop()
         self.device.stop(2)
         self.follower.stop()
         self.cache.close()
@@ -189,7 +198,7 @@ class Parts:
             self._recorder.close()
 
     def readiness(self) -> Readiness:
-        """For `/readyz`: partitions assigned, histories caught up, broker reachable, loop running, worker ready."""
+        """For `/readyz`: partitions assigned, histories caught up, broker and topics as they must be, worker ready."""
         loop = self.loop.status()
         loading = self.follower.loading
         state = self.status.state
@@ -200,6 +209,7 @@ class Parts:
                 Check("broker", loop.broker_reachable),
                 Check("consumer", not loop.stalled and loop.state is LoopState.RUNNING, loop.state.value),
                 Check("running", state is WorkerState.READY, state.value),
+                *self.watch.checks(),
             )
         )
 
