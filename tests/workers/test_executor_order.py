@@ -16,6 +16,7 @@ CHUNK_US = 5_000
 class Piece:
     work_class: WorkClass
     latest_start_us: int
+    remaining_us: float = 0.0
 
 
 def ranking(latest_start_us: int) -> Piece:

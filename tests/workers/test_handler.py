@@ -24,6 +24,7 @@ from relaygr.schemas.messages import (
     RankingResult,
 )
 from relaygr.schemas.partitioner import partition_for
+from relaygr.worker.executor.order import Backlog
 from relaygr.worker.executor.work import JobWork, RankingWork
 from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.metrics import WorkerMetrics
@@ -42,6 +43,11 @@ class Sink:
 
     rankings: list[RankingWork] = field(default_factory=list)
     jobs: list[JobWork] = field(default_factory=list)
+    backlog: Backlog = field(default_factory=Backlog)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def note_refused(self, user_id: str, request_id: str) -> None:
+        self.refused.append((user_id, request_id))
 
     has_room: bool = True
 
@@ -197,6 +203,18 @@ def test_an_expired_request_is_answered_without_its_body_being_read(world: Handl
     assert not world.finished
     world.producer.report()
     assert len(world.finished) == 1
+
+
+def test_a_request_behind_a_long_backlog_is_refused_without_its_body_being_read(world: HandlerWorld):
+    world.sink.backlog.expected_us, world.sink.backlog.handed_over = 1_000.0, 60
+    headers = world.headers(deadline_us=world.clock.wall_us() + 50_000)
+    world.send(RANKING, b"not a message", headers=headers.encode())
+    (result,) = world.results
+    assert (result.outcome, result.reason) == (Outcome.FAILED, FailureReason.OVERLOADED)
+    assert world.sink.refused == [("u", headers.request_id)]
+    assert not world.sink.rankings
+    world.rank(world.headers(request_id="g.0.2", deadline_us=world.clock.wall_us() + 100_000))
+    assert len(world.sink.rankings) == 1
 
 
 def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: HandlerWorld):

@@ -4,9 +4,11 @@ The handler never computes and never blocks. It checks a ranking message in this
 
 1. its headers: without a reply address no result can be sent, so the message becomes a dead letter;
 2. its deadline: after an outage most of a backlog has expired, and gets its results without being decoded;
-3. its body;
-4. how far ahead its deadline lies;
-5. its partition.
+3. admission, by its deadline and the backlog of admitted work: above capacity most requests cannot be answered in
+   time, and are refused here, for a few microseconds each and without being decoded;
+4. its body;
+5. how far ahead its deadline lies;
+6. its partition.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, Ranking
 from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
+NO_TIME = "the work that was admitted before leaves no time for this request"
 FURTHEST_US = MAX_BUDGET_MS * 1000
 """A later time in a message is cut to this far ahead, so that no work and no offset waits for years."""
 
@@ -108,7 +111,14 @@ class WorkerHandler:
             return self._dead_letter(received, error.reason.value, f"no reply address: {error}")
         now_wall_us = self._clock.wall_us()
         if now_wall_us > reply.deadline_us + self._skew_us:
-            return self._results.without_work(reply, received, Outcome.EXPIRED)
+            return self._without_work(reply, received, Outcome.EXPIRED)
+        deadline_us = _monotonic(received, reply.deadline_us, now_wall_us)
+        answer_by_us = deadline_us - self._reply_margin_us
+        backlog = self._executor.backlog
+        # A worker without a backlog decides on the device thread, when it knows the cost.
+        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up
+        if is_busy and now_wall_us <= reply.deadline_us and backlog.is_hopeless(answer_by_us, received.received_us):
+            return self._without_work(reply, received, Outcome.FAILED, FailureReason.OVERLOADED, NO_TIME)
         try:
             request = decode(RankingRequest, received.value)
             if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
@@ -144,12 +154,22 @@ class WorkerHandler:
                 f"message came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key, and "
                 f"check that the topic still has {self._settings.partitions} partitions (relaygr topics check)",
             )
-        deadline_us = _monotonic(received, request.deadline_us, now_wall_us)
-        answer_by_us = deadline_us - self._reply_margin_us
         work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
         if not self._executor.take_ranking(work):
             self._results.without_work(reply, received, Outcome.FAILED, FailureReason.OVERLOADED, NO_MEMORY)
         return None
+
+    def _without_work(
+        self,
+        reply: RankingHeaders,
+        received: Received,
+        outcome: Outcome,
+        reason: FailureReason | None = None,
+        detail: str | None = None,
+    ) -> None:
+        """Answers a request that is not decoded. Its user, whose prefix may be leased for it, is the message key."""
+        self._executor.note_refused((received.key or b"").decode(errors="replace"), reply.request_id)
+        self._results.without_work(reply, received, outcome, reason, detail)
 
     # -- pre-infer ---------------------------------------------------------------------------------
 

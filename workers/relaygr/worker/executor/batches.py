@@ -13,7 +13,7 @@ import structlog
 
 from relaygr.admission.latency import Stage
 from relaygr.worker.executor.context import ExecutorContext
-from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.order import PACE_SAMPLE_US, WorkClass
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.work import PrefixWork, RankingWork
@@ -83,11 +83,22 @@ class Batches:
                 self._requests.ranked(work, output)
             else:
                 self._requests.fail_on(work, output)
+        answered_us, backlog = works[-1].answered_us, self._context.scheduler.backlog
+        if answered_us:
+            answer_us = (answered_us - ended_us) / len(works)
+            for work in works:
+                backlog.observe(work.path, work.remaining_us, answer_us, answered_us <= work.answer_by_us)
+            # The first request of a batch had the fixed part of the pass.
+            backlog.done_us += max(0.0, works[0].predicted_us - works[0].remaining_us)
+            if backlog.done_us >= PACE_SAMPLE_US:
+                backlog.observe_pace(answered_us)
         return chunk.work if chunk is not None and not is_mixed else None
 
     def _take(self, now_us: int, first: RankingWork | None) -> _Batch:
         """Takes the requests of the next forward out of the queue."""
         settings, queue = self._parts.settings, self._context.scheduler.ranking
+        backlog = self._context.scheduler.backlog
+        answer_us = backlog.answer_us
         batch = _Batch([], float(now_us), float("inf"))
         passed_over: list[PrefixWork | RankingWork] = []
         rows = 0
@@ -102,12 +113,15 @@ class Batches:
                 passed_over.append(work)
                 batch.must_end_us = min(batch.must_end_us, work.latest_start_us)
                 continue
-            if now_us + work.predicted_us > work.deadline_us:
+            # The last request in the queue delays no other, and may be cut finer.
+            caution = backlog.caution if backlog.total_us else 1.0
+            if now_us + work.predicted_us * caution + answer_us > work.answer_by_us:
+                backlog.missed()
                 self._requests.reject(work)
                 continue
-            # The fixed part of a pass is paid once.
+            # The fixed part of a pass is paid once. Results are written one after the other.
             shared_us = self._parts.corrector.model.coefficients.c0 if batch.works else 0.0
-            ends_us = batch.ends_us + work.predicted_us - shared_us
+            ends_us = batch.ends_us + (work.predicted_us - shared_us) * caution + answer_us
             must_end_us = min(batch.must_end_us, work.answer_by_us)
             rows += work.scored_tokens
             if batch.works and (ends_us > must_end_us or rows > settings.max_batch_rows):

@@ -28,6 +28,8 @@ from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
 
 LEASE_CHECK_INTERVAL_US = 100_000
+LOOK_UPS_MEASURED = 8
+"""Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
 
 
 class Executor:
@@ -40,6 +42,9 @@ class Executor:
         self.mail_arrived = threading.Event()
         self._parts = parts
         self._context = ExecutorContext(engine, parts, self.post)
+        self.backlog = self._context.scheduler.backlog
+        """The admitted ranking work. Any thread may ask it."""
+        self._look_ups = self._look_ups_us = 0
         self._prefixes = Prefixes(self._context)
         self._requests = Requests(self._context, self._prefixes)
         self._batches = Batches(self._context, self._prefixes, self._requests)
@@ -51,13 +56,18 @@ class Executor:
 
     def take_ranking(self, work: RankingWork) -> bool:
         """Takes a ranking request; its result goes to the result writer. False, without a result, if the memory of
-        unanswered requests has reached its bound.
+        unanswered requests has reached its bound. For the poll thread only.
         """
         if not self._context.held_by_requests.post(work.received):
             return False
+        self.backlog.handed_over += 1
         self._mailbox.append(partial(self._requests.submit, work))
         self.mail_arrived.set()
         return True
+
+    def note_refused(self, user_id: str, request_id: str) -> None:
+        """Notes, at the next step, that a ranking request was answered without work."""
+        self._mailbox.append(partial(self._requests.refused, user_id, request_id))
 
     def take_job(self, work: JobWork) -> bool:
         """Takes a pre-infer job; its outcome goes to the result writer. False as for `take_ranking`."""
@@ -114,9 +124,16 @@ class Executor:
 
     def step(self) -> int | None:
         """One round. Returns the µs until the next timer: 0 if there is work or new mail, None without a timer."""
+        context, prefixes, backlog = self._context, self._prefixes, self.backlog
+        backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
         self.take_mail()
-        context, prefixes = self._context, self._prefixes
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
+        if backlog.looking_up_since_us:
+            self._look_ups += backlog.looked_up - looked_up
+            self._look_ups_us += now_us - backlog.looking_up_since_us
+            if self._look_ups >= LOOK_UPS_MEASURED:
+                backlog.observe_look_ups(self._look_ups_us, self._look_ups)
+                self._look_ups = self._look_ups_us = 0
         if now_us >= context.timers.next_at_us:
             context.timers.run_due(now_us)
         if prefixes.running is not None:
@@ -126,7 +143,12 @@ class Executor:
             now_us = self._parts.clock.monotonic_us()
         work = context.scheduler.pick(now_us)
         if work is None:
-            return 0 if self._mailbox else context.timers.next_in_us(now_us)
+            if self._mailbox:
+                return 0
+            backlog.rest()
+            return context.timers.next_in_us(now_us)
+        if backlog.busy_since_us is None:
+            backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):
             self._rank(now_us)
         elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):

@@ -1,4 +1,6 @@
-"""The order of work on the device: least laxity first, with a guaranteed share for pre-infer. Pure decisions.
+"""The order of work on the device, and whether more of it can end in time. Pure decisions.
+
+Work runs by least laxity, with a guaranteed share for pre-infer.
 
 Laxity is deadline - now - predicted time. `now` is the same for all work, so the order is that of the *latest start*
 (deadline - predicted time), which changes only when a prediction changes.
@@ -6,16 +8,34 @@ Laxity is deadline - now - predicted time. `now` is the same for all work, so th
 The share is needed because a burst of ranking requests without prefixes would starve pre-infer if ranking always went
 first. The next ranking requests would then need full inference, too, and this state would never end. Time is
 counted only while pre-infer work waits, and decays with a half-life, so that an idle device earns no credit.
+
+Ranking work is admitted only if it can end in time without making admitted work late (`Backlog`). By laxity, a set of
+pieces that can be cut ends in time if it does so in the order of its deadlines, so the backlog adds demands in that
+order. Above capacity the queue therefore holds only work that will be answered, and goodput stays flat.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
 import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from relaygr.schemas.messages import Path
+
+OWN_WEIGHT = 0.05
+_OWN_MAX_STEP_US = 1_000.0
+"""A single request moves the worker's own time towards at most its double plus this, so that one stall does little."""
+_PACE_WEIGHT = 0.2
+PACE_SAMPLE_US = 10_000.0
+"""Demand over which the pace is measured."""
+_MAX_PACE = 8.0
+_MISS_STEP = 0.05
+_MISS_SHARE = 0.01
+_MAX_CAUTION = 1.5
 
 
 class WorkClass(enum.StrEnum):
@@ -35,8 +55,134 @@ class SchedulableWork(Protocol):
     def latest_start_us(self) -> int:
         """Deadline less predicted remaining device time, on the monotonic clock."""
 
+    @property
+    def remaining_us(self) -> float:
+        """Its demand: time of the device thread that ranking work still needs, the worker's own time included."""
+
 
 W = TypeVar("W", bound=SchedulableWork)
+
+
+class Backlog:
+    """The ranking work that was admitted and has not ended: its demand for time of the device thread, by deadline.
+
+    It also keeps the measured figures that admission needs: the worker's own time of a request by path, and how far
+    predictions are to be trusted. The device thread writes. Other threads may read: a figure may then be a change old.
+    """
+
+    def __init__(self) -> None:
+        self.total_us = 0.0
+        self.caution = 1.0
+        """Predictions are multiplied by this. It rises with each admitted request that was not answered in time, and
+        falls with each that was, so that about `_MISS_SHARE` of them are missed when there is no room to spare."""
+        self.own_us = dict.fromkeys(Path, 0.0)
+        """The worker's own time of a request: of its device thread, outside of forwards."""
+        self.answer_us = 0.0
+        """The part of it that follows the forward."""
+        self.prepare_us = 0.0
+        """The part of it that a look-up takes, on the average of all paths."""
+        self.pace = 1.0
+        """Time in which the device thread does 1 µs of demand. It is above 1 where pre-infer, refusals, other threads
+        and the machine take time, too."""
+        self.done_us = 0.0
+        """Demand that was done since `busy_since_us`."""
+        self.busy_since_us: int | None = None
+        """Since when the device thread has not been idle."""
+        self.expected_us = 0.0
+        """Demand of the next request in the mailbox: an average of those before. Refused ones demanded nothing."""
+        self.handed_over = 0
+        """Requests that the poll thread has put into the mailbox. Only that thread writes it."""
+        self.looked_up = 0
+        """Requests that the device thread has taken out of the mailbox."""
+        self.looking_up_since_us = 0
+        """When the first request was looked up since the last piece of device work; 0 if none was."""
+        self._by_deadline: list[tuple[float, int, float]] = []
+        self._entries: dict[int, tuple[float, int, float]] = {}
+
+    def put(self, work: SchedulableWork, latest_start_us: int) -> None:
+        """Adds the work with its present demand; work that is there already is moved."""
+        key, demand_us = id(work), work.remaining_us
+        entry = (latest_start_us + demand_us, key, demand_us)
+        if key in self._entries:
+            if self._entries[key] == entry:
+                return
+            self.drop(work)
+        self._entries[key] = entry
+        bisect.insort(self._by_deadline, entry)
+        self.total_us += entry[2]
+
+    def drop(self, work: SchedulableWork) -> None:
+        """Removes the work, if it is there."""
+        entry = self._entries.pop(id(work), None)
+        if entry is not None:
+            del self._by_deadline[bisect.bisect_left(self._by_deadline, entry)]
+            # Sums of floats drift: an empty backlog begins anew.
+            self.total_us = self.total_us - entry[2] if self._entries else 0.0
+
+    def room_us(self, must_end_us: int, now_us: int, preinfer_share: float = 0.0) -> float:
+        """The largest demand of new work that then ends by `must_end_us` and makes no admitted work late.
+
+        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. Work that is late already is not
+        considered.
+        """
+        if not self._entries:
+            # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
+            return must_end_us - now_us
+        slowness = self.caution * max(self.pace, 1 / (1 - preinfer_share))
+        later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
+        ahead_us = self.total_us
+        for entry in later:
+            ahead_us -= entry[2]
+        # The share of pre-infer delays what is ahead, not the new work, which is more urgent than pre-infer by then.
+        room_us = (must_end_us - now_us - slowness * max(0.0, ahead_us)) / self.caution
+        for entry in later:
+            ahead_us += entry[2]
+            spare_us = (entry[0] - now_us - slowness * ahead_us) / self.caution
+            if 0 <= spare_us < room_us:
+                room_us = spare_us
+        return room_us
+
+    def is_hopeless(self, must_end_us: int, now_us: int) -> bool:
+        """Whether a request that is still undecoded cannot be answered in time, however cheap it is.
+
+        Requests in the mailbox are looked up first. For any thread.
+        """
+        unread_us = (self.handed_over - self.looked_up) * self.expected_us * self.caution * self.pace
+        return self.room_us(must_end_us, now_us) - unread_us < self.own_us[Path.HBM]
+
+    def observe(self, path: Path, demand_us: float, answer_us: float, in_time: bool) -> None:
+        """Notes a request that was ranked: the time to write its result, and whether it ended in time."""
+        self.done_us += demand_us
+        # Written out: a call for each average would be most of the cost.
+        own_us, moved_us = self.own_us[path], self.prepare_us + answer_us
+        self.own_us[path] = own_us + OWN_WEIGHT * (min(moved_us, 2 * own_us + _OWN_MAX_STEP_US) - own_us)
+        self.answer_us += OWN_WEIGHT * (min(answer_us, 2 * self.answer_us + _OWN_MAX_STEP_US) - self.answer_us)
+        if in_time:
+            self.caution = max(1.0, self.caution - _MISS_STEP * _MISS_SHARE)
+        else:
+            self.missed()
+
+    def observe_look_ups(self, spent_us: int, requests: int) -> None:
+        """Notes the time that the device thread took to look up requests from the mailbox."""
+        spent_us_each = min(spent_us / requests, 2 * self.prepare_us + _OWN_MAX_STEP_US)
+        self.prepare_us += _PACE_WEIGHT * (spent_us_each - self.prepare_us)
+
+    def observe_pace(self, now_us: int) -> None:
+        """Compares the demand that was done with the time that it took. The device thread was busy until now."""
+        if self.busy_since_us is None:
+            return
+        sample = min(max((now_us - self.busy_since_us) / self.done_us, 1.0), _MAX_PACE)
+        self.pace += _PACE_WEIGHT * (sample - self.pace)
+        self.busy_since_us, self.done_us = now_us, 0.0
+
+    def rest(self) -> None:
+        """Notes that the device thread has nothing to do, so nothing slows it down."""
+        self.busy_since_us, self.done_us = None, 0.0
+        self.pace += _PACE_WEIGHT * (1.0 - self.pace)
+
+    def missed(self) -> None:
+        """Notes that an admitted request was not answered, since it would have ended too late."""
+        self.caution = min(_MAX_CAUTION, self.caution + _MISS_STEP)
 
 
 @dataclass(order=True, slots=True)
@@ -49,9 +195,13 @@ class QueueEntry(Generic[W]):
 
 
 class LaxityQueue(Generic[W]):
-    """Work of one class in the order of its latest start. Push work again when its prediction changed."""
+    """Work of one class in the order of its latest start. Push work again when its prediction changed.
 
-    def __init__(self) -> None:
+    `backlog`: gets the demand of the queued work.
+    """
+
+    def __init__(self, backlog: Backlog | None = None) -> None:
+        self._backlog = backlog
         self._heap: list[QueueEntry[W]] = []
         self._current: dict[int, QueueEntry[W]] = {}
         self._sequence = itertools.count()
@@ -67,13 +217,16 @@ class LaxityQueue(Generic[W]):
         entry = QueueEntry(work.latest_start_us, next(self._sequence), work)
         self._current[id(work)] = entry
         heapq.heappush(self._heap, entry)
+        if self._backlog is not None:
+            self._backlog.put(work, entry.latest_start_us)
         if len(self._heap) > 64 + 2 * len(self._current):
             self._heap = list(self._current.values())
             heapq.heapify(self._heap)
 
     def remove(self, work: W) -> None:
         """Removes the work, if it is queued."""
-        self._current.pop(id(work), None)
+        if self._current.pop(id(work), None) is not None and self._backlog is not None:
+            self._backlog.drop(work)
 
     def peek(self) -> W | None:
         """The work with the earliest latest start."""
@@ -128,7 +281,8 @@ class Scheduler(Generic[W]):
     """Picks the work that runs next. Not thread-safe: it belongs to the device thread."""
 
     def __init__(self, preinfer_share: float, chunk_us: int) -> None:
-        self.ranking: LaxityQueue[W] = LaxityQueue()
+        self.backlog = Backlog()
+        self.ranking: LaxityQueue[W] = LaxityQueue(self.backlog)
         self.preinfer: LaxityQueue[W] = LaxityQueue()
         self._share = ShareAccount(preinfer_share, tolerance_us=chunk_us)
         self._chunk_us = chunk_us

@@ -286,6 +286,8 @@ class Prefixes:
         """The chunk is written and took `duration_us`: queues the next chunk, or publishes the prefix."""
         work = chunk.work
         self._context.charge(work.work_class, duration_us, now_us)
+        if work.waiters:
+            self._context.scheduler.backlog.done_us += duration_us
         for waiter in work.waiters:
             waiter.pre_infer_us += duration_us
         work.done_tokens = chunk.end_tokens
@@ -311,6 +313,9 @@ class Prefixes:
         if not work.waiters and all(job.expires_us < now_us for job in work.jobs):
             self.abandon(work, JobOutcome.EXPIRED)
             return ChunkReadiness.DROPPED
+        if len(work.waiters) < waiting:
+            # What is left of it may be pre-infer, and demands less.
+            self._context.scheduler.push(work)
         if not work.started:
             if len(work.waiters) < waiting:
                 return ChunkReadiness.REQUESTS_LEFT
@@ -331,9 +336,9 @@ class Prefixes:
 
     def _drop_late(self, work: PrefixWork, now_us: int) -> None:
         """Removes the requests for which the prefix would be complete too late."""
-        kept = []
+        kept, answer_us = [], self._context.scheduler.backlog.answer_us
         for waiter in work.waiters:
-            if now_us + work.remaining_us + waiter.predicted_us <= waiter.answer_by_us:
+            if now_us + work.remaining_us + waiter.predicted_us + answer_us <= waiter.answer_by_us:
                 kept.append(waiter)
             else:
                 self.free_scratch(work)

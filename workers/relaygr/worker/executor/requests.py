@@ -23,6 +23,7 @@ from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource, RankingRequest
 from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.order import OWN_WEIGHT
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.prefixes import Computed, Prefixes
 from relaygr.worker.executor.resolver import BYTES_PER_TOKEN, Scored
@@ -37,6 +38,9 @@ _FULL_PATHS = (Path.FULL, Path.TRUNCATED)
 _PATHS_WITHOUT_WAIT = (Path.FULL, Path.HBM)
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
+LEAST_KEPT_BEHIND_OTHERS = 0.2
+"""With other requests in the queue, a request is cut to no smaller part of its prefix: such an answer is worth little,
+and in an overload it would take the device time of requests that can be ranked whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +62,9 @@ class Requests:
         self._context = context
         self._parts = context.parts
         self._prefixes = prefixes
+        self._backlog = context.scheduler.backlog
         settings = context.parts.settings
+        self._preinfer_share = context.parts.admission_settings.preinfer_share
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._chunk_us = settings.chunk_ms * 1000
         self._longest_wait_us = settings.history_wait_ms * 1000
@@ -71,6 +77,7 @@ class Requests:
         """Takes a request; its result goes to the result writer."""
         request = work.request
         work.pages, work.suffix = NO_PAGES, request.suffix
+        self._backlog.looked_up += 1
         self.outstanding += 1
         held, rows = self._context.held_by_requests, request.candidates.size + request.suffix.items.size
         if not held.begin(work, BYTES_PER_TOKEN * rows):
@@ -102,15 +109,9 @@ class Requests:
     def cut_short(self, work: RankingWork, now_us: int) -> None:
         """The whole prefix would come too late: ranks on the newest part of the history that fits, or rejects."""
         assert work.prefix is not None
-        plan = plan_truncation(
-            work.prefix.tokens,
-            work.scored_tokens,
-            work.answer_by_us - now_us,
-            self._parts.corrector.model,
-            self._context.chunking,
-        )
+        self._backlog.missed()
         try:
-            self._serve_in_full(work, work.prefix, plan, now_us)
+            self._cut_short(work, work.prefix, self._time_left_us(work, now_us), now_us)
         except Exception as error:
             self._failed(work, error)
 
@@ -137,7 +138,16 @@ class Requests:
                 return None
         work.lookups += 1
         work.looked_up_us = now_us
+        if not self._backlog.looking_up_since_us:
+            self._backlog.looking_up_since_us = now_us
         self._rank_on(work, prefix.tokens, prefix.suffix, prefix.scored_tokens)
+        # Asked before anything is done for the request: later steps take the device thread's time, a reload the link's.
+        if work.is_promised:
+            self._backlog.drop(work)
+        if work.predicted_us + self._backlog.own_us[work.path] > self._backlog.room_us(work.answer_by_us, now_us):
+            self._backlog.expected_us *= 1 - OWN_WEIGHT
+            return self._cut_short(work, prefix, self._time_left_us(work, now_us), now_us)
+        self._backlog.expected_us += OWN_WEIGHT * (work.remaining_us - self._backlog.expected_us)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
         if not self._uses_cache(work):
@@ -185,14 +195,19 @@ class Requests:
     def _rank_on(self, work: RankingWork, prefix_tokens: int, suffix: Behaviours, scored_tokens: int) -> None:
         """Sets the ranking pass: this many tokens in pages, this suffix, and the candidates."""
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
-        work.predicted_us = self._parts.corrector.model.hit_us(prefix_tokens, scored_tokens)
-        work.latest_start_us = work.answer_by_us - int(work.predicted_us)
+        latency, own_us = self._parts.corrector.model, self._backlog.own_us[work.path]
+        work.predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
+        # The fixed part of a pass is paid once a batch.
+        work.remaining_us = work.predicted_us + own_us - latency.coefficients.c0
+        work.latest_start_us = work.answer_by_us - int(work.predicted_us + own_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
         return self._parts.settings.reuse_prefixes and work.lookups <= MAX_LOOKUPS
 
     def _look_up_again(self, work: RankingWork) -> None:
         self._let_go(work)
+        if work.is_promised:
+            self._backlog.drop(work)
         work.pages, work.inputs, work.unknown_items = NO_PAGES, None, 0
         work.path, work.prefix_source, work.tokens_cached = Path.FULL, PrefixSource.COMPUTED, 0
         self.look_up(work)
@@ -214,10 +229,19 @@ class Requests:
         if handle is not None and suffix is not None and plan.route is Route.TAIL_AS_SUFFIX:
             return self._rank_with_tail(work, handle, suffix, now_us)
         if handle is not None and plan.route is Route.WHOLE:
+            work.is_promised = True
+            self._backlog.put(work, work.latest_start_us)
             return self._prefixes.compute(prefix, handle, plan.compute_us, request=work)
         if handle is not None:
             self._parts.cache.release(handle)
         return self._serve_in_full(work, prefix, plan, now_us)
+
+    def _cut_short(self, work: RankingWork, prefix: ResolvedPrefix, left_us: int, now_us: int) -> None:
+        """There is no time for the whole prefix: ranks on the newest part of the history that fits, or rejects."""
+        plan = plan_truncation(
+            prefix.tokens, work.scored_tokens, left_us, self._parts.corrector.model, self._context.chunking
+        )
+        self._serve_in_full(work, prefix, plan, now_us)
 
     def _rank_on_handle(self, work: RankingWork, handle: Handle, path: Path, now_us: int) -> None:
         """Ranks on the pages of `handle`, which the request releases."""
@@ -241,6 +265,8 @@ class Requests:
             shorter = self._context.resolver.shortened(prefix, plan.prefix_tokens)
             if shorter.tokens >= prefix.tokens:
                 return self.reject(work)
+            if len(self._context.scheduler.ranking) and shorter.tokens < LEAST_KEPT_BEHIND_OTHERS * prefix.tokens:
+                return self.reject(work)
             prefix, work.path, on_scratch = shorter, Path.TRUNCATED, True
             compute_us = self._context.chunking.duration_us(0, prefix.tokens, self._parts.corrector.model)
         if plan.route is Route.TRUNCATE or now_us != work.looked_up_us:
@@ -251,6 +277,8 @@ class Requests:
         work.prefix = prefix
         if prefix.tokens == 0:
             return self._ready(work, now_us)
+        work.is_promised = True
+        self._backlog.put(work, work.latest_start_us)
         return self._prefixes.compute(prefix, None, compute_us, request=work, on_scratch=on_scratch)
 
     def _join(self, work: RankingWork, coming: PrefixWork) -> None:
@@ -268,6 +296,8 @@ class Requests:
             found = self._parts.cache.acquire(work.prefix.key, self._parts.clock.monotonic_us())
             if isinstance(found, Hit):
                 self._parts.cache.release(found.handle)
+        work.is_promised = True
+        self._backlog.put(work, work.latest_start_us)
         coming.waiters.append(work)
         self._parts.metrics.joined(overtaken=not coming.started)
         self._context.scheduler.push(coming)
@@ -305,6 +335,7 @@ class Requests:
             inputs = replace(inputs, layer_ready=work.handle.arrival.wait)
         work.inputs = inputs
         work.unknown_items += inputs.unknown_items
+        work.is_promised = False
         self._context.scheduler.ranking.push(work)
 
     # -- waiting -------------------------------------------------------------------------------------
@@ -335,6 +366,8 @@ class Requests:
         spare_us = self._time_left_us(work, now_us) - int(
             self._full_us(prefix.tokens, work.scored_tokens) + self._chunk_us
         )
+        work.is_promised = True
+        self._backlog.put(work, work.latest_start_us)
         self._context.timers.at(now_us + max(0, spare_us), partial(self._wait_overdue, wait))
 
     def _posted(self, step: Callable[[_PrefixWait], None], wait: _PrefixWait) -> Callable[[], None]:
@@ -388,15 +421,15 @@ class Requests:
             self._failed(work, error)
 
     def _time_left_us(self, work: RankingWork, now_us: int) -> int:
-        """Time until the result should leave, less the device time of more urgent work and of pre-infer's share."""
-        ahead_us, scheduler = 0.0, self._context.scheduler
-        if len(scheduler.ranking):
-            for other in scheduler.ranking:
-                if other.latest_start_us <= work.latest_start_us:
-                    ahead_us += other.remaining_us if isinstance(other, PrefixWork) else other.predicted_us
-            if ahead_us and len(scheduler.preinfer):
-                ahead_us /= 1 - self._parts.admission_settings.preinfer_share
-        return int(work.answer_by_us - now_us - ahead_us)
+        """The device time that the request may take, without being late or making admitted requests late.
+
+        The request gives back the time that it was promised, until it is queued or waits again.
+        """
+        if work.is_promised:
+            self._backlog.drop(work)
+        # Jobs that wait get their share of the device time meanwhile.
+        share = self._preinfer_share if len(self._context.scheduler.preinfer) else 0.0
+        return int(self._backlog.room_us(work.answer_by_us, now_us, share) - self._backlog.own_us[work.path])
 
     def _full_us(self, prefix_tokens: int, scored_tokens: int) -> float:
         """Predicted time of full inference in this worker: the chunks of the prefix, then the ranking pass."""
@@ -425,6 +458,7 @@ class Requests:
     def _note_ranked(self, work: RankingWork) -> None:
         """Notes how full inference ended, or would have ended, for the triggers' test of the risk."""
         now_us, observer = self._parts.clock.monotonic_us(), self._context.full_path
+        work.answered_us = now_us
         assert work.prefix is not None
         if work.path in _PATHS_WITHOUT_WAIT:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
@@ -467,6 +501,11 @@ class Requests:
         reason = FailureReason.OUT_OF_MEMORY if is_out_of_memory(error) else FailureReason.DEVICE_ERROR
         return self._fail(work, reason, str(error)[:500] or repr(error))
 
+    def refused(self, user_id: str, request_id: str) -> None:
+        """Notes that the poll thread has answered this request: its prefix is not needed any more."""
+        self._context.answered.add((user_id, request_id))
+        self._parts.cache.end_lease(user_id, request_id, WasteReason.REQUEST_EXPIRED)
+
     def _failed(self, work: RankingWork, error: Exception) -> None:
         """Fails the request after an exception in an entry point."""
         log.error("a ranking request failed", request_id=work.request.request_id, exc_info=error)
@@ -486,6 +525,8 @@ class Requests:
 
     def _finish(self, work: RankingWork, ranked: bool) -> None:
         work.done = True
+        if work.is_promised:
+            self._backlog.drop(work)
         self.outstanding -= 1
         self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id

@@ -172,6 +172,8 @@ class RankingWork:
     """Tokens of suffix and candidates, as the latency model counts them."""
     predicted_us: float = 0.0
     """Device time of the ranking pass."""
+    remaining_us: float = 0.0
+    """`predicted_us` without the fixed part that a batch shares, and the worker's own time."""
     latest_start_us: int = 0
     """`answer_by_us` less `predicted_us`."""
     prefix: ResolvedPrefix | None = None
@@ -192,7 +194,11 @@ class RankingWork:
     pre_infer_us: int = 0
     reload_us: int = 0
     rank_us: int = 0
+    answered_us: int = 0
+    """When its result was handed over; 0 before, and for a failed request."""
     lookups: int = 0
+    is_promised: bool = False
+    """Whether the backlog holds its demand although it is not in the queue, since it waits."""
     done: bool = False
 
 
@@ -218,7 +224,7 @@ class PrefixWork:
     on_scratch: bool = False
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
-    """Predicted device time of the chunks that are left."""
+    """Predicted device time of the chunks that are left, without the ranking passes of the requests that wait."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
 
