@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from relaygr.worker.executor.order import LaxityQueue, Scheduler, ShareAccount, WorkClass
+from relaygr.worker.executor.order import IDLE_CHUNKS, LaxityQueue, Scheduler, ShareAccount, WorkClass
 
 CHUNK_US = 5_000
 
@@ -197,3 +199,73 @@ def test_two_seconds_after_an_overload_of_five_the_hit_ratio_has_recovered():
     during, after = _hit_ratio_after_overload(share=0.3)
     assert during > 0.1, "some hits stay alive in the overload itself; strictly ranking first, none do"
     assert after > 0.95
+
+
+# -- warm-up ---------------------------------------------------------------------------------------
+
+
+def warm_up() -> Piece:
+    return Piece(WorkClass.WARM_UP, 0)
+
+
+pieces = st.sampled_from(WorkClass).flatmap(lambda kind: st.builds(Piece, st.just(kind), st.integers(-1_000, 10**6)))
+moves = st.one_of(
+    st.tuples(st.just("push"), pieces),
+    st.tuples(st.just("run"), st.integers(1, 20_000)),
+    st.tuples(st.just("join"), st.sampled_from([WorkClass.RANKING, WorkClass.PREINFER])),
+    st.tuples(st.just("wait"), st.integers(0, 50_000)),
+)
+
+
+@given(st.lists(moves, max_size=60), st.floats(0.05, 1.0))
+def test_warm_up_yields_to_all_other_work_at_once(steps: list[tuple[str, object]], share: float):
+    """Whatever is queued and run, warm-up is picked only alone, on an idle device; and joined, it is other work."""
+    order: Scheduler[Piece] = Scheduler(0.3, CHUNK_US, share)
+    queued: list[Piece] = []
+    now_us = busy_until_us = 0
+    for step, value in steps:
+        if step == "push":
+            order.push(value)
+            queued.append(value)
+        elif step == "wait":
+            now_us += value
+        elif step == "join":
+            joined = next((piece for piece in queued if piece.work_class is WorkClass.WARM_UP), None)
+            if joined is not None:
+                joined.work_class = value
+                order.push(joined)
+        picked = order.pick(now_us)
+        others = [piece for piece in queued if piece.work_class is not WorkClass.WARM_UP]
+        if others:
+            assert picked in others
+        elif picked is not None:
+            assert picked.work_class is WorkClass.WARM_UP
+            assert now_us >= busy_until_us
+        if step == "run" and picked is not None:
+            now_us += value
+            queued.remove(picked)
+            order.remove(picked)
+            order.charge(picked.work_class, value, now_us)
+            if picked.work_class is not WorkClass.WARM_UP:
+                busy_until_us = now_us + IDLE_CHUNKS * CHUNK_US
+
+
+@given(st.lists(st.integers(100, 5_000), min_size=20, max_size=60), st.floats(0.05, 1.0))
+def test_warm_up_gets_at_most_its_share_of_the_time(chunks_us: list[int], share: float):
+    order: Scheduler[Piece] = Scheduler(0.3, CHUNK_US, share)
+    piece = warm_up()
+    order.push(piece)
+    now_us = 0
+    for chunk_us in chunks_us:
+        now_us += order.warm_up_in_us(now_us)
+        assert order.pick(now_us) is piece
+        now_us += chunk_us
+        order.charge(WorkClass.WARM_UP, chunk_us, now_us)
+    now_us += order.warm_up_in_us(now_us)
+    assert sum(chunks_us) <= share * now_us + len(chunks_us)
+
+
+def test_warm_up_does_not_count_against_the_share_of_pre_infer():
+    account = ShareAccount(0.3, tolerance_us=CHUNK_US)
+    account.charge(WorkClass.WARM_UP, 1_000_000, 0, preinfer_waits=True)
+    assert not account.preinfer_is_owed()

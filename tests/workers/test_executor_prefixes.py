@@ -28,6 +28,7 @@ ORDER = (
     "prefixes",
     "requests",
     "jobs",
+    "warm_up",
     "batches",
     "executor",
 )

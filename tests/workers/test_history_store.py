@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import relaygr.worker.history.store
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history.store import (
@@ -447,3 +448,32 @@ def test_a_store_whose_writer_was_killed_is_whole_and_agrees_with_its_offset(tmp
         assert newest == set(range(max(0, offset - 80), offset, 2))
         reached = offset
         opened.close()
+
+
+# -- users for a warm-up ---------------------------------------------------------------------------
+
+
+def seen_at(user_id: str, newest_ms: int, offset: int) -> HistoryRecord:
+    behaviours = Behaviours(np.array([1, 2]), np.array([0, 0], "<u2"), np.array([0, newest_ms]))
+    return HistoryRecord(user_id, offset, History(user_id, 1, np.arange(offset % 3), behaviours))
+
+
+def test_the_users_with_the_newest_behaviours_of_the_partitions_come_first(store: HistoryStore) -> None:
+    apply(
+        store, 0, [seen_at("old", 10, 0), seen_at("newest", 40, 1), seen_at("käthe", 30, 2), entry(3, "empty", 1, 0)], 4
+    )
+    apply(store, 1, [seen_at("elsewhere", 99, 0)], 1)
+    assert store.recent_users({0}, 2, lambda: True) == ["newest", "käthe"]
+    assert store.recent_users({0, 1}, 10, lambda: True) == ["elsewhere", "newest", "käthe", "old"]
+    assert store.recent_users({0, 1}, 0, lambda: True) == []
+    assert store.recent_users({2}, 10, lambda: True) == []
+
+
+def test_a_scan_of_many_users_misses_none_and_ends_when_it_is_not_wanted(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaygr.worker.history.store, "_SCAN_RECORDS", 7)
+    apply(store, 0, [seen_at(f"u{number}", number, number) for number in range(50)], 50)
+    assert store.recent_users({0}, 100, lambda: True) == [f"u{number}" for number in reversed(range(50))]
+    asked = iter([True, True, False])
+    assert len(store.recent_users({0}, 100, lambda: next(asked))) == 14

@@ -299,12 +299,14 @@ class Reloading:
         self.clock = ManualClock()
         self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry, self.clock)  # type: ignore[arg-type]
         self.calls = []
+        self.warm_ups = []
         self.weighs = []
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.parts = SimpleNamespace(
             arena=self.prepared.engine.device.empty_bytes(1, self.prepared.engine.geometry.page_bytes),
             executor=SimpleNamespace(post=self.calls.append, serve_with=lambda engine: None),
             metrics=self.metrics,
+            housekeeping=SimpleNamespace(warm_up=SimpleNamespace(begin=lambda: self.warm_ups.append(True))),
             cache=SimpleNamespace(keep_only=lambda namespace: 0, weigh_by=self.weighs.append),
         )
 

@@ -46,6 +46,12 @@ class WorkerMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self.warm_ups = Counter(
+            "relaygr_worker_warm_ups_total",
+            "Users of a warm-up by outcome: computed, skipped (cached, or without a history), no_room or failed",
+            ["outcome"],
+            registry=registry,
+        )
         self._needless = Counter(
             "relaygr_worker_preinfer_needless_total",
             "Requests ranked after a pre-infer job that full inference would have answered in time, by prediction",
@@ -59,7 +65,7 @@ class WorkerMetrics:
         )
         device_seconds = Counter(
             "relaygr_worker_device_seconds_total",
-            "Device time by the class of work: ranking or preinfer",
+            "Device time by the class of work: ranking, preinfer or warm_up",
             ["work_class"],
             registry=registry,
         )

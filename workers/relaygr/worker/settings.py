@@ -142,6 +142,19 @@ class WorkerSettings(Section):
     mix_chunks: bool | None = Field(
         None, description="run a pre-infer chunk and ranking requests in one forward; none: on accelerators only"
     )
+    warm_up_users: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1_000_000,
+            description="most users whose prefixes are computed on an idle device after a start, an assignment or a "
+            "new model, those with the newest behaviours first; 0: no warm-up",
+        ),
+    ] = 0
+    warm_up_s: Annotated[float, Field(gt=0, description="time after which a warm-up ends")] = 60.0
+    warm_up_share: Annotated[
+        float, Field(gt=0, le=1, description="largest share of the time that warm-up takes of the device")
+    ] = 0.5
     ranking_queue_max: Annotated[
         int, Field(ge=1, description="unanswered ranking requests at which the ranking partitions pause")
     ] = 2048

@@ -11,6 +11,7 @@ published if the cache has room.
     executor    the loop; it handles the events of prefixes
     requests    ranking requests: look up, plan, wait, write the result
     jobs        pre-infer jobs: look up, reload or compute, lease
+    warm_up     prefixes of likely users, computed on an idle device
     prefixes    prefixes under computation, and their chunks on the device
     batches     ranking passes
     context     the parts that these share; timers and wait queues
@@ -20,6 +21,6 @@ published if the cache has room.
     order       which work is next (pure)
     plan        how a request is served in its time, and how prefixes are cut into chunks (pure)
 
-Imports go one way: `executor` imports `batches`, `batches` imports `requests`, `requests` and `jobs` import `prefixes`.
-`prefixes` imports none of them: it appends events, which the executor handles after each call.
+Imports go one way: `executor` imports `batches`, `batches` imports `requests`; `requests`, `jobs` and `warm_up` import
+`prefixes`. `prefixes` imports none of them: it appends events, which the executor handles after each call.
 """

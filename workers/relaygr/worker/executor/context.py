@@ -217,7 +217,9 @@ class ExecutorContext:
 
     def __post_init__(self) -> None:
         settings = self.parts.settings
-        self.scheduler = Scheduler(self.parts.admission_settings.preinfer_share, int(settings.chunk_ms * 1000))
+        self.scheduler = Scheduler(
+            self.parts.admission_settings.preinfer_share, int(settings.chunk_ms * 1000), settings.warm_up_share
+        )
         self.waiting = WaitQueue(settings.parked_jobs_max)
         self.held_by_requests = HeldMemory(int(settings.ranking_queue_bytes))
         self.held_by_jobs = HeldMemory(int(settings.preinfer_queue_bytes))

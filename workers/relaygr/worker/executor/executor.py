@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from relaygr.admission.latency import LatencyModel
@@ -24,6 +24,7 @@ from relaygr.worker.executor.prefixes import (
     Undone,
 )
 from relaygr.worker.executor.requests import Requests
+from relaygr.worker.executor.warm_up import WarmUps
 from relaygr.worker.executor.work import JobWork, PrefixWork, RankingWork
 from relaygr.worker.model.interface import Engine
 
@@ -49,6 +50,7 @@ class Executor:
         self._requests = Requests(self._context, self._prefixes)
         self._batches = Batches(self._context, self._prefixes, self._requests)
         self._jobs = Jobs(self._context, self._prefixes)
+        self._warm_ups = WarmUps(self._context, self._prefixes)
         self._completions = DeviceCompletions(engine.device)
         self._expire_leases()
 
@@ -146,14 +148,32 @@ class Executor:
             if self._mailbox:
                 return 0
             backlog.rest()
-            return context.timers.next_in_us(now_us)
-        if backlog.busy_since_us is None:
+            return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
+        if work.work_class is WorkClass.WARM_UP:
+            # The device counts as idle, since warm-up delays nobody.
+            backlog.rest()
+        elif backlog.busy_since_us is None:
             backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):
             self._rank(now_us)
         elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
             self._run_chunk(work, now_us)
         return 0
+
+    def _idle_us(self, now_us: int) -> int | None:
+        """Time until the next timer or warm-up; None without either."""
+        timer_us, warm_up_us = self._context.timers.next_in_us(now_us), self._warm_ups.next_in_us(now_us)
+        if timer_us is None or warm_up_us is None:
+            return timer_us if warm_up_us is None else warm_up_us
+        return min(timer_us, warm_up_us)
+
+    def begin_warm_up(self) -> None:
+        """Begins a new warm-up of prefixes."""
+        self._warm_ups.begin()
+
+    def offer_warm_ups(self, user_ids: Sequence[str]) -> None:
+        """The users to warm up, the most likely first. They replace those that were offered before."""
+        self._warm_ups.offer(user_ids)
 
     def take_mail(self) -> None:
         """Runs all posted calls."""
@@ -182,7 +202,7 @@ class Executor:
         self._handle_events()
         context.use(engine)
         self._parts.cache.admit_only(engine.namespace)
-        for work in [*context.scheduler.ranking, *context.scheduler.preinfer]:
+        for work in [*context.scheduler.ranking, *context.scheduler.preinfer, *context.scheduler.warm_up]:
             if isinstance(work, RankingWork):
                 context.scheduler.remove(work)
                 self._requests.start_over(work)
@@ -244,6 +264,8 @@ class Executor:
                     for job in work.jobs:
                         self._jobs.prefix_computed(job, work.prefix)
                     if handle is not None:
+                        if work.work_class is WorkClass.WARM_UP:
+                            self._warm_ups.computed(handle)
                         self._parts.cache.release(handle)
                 case Undone(requests, jobs, prefix):
                     for request in requests:

@@ -12,6 +12,9 @@ counted only while pre-infer work waits, and decays with a half-life, so that an
 Ranking work is admitted only if it can end in time without making admitted work late (`Backlog`). By laxity, a set of
 pieces that can be cut ends in time if it does so in the order of its deadlines, so the backlog adds demands in that
 order. Above capacity the queue therefore holds only work that will be answered, and goodput stays flat.
+
+Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
+gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
 """
 
 from __future__ import annotations
@@ -39,10 +42,11 @@ _MAX_CAUTION = 1.5
 
 
 class WorkClass(enum.StrEnum):
-    """Which deadline the work serves: that of a ranking request, or of a pre-infer job."""
+    """Which deadline the work serves: that of a ranking request, of a pre-infer job, or none."""
 
     RANKING = "ranking"
     PREINFER = "preinfer"
+    WARM_UP = "warm_up"
 
 
 class SchedulableWork(Protocol):
@@ -61,6 +65,9 @@ class SchedulableWork(Protocol):
 
 
 W = TypeVar("W", bound=SchedulableWork)
+
+IDLE_CHUNKS = 4
+"""The device is idle when it ran no other work for the time of this many chunks."""
 
 
 class Backlog:
@@ -261,7 +268,7 @@ class ShareAccount:
         self._decay(now_us)
         if work_class is WorkClass.PREINFER:
             self._preinfer_us += duration_us
-        elif preinfer_waits:
+        elif work_class is WorkClass.RANKING and preinfer_waits:
             self._ranking_us += duration_us
 
     def preinfer_is_owed(self) -> bool:
@@ -280,33 +287,43 @@ class ShareAccount:
 class Scheduler(Generic[W]):
     """Picks the work that runs next. Not thread-safe: it belongs to the device thread."""
 
-    def __init__(self, preinfer_share: float, chunk_us: int) -> None:
+    def __init__(self, preinfer_share: float, chunk_us: int, warm_up_share: float = 1.0) -> None:
+        """`warm_up_share` of the time is the most that warm-up gets."""
         self.backlog = Backlog()
         self.ranking: LaxityQueue[W] = LaxityQueue(self.backlog)
         self.preinfer: LaxityQueue[W] = LaxityQueue()
+        self.warm_up: LaxityQueue[W] = LaxityQueue()
+        self._warm_up_share = warm_up_share
+        self._warm_up_from_us = 0
         self._share = ShareAccount(preinfer_share, tolerance_us=chunk_us)
         self._chunk_us = chunk_us
 
     def push(self, work: W) -> None:
         """Queues the work under its class. Work whose class changed leaves the other queue."""
-        mine, other = self._queues(work.work_class)
-        other.remove(work)
+        mine = self._queue(work.work_class)
+        for other in (self.ranking, self.preinfer, self.warm_up):
+            if other is not mine:
+                other.remove(work)
         mine.push(work)
 
     def remove(self, work: W) -> None:
         """Removes the work from its queue."""
         self.ranking.remove(work)
         self.preinfer.remove(work)
+        self.warm_up.remove(work)
 
     def pick(self, now_us: int) -> W | None:
         """The work to run next, which stays in its queue; None if there is none.
 
         Pre-infer goes first if it got less than its share. It also goes first if it is more urgent and the most urgent
-        ranking request can wait for one chunk. On ties ranking goes first.
+        ranking request can wait for one chunk. On ties ranking goes first. Warm-up is picked only without other work.
         """
         ranking, preinfer = self.ranking.peek(), self.preinfer.peek()
         if ranking is None or preinfer is None:
-            return ranking if preinfer is None else preinfer
+            other = ranking if preinfer is None else preinfer
+            if other is None and self.warm_up_in_us(now_us) == 0:
+                return self.warm_up.peek()
+            return other
         if self._share.preinfer_is_owed():
             return preinfer
         can_wait = ranking.latest_start_us - now_us >= self._chunk_us
@@ -314,11 +331,20 @@ class Scheduler(Generic[W]):
             return preinfer
         return ranking
 
+    def warm_up_in_us(self, now_us: int) -> int:
+        """Time until warm-up may run if no other work arrives; 0: now."""
+        return max(0, self._warm_up_from_us - now_us)
+
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
         """Counts device time that work of this class just used."""
+        if work_class is WorkClass.WARM_UP:
+            pause_us = int(duration_us * (1 - self._warm_up_share) / self._warm_up_share)
+        else:
+            pause_us = IDLE_CHUNKS * self._chunk_us
+        self._warm_up_from_us = max(self._warm_up_from_us, now_us + pause_us)
         self._share.charge(work_class, duration_us, now_us, preinfer_waits=len(self.preinfer) > 0)
 
-    def _queues(self, work_class: WorkClass) -> tuple[LaxityQueue[W], LaxityQueue[W]]:
+    def _queue(self, work_class: WorkClass) -> LaxityQueue[W]:
         if work_class is WorkClass.RANKING:
-            return self.ranking, self.preinfer
-        return self.preinfer, self.ranking
+            return self.ranking
+        return self.preinfer if work_class is WorkClass.PREINFER else self.warm_up

@@ -29,6 +29,7 @@ from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixK
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.device import Event
 from relaygr.worker.executor.context import ExecutorContext
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.model.interface import PrefixChunk
@@ -149,7 +150,9 @@ class Prefixes:
     @property
     def preinfer_backlog_us(self) -> int:
         """Predicted device time of the prefixes that no request waits for yet. From any thread."""
-        return int(sum(work.remaining_us for work in list(self.by_user.values()) if not work.waiters))
+        return int(
+            sum(work.remaining_us for work in list(self.by_user.values()) if work.work_class is WorkClass.PREINFER)
+        )
 
     def under_way(self, key: PrefixKey) -> PrefixWork | None:
         """The computation, queued or begun, that will cover a part of `key`, or all of `key` and more."""
@@ -189,8 +192,8 @@ class Prefixes:
         job: JobWork | None = None,
         on_scratch: bool = False,
     ) -> None:
-        """Queues the computation of the tokens that `base` lacks, for a request or a job. The computation releases
-        `base`. `predicted_us`: its device time.
+        """Queues the computation of the tokens that `base` lacks, for a request or a job; for neither, as a warm-up.
+        The computation releases `base`. `predicted_us`: its device time.
 
         Passes on the engine's error if it cannot look the prefix up, and releases `base`.
         """
@@ -203,6 +206,7 @@ class Prefixes:
             raise
         work = PrefixWork(prefix, inputs, prefix.tokens, base.tokens if base is not None else 0, base=base)
         work.on_scratch, work.remaining_us = on_scratch, predicted_us
+        work.is_warm_up = request is None and job is None
         if request is not None:
             work.waiters.append(request)
             self._context.held_by_requests.keep(work, prefix)
@@ -310,7 +314,8 @@ class Prefixes:
             return ChunkReadiness.DROPPED
         waiting = len(work.waiters)
         self._drop_late(work, now_us)
-        if not work.waiters and all(job.expires_us < now_us for job in work.jobs):
+        is_unneeded = not work.waiters and all(job.expires_us < now_us for job in work.jobs)
+        if is_unneeded and work.work_class is not WorkClass.WARM_UP:
             self.abandon(work, JobOutcome.EXPIRED)
             return ChunkReadiness.DROPPED
         if len(work.waiters) < waiting:

@@ -206,6 +206,8 @@ class RankingWork:
 class PrefixWork:
     """The computation of one prefix, or of the tail that a cached part lacks, in chunks.
 
+    A warm-up serves nobody until a job or a request joins it. It then counts as their work.
+
     It serves pre-infer jobs, ranking requests that wait for it, or both. It counts as ranking work as soon as one
     request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages.
     """
@@ -222,6 +224,7 @@ class PrefixWork:
     """The part of the prefix that is cached, pinned until the computation ends."""
     fill: Fill | None = None
     on_scratch: bool = False
+    is_warm_up: bool = False
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
     """Predicted device time of the chunks that are left, without the ranking passes of the requests that wait."""
@@ -235,12 +238,16 @@ class PrefixWork:
 
     @property
     def work_class(self) -> WorkClass:
-        return WorkClass.RANKING if self.waiters else WorkClass.PREINFER
+        if self.waiters:
+            return WorkClass.RANKING
+        return WorkClass.PREINFER if self.jobs or not self.is_warm_up else WorkClass.WARM_UP
 
     @property
     def latest_start_us(self) -> int:
         if self.waiters:
             return min(waiter.latest_start_us for waiter in self.waiters) - int(self.remaining_us)
+        if not self.jobs:
+            return 0
         return min(job.expected_ranking_us for job in self.jobs) - int(self.remaining_us)
 
 

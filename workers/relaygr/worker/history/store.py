@@ -29,8 +29,10 @@ There is one `HistoryStore` for each path and process. Any thread may call its m
 
 from __future__ import annotations
 
+import heapq
 import struct
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -56,6 +58,9 @@ _MAX_READERS: Final = 512
 _FILES: Final = ("data.mdb", "lock.mdb")
 _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
+_TIME = struct.Struct("<q")
+_SCAN_RECORDS: Final = 500
+_SCAN_PAUSE_S: Final = 0.002
 _HEAD = struct.Struct("<QIIIIQ")
 
 
@@ -221,6 +226,40 @@ class HistoryStore:
             found = txn.get(_user_key(user_id), db=self._users)
             data = None if found is None else bytes(found)
         return None if data is None else unpack(user_id, data)
+
+    def recent_users(self, partitions: Container[int], count: int, is_wanted: Callable[[], bool]) -> list[str]:
+        """At most `count` users of these partitions, those with the newest behaviours first.
+
+        Reads a part of each record of the store, with pauses: call it on a thread of its own. Ends early when
+        `is_wanted` is false.
+        """
+        newest: list[tuple[int, str]] = []
+        after: bytes | None = b""
+        while after is not None and count > 0 and self._trusted and is_wanted():
+            after = self._scan(after, partitions, count, newest)
+            time.sleep(_SCAN_PAUSE_S)
+        return [user_id for _, user_id in sorted(newest, reverse=True)]
+
+    def _scan(
+        self, after: bytes, partitions: Container[int], count: int, newest: list[tuple[int, str]]
+    ) -> bytes | None:
+        """Adds the next users to the heap `newest`. Returns the key to continue after; None at the end."""
+        with self._env.begin(buffers=True) as txn:
+            cursor = txn.cursor(db=self._users)
+            found = cursor.set_range(after) if after else cursor.first()
+            if found and bytes(cursor.key()) == after:
+                found = cursor.next()
+            for _ in range(_SCAN_RECORDS):
+                if not found:
+                    return None
+                key, value = cursor.item()
+                after = bytes(key)
+                head = read_head(value)
+                if head.length and head.partition in partitions:
+                    entry = (_newest_ms(value, head), after.decode())
+                    (heapq.heappush if len(newest) < count else heapq.heappushpop)(newest, entry)
+                found = cursor.next()
+        return after
 
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
@@ -436,6 +475,12 @@ def pack(history: History, partition: int, written_at_ms: int = 0) -> bytes:
 def read_head(record: bytes | memoryview) -> RecordHead:
     """Reads the first fields only."""
     return RecordHead(*_HEAD.unpack_from(record))
+
+
+def _newest_ms(record: bytes | memoryview, head: RecordHead) -> int:
+    """The time of the newest behaviour of a record that has one."""
+    timestamps_at = head.arrays_offset + 8 * head.feature_count + 8 * head.length
+    return int(_TIME.unpack_from(record, timestamps_at + 8 * (head.length - 1))[0])
 
 
 def unpack(user_id: str, record: bytes) -> StoredHistory:

@@ -164,7 +164,9 @@ class Parts:
         )
         sources = StatusSources(prepared.producer, self.loop, self.executor, self.cache, self.results.waits)
         self.status = StatusReport(config, sources, clock)
-        self.housekeeping = Housekeeping(config, sources, self.status, self.follower, self.metrics, clock)
+        self.housekeeping = Housekeeping(
+            config, sources, self.status, self.follower, prepared.store, self.metrics, clock
+        )
         self.watch = ClusterWatch(
             prepared.producer.list_topics,
             [kafka.topic(topic) for topic in (Topic.PREINFER, Topic.RANKING, Topic.HISTORY)],
@@ -191,6 +193,7 @@ class Parts:
     def close(self) -> None:
         """Ends every thread but the loop's, and the cache with its trace. Safe after `send_the_rest`."""
         self.watch.stop()
+        self.housekeeping.warm_up.stop()
         self.device.stop(2)
         self.follower.stop()
         self.cache.close()

@@ -194,6 +194,7 @@ class ModelReloading:
         self._file = self._loading_file
         if parts is not None:
             parts.metrics.bytes_at_most.labels("weights").set(model.engine.weights_bytes)
+            parts.housekeeping.warm_up.begin()
             threading.Thread(
                 target=self._free_old, args=(parts, model.engine.namespace), name="free-old", daemon=True
             ).start()
