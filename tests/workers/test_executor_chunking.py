@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.plan import Chunking
+from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
+from tests.worlds.executor import TOKEN_US, ExecutorWorld
 
 LATENCY = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=10, b2=0.01, c0=0, c1=0, c2=0, d0=0, d1=0))
 chunkings = st.builds(Chunking, st.floats(1, 20_000), st.integers(1, 600), st.sampled_from([1, 16, 64]))
@@ -62,3 +65,131 @@ def test_prefixes_in_one_chunk_are_predicted_as_they_are() -> None:
     assert whole.for_whole_prefixes(LATENCY, 4_000).pre_us(1_000) == pytest.approx(LATENCY.pre_us(1_000))
     nothing = LatencyModel(LatencyCoefficients(0, 0, 0, b0=100, b1=0, b2=0, c0=0, c1=0, c2=0, d0=0, d1=0))
     assert whole.for_whole_prefixes(nothing, 4_000) == nothing
+
+
+# -- how long a chunk may be ---------------------------------------------------------------
+
+times_us = st.one_of(st.floats(-1e6, 1e6), st.just(math.inf))
+
+
+@given(st.floats(1, 1e5), st.floats(1, 1e5), times_us, times_us, st.one_of(st.floats(1, 1e7), st.just(math.inf)))
+def test_a_chunk_leaves_the_most_urgent_request_its_time(
+    shortest_us: float, longest_us: float, slack_us: float, arrival_us: float, others_us: float
+) -> None:
+    bound_us = chunk_bound_us(shortest_us, longest_us, slack_us, arrival_us, others_us)
+    assert shortest_us <= bound_us <= max(shortest_us, longest_us)
+    for leaves_us in (slack_us, arrival_us, others_us):
+        assert bound_us <= max(shortest_us, leaves_us)
+
+
+@given(st.floats(1, 1e5), st.floats(1, 1e5))
+def test_a_chunk_is_as_long_as_allowed_while_nobody_waits_or_is_expected(shortest_us: float, longest_us: float) -> None:
+    assert chunk_bound_us(shortest_us, longest_us, math.inf, math.inf, math.inf) == max(shortest_us, longest_us)
+
+
+def test_an_announced_request_may_arrive_from_a_part_of_its_lead_time_on_until_it_is_overdue() -> None:
+    arrivals = ExpectedArrivals()
+    arrivals.announce(("u", "r"), 0, 100_000, 150_000)
+    arrivals.announce(("v", "r"), 0, 300_000, 350_000)
+    assert arrivals.next_us(0) == (50_000, math.inf)
+    assert arrivals.next_us(0, [("u", "r")]) == (150_000, math.inf)
+    assert arrivals.next_us(120_000) == (0, math.inf)
+    assert arrivals.next_us(150_001) == (0, math.inf)
+    assert list(arrivals.announced) == [("v", "r")]
+    assert arrivals.next_us(350_001) == (math.inf, math.inf)
+
+
+@given(st.floats(0, 0.9))
+def test_the_earliest_arrival_is_learned_from_arrivals(least: float) -> None:
+    """Only a small share of the requests arrives before it."""
+    arrivals = ExpectedArrivals()
+    for number in range(4_000):
+        part = least + (0.99 - least) * (number * 0.618 % 1)
+        arrivals.seen.append(((0, 1_000_000, 2_000_000), int(part * 1_000_000)))
+        arrivals.next_us(0)
+    arrivals.announce(("u", "r"), 0, 1_000_000, 2_000_000)
+    earliest_us, _ = arrivals.next_us(0)
+    assert earliest_us <= 1_000_000 * (least + 0.1 * (1 - least))
+    assert earliest_us >= 1_000_000 * least - 50_000
+
+
+def test_unannounced_requests_are_expected_at_the_rate_of_the_last_seconds() -> None:
+    arrivals = ExpectedArrivals()
+    for number in range(200):
+        arrivals.seen.append((None, 50_000 * number))
+    _, others_us = arrivals.next_us(10_000_000)
+    assert others_us == pytest.approx(50_000, rel=0.05)
+    assert arrivals.next_us(60_000_000) == (math.inf, math.inf)
+
+
+def test_the_announcements_are_bounded() -> None:
+    arrivals = ExpectedArrivals()
+    for number in range(5_000):
+        arrivals.announce(("u", str(number)), 0, 1, 60_000_000)
+    assert len(arrivals.announced) == 4_096
+
+
+def world_of_long_chunks() -> ExecutorWorld:
+    return ExecutorWorld(chunk_ms=1.0, longest_chunk_ms=50.0)
+
+
+def test_a_prefix_is_not_cut_while_nobody_waits_or_is_expected() -> None:
+    world = world_of_long_chunks()
+    world.job("u", world.store.put("u", 400), "own request")
+    world.run()
+    assert world.engine.chunks == [(0, 400)]
+    world.rank("v", world.store.put("v", 300), "alone")
+    world.run()
+    assert world.engine.chunks[1:] == [(0, 300)]
+
+
+def test_a_chunk_ends_when_the_most_urgent_request_has_to_start() -> None:
+    world = world_of_long_chunks()
+    cached = world.store.put("a", 100)
+    world.job("a", cached, "a1")
+    world.run()
+    world.clock.advance_us(60_000_000)
+    world.engine.chunks.clear()
+    world.job("b", world.store.put("b", 500), "b1", lead_us=2_000)
+    world.rank("a", cached, "a1", budget_us=4_000)
+    world.run()
+    first_us = (world.engine.chunks[0][1] - world.engine.chunks[0][0]) * TOKEN_US
+    assert 1_000 < first_us <= 3_000, "a ranking takes 1 ms of the 4"
+    assert len(world.outbox.ranked_works) == 1
+    assert world.outbox.failures == []
+
+
+@settings(max_examples=25)
+@given(lead_us=st.integers(1_000, 30_000), part=st.floats(0.5, 1.2), tokens=st.integers(1, 512))
+def test_an_announced_request_waits_for_one_chunk_of_the_shortest_at_most(
+    lead_us: int, part: float, tokens: int
+) -> None:
+    world = world_of_long_chunks()
+    cached = world.store.put("a", 100)
+    world.job("a", cached, "a1", lead_us=lead_us)
+    world.run()
+    arrives_us = world.clock.monotonic_us() + int(part * lead_us)
+    user = 0
+    while world.clock.monotonic_us() < arrives_us:
+        if not world.executor._prefixes.by_user and user < 8:
+            user += 1
+            world.job(f"b{user}", world.store.put(f"b{user}", tokens), f"b{user}", lead_us=10_000_000)
+        if world.executor.step() != 0:
+            world.clock.advance_us(100)
+    late_us = world.clock.monotonic_us() - arrives_us
+    assert late_us <= 1_000
+    world.rank("a", cached, "a1", budget_us=5_000)
+    world.run()
+    assert world.outbox.ranked_works[0].path == "hbm"
+
+
+def test_predictions_count_the_chunks_that_a_prefix_gets() -> None:
+    world = world_of_long_chunks()
+    context = world.executor._context
+    assert context.chunking.chunk_us == 50_000
+    for number in range(60):
+        world.job(f"u{number}", world.store.put(f"u{number}", 150), f"r{number}", lead_us=1)
+        world.rank("nobody", None, f"other {number}")
+        world.run()
+        world.clock.advance_us(2_000)
+    assert context.chunking.chunk_us < 2_000

@@ -210,7 +210,8 @@ class ExecutorWorld(DrivenExecutor):
         )
         self.store = Store()
         self.outbox = Outbox(tasks=1)
-        self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, "chunk_ms": 1.0, **settings})
+        chunks = {"chunk_ms": 1.0, "longest_chunk_ms": settings.get("chunk_ms", 1.0)}
+        self.settings = WorkerSettings(**{"page_tokens": PAGE_TOKENS, **chunks, **settings})
         admission = AdmissionSettings(
             lease_margin_ms=lease_margin_ms, footprint_reserve=0.0, load_limit=1.0, preinfer_share=0.9, burst_ms=60_000
         )

@@ -82,7 +82,7 @@ class RealExecutorWorld(DrivenExecutor):
         self.clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
         self.outbox = Outbox(may_expire=False)
         self.histories: dict[str, StoredHistory] = {}
-        values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "dram_bytes": 0} | settings
+        values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "longest_chunk_ms": 0.04, "dram_bytes": 0} | settings
         self.settings = WorkerSettings(**values)
         admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
         capacity = hbm_pages * self.engine.geometry.page_bytes

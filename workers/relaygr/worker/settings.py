@@ -126,7 +126,17 @@ class WorkerSettings(Section):
         ),
     ] = 60_000
 
-    chunk_ms: Annotated[float, Field(gt=0, description="longest predicted device time of one chunk of a prefix")] = 5.0
+    chunk_ms: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="longest predicted device time of one chunk of a prefix while an urgent ranking request waits "
+            "or may arrive",
+        ),
+    ] = 5.0
+    longest_chunk_ms: Annotated[
+        float, Field(gt=0, description="longest predicted device time of any chunk; chunk_ms where that is longer")
+    ] = 50.0
     max_chunk_tokens: Annotated[int, Field(ge=1, description="most tokens of one chunk, which bounds its memory")] = (
         2048
     )

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from relaygr.worker.cache import PageCopy, PrefixCache
 from relaygr.worker.device import Device, Event
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
-from relaygr.worker.executor.plan import Chunking
+from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
 from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
@@ -37,6 +37,8 @@ W = TypeVar("W")
 
 REMEMBERED_ANSWERS = 65_536
 MAX_UNCOUNTED_PASSES = 1024
+CHUNK_WEIGHT = 0.05
+"""Weight of one chunk in the size that predictions assume."""
 
 
 class WaitQueue(Generic[W]):
@@ -201,9 +203,11 @@ class ExecutorContext:
     is_cpu: bool = field(init=False)
     resolver: PrefixResolver = field(init=False)
     chunking: Chunking = field(init=False)
+    """For predictions: chunks of the size that they had lately."""
     scheduler: Scheduler[PrefixWork | RankingWork] = field(init=False)
     waiting: WaitQueue[_HistoryWait] = field(init=False)
     timers: Timers = field(default_factory=Timers)
+    arrivals: ExpectedArrivals = field(default_factory=ExpectedArrivals)
     held_by_requests: HeldMemory = field(init=False)
     held_by_jobs: HeldMemory = field(init=False)
     answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
@@ -232,11 +236,25 @@ class ExecutorContext:
         self.engine, self.is_cpu = engine, engine.device.is_cpu
         self.resolver = PrefixResolver(self.parts.histories, engine, settings.anchor_behaviours)
         self.chunking = Chunking(
-            settings.chunk_ms * 1000,
+            max(settings.chunk_ms, settings.longest_chunk_ms) * 1000,
             settings.max_chunk_tokens,
             engine.geometry.page_tokens,
             in_one_chunk=not engine.rules.chunks,
         )
+
+    def next_chunking(self, work: PrefixWork, now_us: int) -> Chunking:
+        """The bounds of the next chunk of this prefix, by the requests that wait or may arrive."""
+        shortest_us, longest_us = self.parts.settings.chunk_ms * 1000, self.parts.settings.longest_chunk_ms * 1000
+        if longest_us <= shortest_us or work.remaining_us <= shortest_us:
+            return self.chunking
+        first = self.scheduler.ranking.peek()
+        slack_us = first.latest_start_us - now_us if first is not None and first is not work else math.inf
+        own = {(job.job.user_id, job.job.request_id) for job in work.jobs}
+        bound_us = chunk_bound_us(shortest_us, longest_us, slack_us, *self.arrivals.next_us(now_us, own))
+        # The time of a prefix grows with the number of chunks, that is with the mean of 1 / bound.
+        mean = 1 / self.chunking.chunk_us + CHUNK_WEIGHT * (1 / bound_us - 1 / self.chunking.chunk_us)
+        self.chunking = replace(self.chunking, chunk_us=1 / mean)
+        return replace(self.chunking, chunk_us=bound_us)
 
     def charge(self, work_class: WorkClass, duration_us: int, now_us: int) -> None:
         """Counts device time that was just used for work of this class."""

@@ -76,7 +76,9 @@ class Jobs:
             return self._end(work, JobOutcome.OVERTAKEN)
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
-        self._context.prepared.add((job.user_id, job.request_id))
+        impression = (job.user_id, job.request_id)
+        self._context.prepared.add(impression)
+        self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us)
         if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
         try:

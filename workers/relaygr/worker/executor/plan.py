@@ -10,14 +10,20 @@ The routes, in order of preference:
 The cache decides whether a reload from DRAM is worth its time (`relaygr.worker.cache.transfers`).
 
 A chunk is uninterrupted: between two chunks any more urgent work may run. It ends at a page boundary, or with the
-prefix. Each further chunk costs the fixed part b0 of `relaygr.admission.latency` again, so a prediction for a prefix
-counts its chunks.
+prefix. Each further chunk costs the fixed part of `relaygr.admission.latency` again and reads the K,V before it, so a
+prediction for a prefix counts its chunks.
+
+A cut helps only a request that the scheduler could choose at the cut. `chunk_bound_us` therefore lets a chunk run until
+the most urgent waiting request has to start, or until the next request may arrive (`ExpectedArrivals`).
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
+import math
+from collections import deque
+from collections.abc import Collection
 from dataclasses import field, replace
 from functools import partial
 
@@ -69,6 +75,91 @@ class Chunking:
             return latency
         factor = (self.duration_us(0, longest_tokens, latency) - c.b0) / in_one_us
         return LatencyModel(replace(c, b1=c.b1 * factor, b2=c.b2 * factor))
+
+
+def chunk_bound_us(
+    shortest_us: float, longest_us: float, slack_us: float, arrival_us: float, others_us: float
+) -> float:
+    """The longest time of the next chunk, between `shortest_us` and `longest_us`.
+
+    `slack_us`: time until the most urgent waiting request has to start. `arrival_us`: time until an announced request
+    may arrive. `others_us`: mean time between requests that nobody announces. Each is infinite if there is none.
+    """
+    leaves_us = min(slack_us / PREDICTION_MARGIN, arrival_us, others_us * DELAYED_SHARE)
+    return min(max(leaves_us, shortest_us), max(longest_us, shortest_us))
+
+
+PREDICTION_MARGIN = 1.25
+"""A chunk may take this many times its predicted time without delaying a request that waits."""
+DELAYED_SHARE = 0.1
+"""A chunk longer than the shortest meets an unannounced request with at most this probability."""
+_EARLY_SHARE = 0.02
+"""Share of announced requests that arrive before the time from which they count as possible."""
+_EARLY_STEP = 0.01
+_RATE_WINDOW_US = 2_000_000
+_MOST_ANNOUNCED = 4096
+Impression = tuple[str, str]
+"""User id and request id."""
+
+
+class ExpectedArrivals:
+    """When ranking requests may arrive. Jobs announce requests; others arrive at a rate. Belongs to the device thread.
+
+    An announced request may arrive from a part of its announced lead time on. The part is a low quantile of the parts
+    that were seen: gateways know their lead time only roughly.
+    """
+
+    def __init__(self) -> None:
+        self.announced: dict[Impression, tuple[int, int, int]] = {}
+        """When the request was announced, when it is expected, and until when."""
+        self.seen: deque[tuple[tuple[int, int, int] | None, int]] = deque(maxlen=1024)
+        """Requests that arrived: their announcement, and the time."""
+        self._part = 0.5
+        self._others = 0.0
+        self._others_at_us = 0
+
+    def announce(self, impression: Impression, now_us: int, expected_us: int, until_us: int) -> None:
+        """A job expects this request at `expected_us`, and no longer than `until_us`."""
+        if len(self.announced) >= _MOST_ANNOUNCED:
+            del self.announced[next(iter(self.announced))]
+        self.announced[impression] = now_us, max(now_us, expected_us), until_us
+
+    def wait(self, impression: Impression, now_us: int, until_us: int) -> None:
+        """A request that arrived waits for its history or for a copy, and may go on at any time."""
+        self.announced[impression] = now_us, now_us, until_us
+
+    def next_us(self, now_us: int, without: Collection[Impression] = ()) -> tuple[float, float]:
+        """Time until the next announced request may arrive, and mean time between others. Infinite if there is none.
+
+        `without`: requests that a cut of the chunk cannot help, since they need the prefix that is computed.
+        """
+        while self.seen:
+            self._learn(*self.seen.popleft())
+        earliest_us, overdue = math.inf, []
+        for impression, (announced_us, expected_us, until_us) in self.announced.items():
+            if until_us < now_us:
+                overdue.append(impression)
+            elif impression not in without:
+                earliest_us = min(earliest_us, announced_us + self._part * (expected_us - announced_us))
+        for impression in overdue:
+            del self.announced[impression]
+        self._decay(now_us)
+        others_us = _RATE_WINDOW_US / self._others if self._others > _EARLY_STEP else math.inf
+        return max(0.0, earliest_us - now_us), others_us
+
+    def _learn(self, announcement: tuple[int, int, int] | None, at_us: int) -> None:
+        if announcement is None:
+            self._decay(at_us)
+            self._others += 1.0
+        elif announcement[1] > announcement[0]:
+            part = (at_us - announcement[0]) / (announcement[1] - announcement[0])
+            moved = self._part + _EARLY_STEP * (_EARLY_SHARE - 1 if part < self._part else _EARLY_SHARE)
+            self._part = min(max(moved, 0.0), 1.0)
+
+    def _decay(self, now_us: int) -> None:
+        if now_us > self._others_at_us:
+            self._others *= math.exp((self._others_at_us - now_us) / _RATE_WINDOW_US)
+            self._others_at_us = now_us
 
 
 class Route(enum.StrEnum):

@@ -237,7 +237,7 @@ class Prefixes:
         """Starts the next chunk of a prefix that is READY."""
         engine = self._context.engine
         try:
-            chunk = self._next_chunk(work, self._context.chunking)
+            chunk = self._next_chunk(work, self._context.next_chunking(work, now_us))
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
@@ -278,7 +278,7 @@ class Prefixes:
         if not isinstance(work, PrefixWork):
             return None
         latency, chunking = self._parts.corrector.model, self._context.chunking
-        chunking = replace(chunking, chunk_us=min(chunking.chunk_us, slack_us))
+        chunking = replace(chunking, chunk_us=min(self._parts.settings.chunk_ms * 1000, slack_us))
         if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
             return None
         if self.prepare(work, now_us) is not ChunkReadiness.READY:

@@ -79,6 +79,9 @@ class Requests:
         work.pages, work.suffix = NO_PAGES, request.suffix
         self._backlog.looked_up += 1
         self.outstanding += 1
+        arrivals = self._context.arrivals
+        announcement = arrivals.announced.pop((request.user_id, request.request_id), None)
+        arrivals.seen.append((announcement, work.received.received_us))
         held, rows = self._context.held_by_requests, request.candidates.size + request.suffix.items.size
         if not held.begin(work, BYTES_PER_TOKEN * rows):
             return self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
@@ -136,6 +139,7 @@ class Requests:
             prefix = self._resolve(work)
             if prefix is None:
                 return None
+        self._context.arrivals.announced.pop((work.request.user_id, work.request.request_id), None)
         work.lookups += 1
         work.looked_up_us = now_us
         if not self._backlog.looking_up_since_us:
@@ -348,6 +352,9 @@ class Requests:
         last_start_us = work.answer_by_us - int(needed_us + self._chunk_us)
         until_us = min(last_start_us, work.received.received_us + self._longest_wait_us)
         again = partial(self.look_up, work)
+        self._context.arrivals.wait(
+            (work.request.user_id, work.request.request_id), work.received.received_us, until_us
+        )
         return self._context.wait_for_history(work.request.user_id, until_us, again, again)
 
     def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
@@ -359,6 +366,7 @@ class Requests:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         now_us = self._parts.clock.monotonic_us()
         wait = _PrefixWait(work, pending, now_us)
+        self._context.arrivals.wait((work.request.user_id, work.request.request_id), now_us, work.deadline_us)
         pending.needed_by(work.deadline_us)
         if pending.arrival is not None:
             pending.arrival.add_begun_callback(self._posted(self._wait_first_layer, wait))
@@ -378,13 +386,18 @@ class Requests:
         """The wait ended with any outcome: looks the request up again."""
         if wait.ended:
             return
-        wait.ended = True
+        self._end_wait(wait)
         work, waited_for = wait.work, wait.work.path
         if wait.pending.kind is PendingKind.LOAD:
             work.reload_us += self._parts.clock.monotonic_us() - wait.started_us
         self.look_up(work)
         if work.path is Path.HBM:
             work.path = waited_for
+
+    def _end_wait(self, wait: _PrefixWait) -> None:
+        wait.ended = True
+        request = wait.work.request
+        self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
 
     def _wait_first_layer(self, wait: _PrefixWait) -> None:
         """The first layer of a reload has arrived: ranks while the others are copied, if the reload is of the whole
@@ -400,7 +413,7 @@ class Requests:
         if not found.handle.complete:
             self._parts.cache.release(found.handle)
             return
-        wait.ended = True
+        self._end_wait(wait)
         work.reload_us += now_us - wait.started_us
         try:
             self._rank_on_handle(work, found.handle, Path.DRAM, now_us)
@@ -412,7 +425,7 @@ class Requests:
         work = wait.work
         if wait.ended:
             return
-        wait.ended = True
+        self._end_wait(wait)
         if work.prefix is None or work.prefix.revision != self._context.engine.revision:
             return self.look_up(work)
         try:
@@ -531,6 +544,7 @@ class Requests:
         self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
         self._context.answered.add((user_id, request_id))
+        self._context.arrivals.announced.pop((user_id, request_id), None)
         # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
         cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)
         if ranked and work.handle is not None and work.prefix is not None:
