@@ -16,8 +16,8 @@ from relaygr.schemas.messages import (
     PreInferJob,
     RankingRequest,
 )
-from relaygr.worker.cache import CacheConfig
-from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache import CacheConfig, Tier
+from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
@@ -94,6 +94,7 @@ class RealExecutorWorld(DrivenExecutor):
                 scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
                 histories=self,
                 copy_page=lambda copy: copy_page(self.arena, copy),
+                zero_pages=lambda tier, pages: zero_pages(self.arena, pages) if tier is Tier.HBM else None,
                 corrector=self.corrector,
                 settings=self.settings,
                 admission_settings=admission,

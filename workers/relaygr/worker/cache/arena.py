@@ -49,6 +49,11 @@ def copy_page(arena: torch.Tensor, copy: PageCopy) -> None:
     arena[copy.target].copy_(arena[copy.source], non_blocking=True)
 
 
+def zero_pages(arena: torch.Tensor, pages: PageArray) -> None:
+    """Zeroes pages of an arena, in the calling thread's stream."""
+    arena.index_fill_(0, torch.from_numpy(pages.astype(np.int64)).to(arena.device), 0)
+
+
 def copy_runs(source_pages: PageArray, target_pages: PageArray) -> list[CopyRun]:
     """The smallest number of block copies that copy `source_pages[i]` to `target_pages[i]` for all i."""
     if source_pages.size != target_pages.size:

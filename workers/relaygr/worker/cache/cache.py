@@ -434,6 +434,22 @@ class PrefixCache:
                 removed += len(entries)
         return removed
 
+    def begin_cleaning(self, tier: Tier, max_bytes: int) -> PageArray:
+        """Takes free pages that may still hold bytes of a removed prefix, at most one page or `max_bytes`. The caller
+        zeroes them, and calls `end_cleaning`.
+        """
+        page_bytes = self.geometry.kv.page_bytes if tier is Tier.HBM else self.geometry.page_bytes
+        with self.ledger.lock:
+            return self._tier(tier).begin_cleaning(max(1, max_bytes // page_bytes))
+
+    def end_cleaning(self, tier: Tier) -> None:
+        """The pages hold zeros, and are free."""
+        with self.ledger.lock:
+            self._tier(tier).end_cleaning()
+
+    def _tier(self, tier: Tier) -> TierMetadata:
+        return self._hbm if tier is Tier.HBM else self._dram
+
     def drop_namespace(self, namespace: bytes) -> int:
         """Removes all entries of one model, in batches. Returns their number."""
         ledger, dropped = self.ledger, 0

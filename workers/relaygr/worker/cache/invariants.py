@@ -34,13 +34,14 @@ def check_tier(tier: TierMetadata) -> None:
         _require(work.open, "closed work is still in flight")
         _require(not work.is_current or work.entry.work is work, "an entry lost its work")
         owners[work.new_pages] += 1
+    owners[tier.cleaned] += 1
     _require(int(owners.max(initial=0)) <= 1, "a page has two owners")
     references = _check_references(tier, owners)
     _require(tier.held_until_us.keys() <= tier.pins | tier.works, "a handle or fill is held though it has ended")
     orphans = int(((owners == 0) & (references > 0)).sum())
     _require(orphans == tier.account.orphaned, "orphaned pages are miscounted")
     _require(all(held[each] == tier.account.held[each] for each in Holding), "held pages are miscounted")
-    in_flight = sum(work.new_pages.size for work in tier.works)
+    in_flight = sum(work.new_pages.size for work in tier.works) + tier.cleaned.size
     _require(in_flight == tier.account.in_flight, "pages in flight are miscounted")
     now = tier.stats()
     total = now.free + now.evictable + now.leased + now.pinned + now.in_flight

@@ -84,6 +84,7 @@ class PagePool:
 
     A page leaves the free list with one reference, that of its owner (an entry or work in flight). Every reader adds
     one. The page is free again when the last reference is dropped, so a reader keeps an evicted or replaced page alive.
+    A dirty page may hold bytes of a prefix that used it.
     Raises ValueError for a negative capacity.
     """
 
@@ -96,6 +97,9 @@ class PagePool:
         self.free = capacity
         """Number of free pages."""
         self._references = np.zeros(capacity, dtype=np.int32)
+        self._dirty = np.zeros(capacity, dtype=np.bool_)
+        self._may_have_dirty = False
+        """False if no free page is dirty."""
 
     def take(self, count: int) -> PageArray | None:
         """Takes `count` free pages, with one reference each. None, without taking any, if there are fewer."""
@@ -104,7 +108,35 @@ class PagePool:
         pages = self._stack[self.free - count : self.free][::-1].copy()
         self.free -= count
         self._references[pages] = 1
+        self._dirty[pages] = True
         return pages
+
+    def take_dirty(self, count: int) -> PageArray:
+        """Takes at most `count` of the dirty free pages, the last freed first, with one reference each."""
+        if not self._may_have_dirty:
+            return _NO_PAGES
+        free = self._stack[: self.free]
+        places = np.flatnonzero(self._dirty[free])
+        self._may_have_dirty = places.size > count
+        places = places[-count:]
+        pages = free[places]
+        kept = np.delete(free, places)
+        self.free = kept.size
+        self._stack[: self.free] = kept
+        self._references[pages] = 1
+        return pages
+
+    def drop_clean(self, pages: PageArray) -> None:
+        """Frees pages of `take_dirty` that hold zeros now."""
+        self._dirty[pages] = False
+        more = self._may_have_dirty
+        self.drop(pages)
+        self._may_have_dirty = more
+
+    def mark_dirty(self) -> None:
+        """Every page may hold bytes of an earlier process."""
+        self._dirty[:] = True
+        self._may_have_dirty = True
 
     def claim(self, pages: PageArray) -> None:
         """Takes these pages, with one reference each. Raises ValueError unless they are distinct and all free."""
@@ -112,6 +144,7 @@ class PagePool:
         if (ordered[1:] == ordered[:-1]).any() or self._references[pages].any():
             raise ValueError("a page that is not free was claimed")
         self._references[pages] = 1
+        self._dirty[pages] = True
         free = np.flatnonzero(self._references == 0)[::-1]
         self.free = free.size
         self._stack[: self.free] = free
@@ -132,6 +165,7 @@ class PagePool:
         freed = pages[left == 0][::-1]
         self._stack[self.free : self.free + freed.size] = freed
         self.free += freed.size
+        self._may_have_dirty = self._may_have_dirty or freed.size > 0
         return int(freed.size)
 
     def free_pages(self) -> PageArray:
@@ -180,6 +214,8 @@ class TierMetadata:
         self.account = PageAccount()
         self.leases = Leases(lease_limit)
         self.works: set[WorkInFlight] = set()
+        self.cleaned: PageArray = _NO_PAGES
+        """Free pages that are being zeroed; they count as in flight."""
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
         """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
@@ -400,7 +436,23 @@ class TierMetadata:
 
     def open(self) -> None:
         """All entries are restored. From now on `begin` gives pages."""
+        if not self.is_open:
+            self.pool.mark_dirty()
         self.is_open = True
+
+    def begin_cleaning(self, count: int) -> PageArray:
+        """Takes at most `count` free pages that may hold bytes of a removed prefix, for the caller to zero."""
+        if self.is_open and not self.cleaned.size:
+            self.cleaned = self.pool.take_dirty(count)
+            self.account.in_flight += self.cleaned.size
+            return self.cleaned
+        return _NO_PAGES
+
+    def end_cleaning(self) -> None:
+        """The pages of `begin_cleaning` hold zeros."""
+        self.account.in_flight -= self.cleaned.size
+        self.pool.drop_clean(self.cleaned)
+        self.cleaned = _NO_PAGES
 
     def end_journal(self) -> None:
         """Stops the journal: later changes concern this process only."""

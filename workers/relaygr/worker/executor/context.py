@@ -21,7 +21,8 @@ from relaygr.admission.risk import FullPathObserver
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
-from relaygr.worker.cache import PageCopy, PrefixCache
+from relaygr.worker.cache import PageCopy, PrefixCache, Tier
+from relaygr.worker.cache.results import PageArray
 from relaygr.worker.device import Device, Event
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
@@ -176,12 +177,13 @@ class _HistoryWait:
 @record(frozen=True, slots=True, kw_only=True)
 class ExecutorParts:
     """The parts of an executor, beside the model. `scratch_pages` are arena pages outside the cache, enough for the
-    longest prefix; `copy_page` copies one page of the arena.
+    longest prefix; `copy_page` copies one page of the arena, and `zero_pages` zeroes pages of a tier.
     """
 
     cache: PrefixCache
     scratch_pages: NDArray[np.int32]
     copy_page: Callable[[PageCopy], None]
+    zero_pages: Callable[[Tier, PageArray], None] = lambda _tier, _pages: None
     histories: HistoryReader
     corrector: Corrector
     settings: WorkerSettings

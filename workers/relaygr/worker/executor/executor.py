@@ -9,6 +9,7 @@ from functools import partial
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FullPathReport
+from relaygr.worker.cache import Tier
 from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
 from relaygr.worker.executor.jobs import Jobs
@@ -31,6 +32,8 @@ from relaygr.worker.model.interface import Engine
 LEASE_CHECK_INTERVAL_US = 100_000
 LOOK_UPS_MEASURED = 8
 """Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
+CLEANED_BYTES = 2 * 1024 * 1024
+"""Bytes of free pages of each tier that are zeroed every LEASE_CHECK_INTERVAL_US: a fraction of a millisecond."""
 
 
 class Executor:
@@ -52,6 +55,7 @@ class Executor:
         self._jobs = Jobs(self._context, self._prefixes)
         self._warm_ups = WarmUps(self._context, self._prefixes)
         self._completions = DeviceCompletions(engine.device)
+        self._cleans_scratch = False
         self._expire_leases()
 
     # -- any thread ----------------------------------------------------------------------------------
@@ -188,6 +192,7 @@ class Executor:
         """Handles a tombstone: removes the user's cached prefixes, and does not keep one that is being computed."""
         self._parts.cache.invalidate_user(user_id)
         self._prefixes.forget_user(user_id)
+        self._cleans_scratch = True
 
     def serve_with(self, engine: Engine) -> None:
         """Serves with this model, bound to the same arena, from now on. Old prefixes no longer match.
@@ -289,4 +294,17 @@ class Executor:
         cache.expire_leases(now_us)
         cache.expire_prefixes(now_us)
         cache.revoke_overdue(now_us, self._completions.after_work())
+        for tier in Tier:
+            self._clean(tier)
+        if self._cleans_scratch and self._prefixes.scratch_user is None:
+            self._cleans_scratch = False
+            self._parts.zero_pages(Tier.HBM, self._parts.scratch_pages)
         self._context.timers.at(now_us + LEASE_CHECK_INTERVAL_US, self._expire_leases)
+
+    def _clean(self, tier: Tier) -> None:
+        """Zeroes some free pages of removed prefixes, so that the bytes of a deleted user do not stay."""
+        pages = self._parts.cache.begin_cleaning(tier, CLEANED_BYTES)
+        if pages.size:
+            self._parts.zero_pages(tier, pages)
+            done = partial(self._parts.cache.end_cleaning, tier)
+            self._completions.after_work().add_done_callback(done)

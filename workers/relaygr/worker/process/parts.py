@@ -22,7 +22,9 @@ from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
-from relaygr.worker.cache.arena import copy_page
+from relaygr.worker.cache.arena import copy_page, zero_pages
+from relaygr.worker.cache.build import BuiltCache
+from relaygr.worker.cache.results import PageArray, Tier
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -118,6 +120,7 @@ class Parts:
                 cache=self.cache,
                 scratch_pages=memory.scratch_pages,
                 copy_page=partial(copy_page, built.hbm_arena),
+                zero_pages=partial(_zero_pages, built, lock),
                 histories=_FollowedHistories(prepared.store, self.follower),
                 corrector=prepared.corrector,
                 settings=settings,
@@ -225,3 +228,10 @@ class Parts:
                 Check("poll thread", silent_us < _LONGEST_SILENCE_US, f"last poll {silent_us // 1000} ms ago"),
             )
         )
+
+
+def _zero_pages(built: BuiltCache, lock: ArenaLock, tier: Tier, pages: PageArray) -> None:
+    """Zeroes pages of a tier. Without the lock the DRAM tier may be another process's."""
+    arena = built.hbm_arena if tier is Tier.HBM else built.dram_arena
+    if arena is not None and (tier is Tier.HBM or lock.is_held()):
+        zero_pages(arena, pages)

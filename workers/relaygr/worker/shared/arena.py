@@ -278,6 +278,8 @@ class SharedArena:
             records.clear()
         for outcome, count in outcomes.items():
             _PREFIXES.labels(outcome.value).inc(count)
+        kept = [record.entry.pages for record in records]
+        self._index.clear_all_but(np.concatenate(kept) if kept else np.empty(0, np.int32))
         self.journal.restored(records)
         counts = {outcome.value: count for outcome, count in outcomes.items()}
         log.info("arena adopted", arena_epoch=arena_epoch, **counts)

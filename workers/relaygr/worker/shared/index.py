@@ -105,6 +105,7 @@ class ArenaIndex:
         text = json.dumps(dict(identity)).encode()
         self._header[:] = 0
         self._words[:, _KIND] = _NONE
+        self._slots[:] = 0
         body = _HEADER.size + len(text)
         self._header[_HEADER.size : body] = np.frombuffer(text, np.uint8)
         self._header[16 : _HEADER.size] = np.frombuffer(struct.pack("<II", len(text), zlib.crc32(text)), np.uint8)
@@ -166,8 +167,26 @@ class ArenaIndex:
         self._used_us[head] = used_us
 
     def drop(self, head: int) -> None:
-        """Removes the record whose head is this page's slot, if there is one."""
+        """Removes the record whose head is this page's slot, if there is one, and zeroes its bytes."""
+        if self._words[head, _KIND] != _HEAD:
+            return
+        left, page = int(self._words[head, _LENGTH]), head
+        # First: a reader must not see a part of the record.
         self._words[head, _KIND] = _NONE
+        while True:
+            following = int(self._words[page, _NEXT])
+            self._slots[page, _SLOT_HEAD_BYTES:] = 0
+            left -= self._room
+            if left <= 0 or following >= len(self._slots) or self._words[following, _KIND] != _MORE:
+                return
+            page = following
+            self._words[page, _KIND] = _NONE
+
+    def clear_all_but(self, pages: PageArray) -> None:
+        """Zeroes the slots of all other pages. No record of these pages may continue there."""
+        others = np.ones(len(self._slots), np.bool_)
+        others[pages] = False
+        self._slots[others] = 0
 
 
 def _object_in(text: bytes) -> dict[str, object] | None:
