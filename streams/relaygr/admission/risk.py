@@ -85,7 +85,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of full inference, measured; or one that a pre-infer job made unnecessary, with the time it had."""
+    """One run of full inference, measured."""
 
     prefix_tokens: int
     scored_tokens: int
@@ -98,22 +98,25 @@ class FullPathObserver:
     def __init__(self, window: int = 512, runs_per_bucket: int = 64) -> None:
         self._outside: deque[tuple[int, float]] = deque(maxlen=window)
         self._runs: tuple[deque[_Run], ...] = tuple(deque(maxlen=runs_per_bucket) for _ in range(LENGTH_BUCKETS))
-        self._prepared: deque[_Run] = deque(maxlen=4096)
+        self._prepared: deque[tuple[int, int, float]] = deque(maxlen=4096)
         self._missed: deque[tuple[int, str]] = deque(maxlen=MAX_MISSED_IDS)
         self._prepared_counts = [0] * LENGTH_BUCKETS
         self._needless_counts = [0] * LENGTH_BUCKETS
 
-    def answered(self, outside_us: float, now_us: int) -> None:
-        """A ranking request was answered. `outside_us`: its time outside device work."""
-        self._outside.append((now_us, max(0.0, outside_us)))
+    def answered(self, now_us: int, outside_us: float | None, prepared: tuple[int, int, float] | None = None) -> None:
+        """A ranking request was answered. `outside_us`: its time outside device work, unless it waited for a prefix.
+
+        `prepared`: if a pre-infer job prepared it, its prefix tokens, scored tokens, and the time that it had left in
+        µs when its device work began.
+        """
+        if outside_us is not None:
+            self._outside.append((now_us, max(0.0, outside_us)))
+        if prepared is not None:
+            self._prepared.append(prepared)
 
     def ran(self, prefix_tokens: int, scored_tokens: int, device_us: float) -> None:
         """Full inference over this many tokens took `device_us` of device time."""
         self._runs[length_bucket(prefix_tokens)].append(_Run(prefix_tokens, scored_tokens, device_us))
-
-    def prepared(self, prefix_tokens: int, scored_tokens: int, left_us: float) -> None:
-        """A request was ranked after a pre-infer job. It had `left_us` when its device work began."""
-        self._prepared.append(_Run(prefix_tokens, scored_tokens, left_us))
 
     def missed(self, request_id: str, now_us: int) -> None:
         """A request without a pre-infer job was truncated, rejected or late."""
@@ -122,10 +125,10 @@ class FullPathObserver:
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
         while self._prepared:
-            ready = self._prepared.popleft()
-            bucket = length_bucket(ready.prefix_tokens)
+            prefix_tokens, scored_tokens, left_us = self._prepared.popleft()
+            bucket = length_bucket(prefix_tokens)
             self._prepared_counts[bucket] += 1
-            if full_path_us(latency, ready.prefix_tokens, ready.scored_tokens) <= ready.device_us:
+            if full_path_us(latency, prefix_tokens, scored_tokens) <= left_us:
                 self._needless_counts[bucket] += 1
         return FullPathReport(
             outside_us=round(self._outside_us(now_us)),

@@ -104,25 +104,25 @@ class Timers:
         return max(0, self._heap[0][0] - now_us) if self._heap else None
 
 
-class RecentIds:
-    """The last `capacity` requests that were added, each by its user and its id."""
+class RecentIds(OrderedDict[tuple[str, str], None]):
+    """The last `capacity` requests that were added, each by its user and its id.
+
+    It is an ordered dict, so that `in` costs no call in Python. A plain dict would search past the places of all
+    deleted entries to find its oldest one.
+    """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
+        super().__init__()
         self._capacity = capacity
-        # A plain dict would search past the places of all deleted entries to find its oldest one.
-        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
-
-    def __contains__(self, identity: tuple[str, str]) -> bool:
-        return identity in self._ids
 
     def add(self, identity: tuple[str, str]) -> None:
         """Adds the id as the newest, and drops the oldest beyond the capacity."""
-        self._ids[identity] = None
-        self._ids.move_to_end(identity)
-        if len(self._ids) > self._capacity:
-            self._ids.popitem(last=False)
+        self[identity] = None
+        self.move_to_end(identity)
+        if len(self) > self._capacity:
+            self.popitem(last=False)
 
 
 class DeviceCompletion:

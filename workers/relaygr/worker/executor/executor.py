@@ -153,14 +153,15 @@ class Executor:
                 return 0
             backlog.rest()
             return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
-        if work.work_class is WorkClass.WARM_UP:
+        work_class = work.work_class
+        if work_class is WorkClass.WARM_UP:
             # The device counts as idle, since warm-up delays nobody.
             backlog.rest()
         elif backlog.busy_since_us is None:
             backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):
             self._rank(now_us)
-        elif work.work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
+        elif work_class is WorkClass.RANKING or not self._rank_beside_chunk(now_us):
             self._run_chunk(work, now_us)
         return 0
 
@@ -269,7 +270,7 @@ class Executor:
                     for job in work.jobs:
                         self._jobs.prefix_computed(job, work.prefix)
                     if handle is not None:
-                        if work.work_class is WorkClass.WARM_UP:
+                        if work.is_warm_up and work.work_class is WorkClass.WARM_UP:
                             self._warm_ups.computed(handle)
                         self._parts.cache.release(handle)
                 case Undone(requests, jobs, prefix):

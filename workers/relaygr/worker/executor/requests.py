@@ -473,17 +473,22 @@ class Requests:
         now_us, observer = self._parts.clock.monotonic_us(), self._context.full_path
         work.answered_us = now_us
         assert work.prefix is not None
+        tokens, request = work.prefix.tokens, work.request
+        has_job = (request.user_id, request.request_id) in self._context.prepared
+        prepared = None
+        if has_job and work.path not in _FULL_PATHS and work.started_us is not None:
+            prepared = tokens, work.scored_tokens, work.answer_by_us - work.started_us
+        outside_us = None
         if work.path in _PATHS_WITHOUT_WAIT:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
-            sent_us = max(0, work.received_wall_us - work.request.sent_at_us)
-            observer.answered(sent_us + inside_us + work.deadline_us - work.answer_by_us, now_us)
-        tokens, request = work.prefix.tokens, work.request
+            sent_us = max(0, work.received_wall_us - request.sent_at_us)
+            outside_us = sent_us + inside_us + work.deadline_us - work.answer_by_us
+        observer.answered(now_us, outside_us, prepared)
         if work.path in _FULL_PATHS and work.pre_infer_us:
             observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us)
-        if (request.user_id, request.request_id) in self._context.prepared:
-            if work.path not in _FULL_PATHS and work.started_us is not None:
-                observer.prepared(tokens, work.scored_tokens, work.answer_by_us - work.started_us)
-        elif work.path is Path.TRUNCATED or (work.path is Path.FULL and now_us > work.answer_by_us):
+        if has_job:
+            return
+        if work.path is Path.TRUNCATED or (work.path is Path.FULL and now_us > work.answer_by_us):
             observer.missed(request.request_id, now_us)
 
     def _note_unranked(self, work: RankingWork) -> None:
