@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -205,10 +206,11 @@ def aiokafka_options(kafka: KafkaSettings) -> dict[str, Any]:
     return {"bootstrap_servers": kafka.bootstrap.split(","), **aiokafka_security(kafka.security)}
 
 
-def require_broker(kafka: KafkaSettings) -> ClusterMetadata:
+def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:
     """The cluster's metadata. Raises RelayError with the address and the cause after `connect_timeout_s`.
 
-    It raises at once for wrong credentials and TLS errors, and after a few retries for other known causes.
+    It raises at once for wrong credentials and TLS errors, and after a few retries for other known causes. It gives up
+    early once `stopping` is set.
     """
     errors = ClientErrors("relaygr-connect", quiet=True)
     try:
@@ -225,7 +227,8 @@ def require_broker(kafka: KafkaSettings) -> ClusterMetadata:
             last = errors.last or error.args[0]
         elapsed_s = time.monotonic() - started_s
         patience_s = kafka.connect_timeout_s * (_PATIENCE_WITH_A_CAUSE if errors.last is not None else 1.0)
-        if last.code() in PERMANENT or elapsed_s >= patience_s:
+        stopped = stopping is not None and stopping.is_set()
+        if last.code() in PERMANENT or elapsed_s >= patience_s or stopped:
             raise RelayError(_unreachable(kafka, errors.cause, last, elapsed_s))
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -31,6 +32,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
@@ -46,6 +48,7 @@ _GAUGE_INTERVAL_S = 0.5
 _FLUSH_S = 2.0
 _DECIDE_US = 1_000_000
 _STOP_S = 5.0
+_WAITING = "waiting for group and offsets"
 
 
 class TriggerMetrics:
@@ -158,30 +161,46 @@ class TriggerApp:
         self._events = self._app.channel()
         self._app.agent(self._events, concurrency=1)(self._consume)
         self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error)
+        topics = [kafka.topic(Topic.RETRIEVAL), kafka.topic(Topic.PREINFER)]
+        self._watch = ClusterWatch(self._producer.list_topics, topics, kafka.partitions, self._clock)
+        self._stopping = threading.Event()
         self._feeding: asyncio.Task[None] | None = None
         self._gauges: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Joins the consumer group. Raises RelayError if the cluster cannot be reached."""
-        await asyncio.to_thread(require_broker, self._kafka)
+        await _on_daemon_thread(require_broker, self._kafka, self._stopping)
+        self._watch.start()
         self._reader.start()
         await self._app.start()
         self._feeding = asyncio.create_task(self._feed.run(self._events, self._take_reports), name="events")
         self._gauges = asyncio.create_task(self._set_gauges(), name="gauges")
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Starts, and returns within seconds after `stop` is set. Raises RelayError if the stream of faust fails."""
-        await self.start()
-        assert self._feeding is not None
-        ended = asyncio.ensure_future(self._app.wait_until_stopped())
+        """Starts, and returns within seconds after `stop` is set, also during the start.
+
+        Raises RelayError if the cluster cannot be reached, or if the stream of events fails.
+        """
         asked = asyncio.ensure_future(stop.wait())
+        starting = asyncio.create_task(self.start())
+        tasks: list[asyncio.Future[Any]] = [asked, starting]
+        crash: BaseException | None = None
         try:
-            await asyncio.wait({ended, asked, self._feeding}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                assert self._feeding is not None
+                ended = asyncio.ensure_future(self._app.wait_until_stopped())
+                tasks.append(ended)
+                await asyncio.wait({ended, asked, self._feeding}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            ended.cancel()
-            asked.cancel()
+            self._stopping.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             crash = self._app.crash_reason
-            failed = self._feeding.exception() if self._feeding.done() and not self._feeding.cancelled() else None
+            feeding = self._feeding
+            failed = feeding.exception() if feeding is not None and feeding.done() and not feeding.cancelled() else None
             await self.stop()
         if failed is not None:
             raise failed
@@ -199,8 +218,9 @@ class TriggerApp:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._app.stop(), _STOP_S)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(self._feed.close), _STOP_S)
+            await asyncio.wait_for(_on_daemon_thread(self._feed.close), _STOP_S)
         self._reader.stop()
+        self._watch.stop()
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
 
@@ -216,8 +236,9 @@ class TriggerApp:
         positioned = self._feed.is_positioned
         return Readiness(
             (
-                Check("assigned", positioned, owned if positioned else "waiting for group and offsets"),
-                Check("fleet", self._reader.caught_up, "the workers topic is read to its end"),
+                Check("assigned", positioned, owned if positioned else self._feed.refusal or _WAITING),
+                Check("fleet", self._reader.caught_up, self._reader.refusal or "the workers topic is read to its end"),
+                *self._watch.checks(),
             )
         )
 
@@ -297,6 +318,28 @@ class TriggerApp:
                 self._away_since_us = None
             self.metrics.broker_away.set(self._away_since_us is not None)
             await asyncio.sleep(_GAUGE_INTERVAL_S)
+
+
+async def _on_daemon_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Calls `function` on a thread. If the wait is cancelled, the thread goes on, and does not keep the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def end(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        failed: BaseException | None = None
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(end, failed)
+
+    threading.Thread(target=run, name="trigger-call", daemon=True).start()
+    await done
 
 
 def _as_bytes(value: str | bytes | None) -> bytes | None:

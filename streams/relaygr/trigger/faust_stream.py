@@ -15,6 +15,7 @@ an event that is lost in a crash costs one pre-infer, never a ranking.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -41,9 +42,14 @@ _OPTIONS: Final = {
 }
 _REQUEST_TIMEOUT_S: Final = 2.0
 _POSITION_TRIES: Final = 3
-_REFUSED: Final = {
+_POSITIONS_S: Final = 3.0
+"""No further try after this time: meanwhile the event loop stands still, and no signal is heard."""
+_UNAUTHORIZED: Final = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
+}
+"""librdkafka goes on asking, so the feed begins once the right is given."""
+_REFUSED: Final = {
     KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
     KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to the broker's minimum (6000 by default)",
 }
@@ -103,6 +109,8 @@ class EventFeed:
         self._stopping = False
         self.delivered = 0
         """Events put into the channel so far."""
+        self.refusal: str | None = None
+        """The right that this user lacks, as a sentence; None while Kafka does not refuse the consumer."""
         self.is_positioned = False
         """Whether the position of every partition is fixed, so that every event written from now on will be read."""
 
@@ -156,6 +164,13 @@ class EventFeed:
         return messages
 
     def _on_poll_error(self, error: KafkaError) -> None:
+        if error.code() in _UNAUTHORIZED:
+            sentence = f"Kafka refuses the trigger: {cause_of(error)}. {_UNAUTHORIZED[error.code()]}"
+            if self.refusal != sentence:
+                log.error("the trigger may not read its events", cause=sentence)
+            self.refusal = sentence
+            self.is_positioned = False
+            return
         if error.code() in _REFUSED:
             raise RelayError(f"Kafka refuses the trigger: {cause_of(error)}. {_REFUSED[error.code()]}")
         if error.fatal() or error.code() == KafkaError._FATAL:
@@ -173,6 +188,7 @@ class EventFeed:
         else:
             consumer.assign(places)
         self.is_positioned = True
+        self.refusal = None
         self._own(self._partitions | {place.partition for place in assigned})
         log.info("partitions assigned", partitions=sorted(self._partitions))
 
@@ -186,7 +202,10 @@ class EventFeed:
 
     def _places(self, consumer: Consumer, assigned: list[TopicPartition]) -> list[TopicPartition]:
         """The committed offsets; of partitions without one, the present end. Without an answer, librdkafka asks."""
-        for _ in range(_POSITION_TRIES):
+        ends_s = time.monotonic() + _POSITIONS_S
+        for attempt in range(_POSITION_TRIES):
+            if attempt and time.monotonic() >= ends_s:
+                break
             try:
                 committed = consumer.committed(assigned, timeout=_REQUEST_TIMEOUT_S)
                 fresh = [

@@ -38,6 +38,7 @@ from relaygr.schemas.topics import Topic
 log = structlog.get_logger()
 
 MAX_WORKERS = 4096
+_MAY_NOT_READ: Final = "Kafka refuses the workers topic: give this user the rights to read and to describe the topic"
 _POLL_S: Final = 0.2
 """The longest delay of a stop."""
 
@@ -155,6 +156,7 @@ class FleetReader:
         self._caught_up = threading.Event()
         self._heard_us = 0
         self._other_groups: set[str] = set()
+        self._refusal: str | None = None
         self._thread = threading.Thread(target=self._run, name="fleet-reader", daemon=True)
 
     @property
@@ -163,9 +165,14 @@ class FleetReader:
         return self._heard_us
 
     @property
+    def refusal(self) -> str | None:
+        """The right that this user lacks, as a sentence; None while Kafka does not refuse the reader."""
+        return self._refusal
+
+    @property
     def caught_up(self) -> bool:
-        """Whether the topic was read to its end once."""
-        return self._caught_up.is_set()
+        """Whether the topic was read to its end once, and may be read now."""
+        return self._caught_up.is_set() and self._refusal is None
 
     def start(self) -> None:
         self._thread.start()
@@ -194,6 +201,11 @@ class FleetReader:
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
                 self._caught_up.set()
+                self._refusal = None
+            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                if self._refusal is None:
+                    log.error("the statuses of workers cannot be read", cause=_MAY_NOT_READ)
+                self._refusal = _MAY_NOT_READ
             return
         self._heard_us = self._clock.monotonic_us()
         key, value = message.key(), message.value()
