@@ -7,8 +7,8 @@ Four layers; a later layer overrides an earlier one:
 A setting has a dotted key (`worker.hbm_bytes`) and an environment variable (`RELAYGR_WORKER__HBM_BYTES`). The
 layers are merged key by key, so a file may set one field of a section and the environment another. An unknown
 name is an error in every layer. Variables that begin with `RELAYGR_TEST_` belong to the test suite and are
-ignored. Every error is a `RelayError` that names the key, its origin and the allowed values; it never contains a
-secret.
+ignored, and so are those that Kubernetes injects for a Service whose name begins with `relaygr`. Every error is a
+`RelayError` that names the key, its origin and the allowed values; it never contains a secret.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ __all__ = ["Settings", "load_settings"]
 ENV_PREFIX = "RELAYGR_"
 TEST_ENV_PREFIX = "RELAYGR_TEST_"
 DEFAULT_ORIGIN = "default"
+_SERVICE_VARIABLE = re.compile(
+    r"RELAYGR(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
+)
 _KEY = re.compile(r"^[\w.]+")
 
 
@@ -241,6 +244,13 @@ def _flatten(content: Mapping[Any, Any], prefix: str, model: type[BaseModel], or
             raise RelayError(f"{key} ({origin}) is a section: write its settings below it, indented.")
 
 
+def _is_injected_by_kubernetes(variable: str, text: str) -> bool:
+    """Whether Kubernetes sets the variable in each container, because a Service has a name that begins with relaygr."""
+    if _SERVICE_VARIABLE.fullmatch(variable):
+        return True
+    return variable.endswith("_PORT") and text.startswith(("tcp://", "udp://"))
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
     by_variable = {field.variable: field for field in setting_fields().values()}
     given = {}
@@ -248,6 +258,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
         if not variable.startswith(ENV_PREFIX) or variable.startswith(TEST_ENV_PREFIX):
             continue
         field = by_variable.get(variable)
+        if field is None and _is_injected_by_kubernetes(variable, text):
+            continue
         if field is None:
             raise RelayError(f"The environment variable {variable} is not a setting. {_suggest(variable, by_variable)}")
         given[field.key] = _Given(_parse(field, text, variable), variable)

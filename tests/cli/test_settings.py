@@ -92,6 +92,40 @@ def test_a_value_may_hold_an_equals_sign() -> None:
     assert password.get_secret_value() == "a=b"
 
 
+INJECTED = {
+    "RELAYGR_PORT": "tcp://10.0.0.1:9309",
+    "RELAYGR_SERVICE_HOST": "10.0.0.1",
+    "RELAYGR_SERVICE_PORT": "9309",
+    "RELAYGR_SERVICE_PORT_HTTP": "9309",
+    "RELAYGR_PORT_9309_TCP": "tcp://10.0.0.1:9309",
+    "RELAYGR_PORT_9309_TCP_ADDR": "10.0.0.1",
+    "RELAYGR_TRIGGER_PORT": "udp://10.0.0.1:9",
+    "RELAYGR_TRIGGER_SERVICE_HOST": "10.0.0.1",
+    "RELAYGR_TRIGGER_SERVICE_PORT_METRICS": "80",
+    "RELAYGR_MY_LAG_PORT_80_TCP_PROTO": "tcp",
+    "RELAYGR_DNS_PORT_53_UDP_PORT": "53",
+}
+
+
+def test_variables_that_kubernetes_injects_for_a_service_are_left_alone() -> None:
+    """Every process refused to start in a namespace with a Service named `relaygr`."""
+    assert load(None, INJECTED).origins == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RELAYGR_PORT", "9309"),
+        ("RELAYGR_TRIGGER_HTTP_PORT", "9309"),
+        ("RELAYGR_SERVICE", "x"),
+        ("RELAYGR_PORT_X", "1"),
+    ],
+)
+def test_a_variable_that_only_looks_like_one_of_kubernetes_is_refused(variable: str, value: str) -> None:
+    with pytest.raises(RelayError, match=f"{variable} is not a setting"):
+        load(None, {variable: value})
+
+
 def test_variables_of_the_test_suite_and_of_others_are_left_alone() -> None:
     others = {"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "/opt/kafka", "MY_RELAYGR_THING": "1", "relaygr_x": "1"}
     assert load(None, others).origins == {}
