@@ -64,7 +64,8 @@ class Executor:
         """Takes a ranking request; its result goes to the result writer. False, without a result, if the memory of
         unanswered requests has reached its bound. For the poll thread only.
         """
-        if not self._context.held_by_requests.post(work.received):
+        request = work.request
+        if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
             return False
         self.backlog.handed_over += 1
         self._mailbox.append(partial(self._requests.submit, work))
@@ -77,7 +78,7 @@ class Executor:
 
     def take_job(self, work: JobWork) -> bool:
         """Takes a pre-infer job; its outcome goes to the result writer. False as for `take_ranking`."""
-        if not self._context.held_by_jobs.post(work.received):
+        if not self._context.held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.submit, work))
         self.mail_arrived.set()

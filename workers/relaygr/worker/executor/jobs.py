@@ -68,8 +68,6 @@ class Jobs:
         now_us = self._parts.clock.monotonic_us()
         job, resolver = work.job, self._context.resolver
         work.expires_us = min(work.expires_us, work.received.received_us + LONGEST_LIFE_US)
-        if not work.held_bytes and not self._context.held_by_jobs.begin(work):
-            return self._end(work, JobOutcome.SHED)
         if not self._parts.settings.reuse_prefixes:
             return self._end(work, JobOutcome.DISABLED)
         if (job.user_id, job.request_id) in self._context.answered:

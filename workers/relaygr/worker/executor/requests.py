@@ -26,7 +26,7 @@ from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import OWN_WEIGHT
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
 from relaygr.worker.executor.prefixes import Computed, Prefixes
-from relaygr.worker.executor.resolver import BYTES_PER_TOKEN, Scored
+from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
 from relaygr.worker.memory import is_out_of_memory
@@ -82,9 +82,6 @@ class Requests:
         arrivals = self._context.arrivals
         announcement = arrivals.announced.pop((request.user_id, request.request_id), None)
         arrivals.seen.append((announcement, work.received.received_us))
-        held, rows = self._context.held_by_requests, request.candidates.size + request.suffix.items.size
-        if not held.begin(work, BYTES_PER_TOKEN * rows):
-            return self._fail(work, FailureReason.OVERLOADED, NO_MEMORY)
         too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
             return self._fail(work, FailureReason.TOO_LONG, too_long)

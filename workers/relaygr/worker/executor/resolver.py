@@ -19,15 +19,13 @@ from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, exte
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
-from relaygr.worker.executor.work import ResolvedPrefix
+from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, resolve, window
 from relaygr.worker.model.interface import Engine
 
 _NO_SUFFIX = Behaviours.empty()
 BYTES_PER_DIGEST: Final = 57
 """A digest of 16 bytes as an object, and its place in a tuple."""
-BYTES_PER_TOKEN: Final = 48
-"""A looked-up token (5 numbers of 8 bytes), and its time."""
 _SPARE_BYTES: Final = 4096
 
 
@@ -167,18 +165,19 @@ def _detached(features: NDArray[np.int64], behaviours: Behaviours) -> tuple[NDAr
     """Features and behaviours, and the bytes of the buffers that they keep alive. They are copied if they keep alive
     much more than they show, such as the record of a long history of which a window is used.
     """
-    arrays = (features, behaviours.items, behaviours.actions, behaviours.timestamps_ms)
-    shown_bytes = sum(array.nbytes for array in arrays)
-    buffers = {id(buffer): memoryview(buffer).nbytes for buffer in map(_buffer_of, arrays)}
-    held_bytes = sum(buffers.values())
+    arrays: tuple[Any, ...] = (features, behaviours.items, behaviours.actions, behaviours.timestamps_ms)
+    shown_bytes = held_bytes = 0
+    counted: set[int] = set()
+    for array in arrays:
+        shown_bytes += array.nbytes
+        # The object that owns the memory: the array itself, another array, or the bytes of a message or record.
+        owner = array
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            owner = owner.base
+        if id(owner) not in counted:
+            counted.add(id(owner))
+            held_bytes += memoryview(owner).nbytes
     if held_bytes <= shown_bytes + shown_bytes // 4 + _SPARE_BYTES:
         return features, behaviours, held_bytes
     copies = Behaviours(behaviours.items.copy(), behaviours.actions.copy(), behaviours.timestamps_ms.copy())
     return features.copy(), copies, shown_bytes
-
-
-def _buffer_of(array: Any) -> Any:
-    """The object that owns the array's memory: the array itself, another array, or the bytes of a message or record."""
-    while isinstance(array, np.ndarray) and array.base is not None:
-        array = array.base
-    return array

@@ -42,13 +42,10 @@ class JobOutcome(enum.StrEnum):
 
 
 NO_MEMORY: Final = "unanswered requests and their histories hold as much memory as worker.ranking_queue_bytes allows"
-_WORK_BYTES: Final = 2048
+WORK_BYTES: Final = 2048
 """The objects of one piece of work."""
-
-
-def message_bytes(received: Received) -> int:
-    """The memory of a message and its decoded form."""
-    return 2 * len(received.value or b"") + _WORK_BYTES
+BYTES_PER_TOKEN: Final = 48
+"""A looked-up token (5 numbers of 8 bytes), and its time."""
 
 
 class HeldMemory:
@@ -60,32 +57,25 @@ class HeldMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.total_bytes = 0
-        """The work that has begun."""
+        self.prefix_bytes = 0
         # Two counters, since each is written by one thread only.
         self._posted_bytes = 0
-        self._received_bytes = 0
+        self._ended_bytes = 0
 
     @property
     def outstanding_bytes(self) -> int:
-        """The work that has begun, and the messages that wait in the mailbox."""
-        return self.total_bytes + self._posted_bytes - self._received_bytes
+        """The messages of all work that has not ended, those in the mailbox included, and the prefixes."""
+        return self.prefix_bytes + self._posted_bytes - self._ended_bytes
 
-    def post(self, received: Received) -> bool:
-        """Counts a message for the mailbox. False, without counting it, if there is no room."""
-        size_bytes, outstanding_bytes = message_bytes(received), self.outstanding_bytes
+    def post(self, work: JobWork | RankingWork, rows: int = 0) -> bool:
+        """Counts the work's message, and the rows of its candidates. False, without counting, if there is no room."""
+        size_bytes = 2 * len(work.received.value or b"") + WORK_BYTES + BYTES_PER_TOKEN * rows
+        outstanding_bytes = self.prefix_bytes + self._posted_bytes - self._ended_bytes
         if outstanding_bytes > 0 and outstanding_bytes + size_bytes > self.max_bytes:
             return False
+        work.held_bytes = size_bytes
         self._posted_bytes += size_bytes
         return True
-
-    def begin(self, work: JobWork | RankingWork, more_bytes: int = 0) -> bool:
-        """The work has left the mailbox, and holds its message and `more_bytes`. False if there is no room for it."""
-        size_bytes = message_bytes(work.received)
-        work.held_bytes = size_bytes + more_bytes
-        self.total_bytes += work.held_bytes
-        self._received_bytes += size_bytes
-        return self.total_bytes <= self.max_bytes or self.total_bytes == work.held_bytes
 
     def keep(self, work: HoldsMemory, prefix: ResolvedPrefix | None) -> bool:
         """The work holds this prefix from now on, and no longer the one before. False if there is no room for it."""
@@ -93,14 +83,15 @@ class HeldMemory:
         if before is not None:
             before.holders -= 1
             if before.holders == 0 and before.held_in is not None:
-                before.held_in.total_bytes -= before.held_bytes
+                before.held_in.prefix_bytes -= before.held_bytes
         if prefix is None:
             return True
         if prefix.holders == 0:
-            if self.total_bytes + prefix.held_bytes > self.max_bytes and self.total_bytes > work.held_bytes:
+            outstanding_bytes = self.prefix_bytes + self._posted_bytes - self._ended_bytes
+            if outstanding_bytes + prefix.held_bytes > self.max_bytes and outstanding_bytes > work.held_bytes:
                 return False
             prefix.held_in = self
-            self.total_bytes += prefix.held_bytes
+            self.prefix_bytes += prefix.held_bytes
         prefix.holders += 1
         work.held_prefix = prefix
         return True
@@ -108,7 +99,7 @@ class HeldMemory:
     def end(self, work: HoldsMemory) -> None:
         """The work holds nothing any more."""
         self.keep(work, None)
-        self.total_bytes -= work.held_bytes
+        self._ended_bytes += work.held_bytes
         work.held_bytes = 0
 
 
