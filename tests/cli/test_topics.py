@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import uuid
+from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
 from relaygr.cli.topics import app
 from relaygr.devbroker import LocalBroker
+from relaygr.kafka.rights import Resource, Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
@@ -74,3 +78,64 @@ def test_create_refuses_another_partition_count(real_broker: LocalBroker) -> Non
     assert isinstance(refused.exception, RelayError)
     assert "have 4 partitions each, the setting is 6" in str(refused.exception)
     real_broker.delete_topics(kafka)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_acls_prints_commands_and_a_user_of_strimzi_with_the_same_rights(role: Role) -> None:
+    """Without a broker: nothing listens on port 1."""
+    kafka = KafkaSettings(bootstrap="127.0.0.1:1", topic_prefix="mine", group_prefix="mine")
+    printed = run(kafka, "acls", "--role", role.value, "--principal", "User:x y", "--set", "group_prefix=mine")
+    assert printed.exit_code == 0, printed.output
+    commands, _, user = printed.stdout.partition("---\n")
+    found = set()
+    for line in commands.splitlines():
+        words = shlex.split(line)
+        assert words[:5] == [
+            "kafka-acls.sh",
+            "--bootstrap-server",
+            "127.0.0.1:1",
+            "--command-config",
+            "admin.properties",
+        ]
+        assert words[5:8] == ["--add", "--allow-principal", "User:x y"]
+        operations = [words[place + 1] for place, word in enumerate(words) if word == "--operation"]
+        found |= {(words[-2].removeprefix("--"), words[-1], operation) for operation in operations}
+    acls = yaml.safe_load(user)["spec"]["authorization"]["acls"]
+    assert found == {
+        (acl["resource"]["type"], acl["resource"]["name"], operation) for acl in acls for operation in acl["operations"]
+    }
+    assert found == {
+        (right.resource.value, right.name, operation)
+        for right in rights_of(role, kafka)
+        for operation in right.operations
+    }
+
+
+def test_acls_of_a_user_with_a_certificate_prints_a_name_that_kubernetes_takes() -> None:
+    done = run(KafkaSettings(), "acls", "--role", "lag", "--principal", "User:CN=Lag Monitor,O=us", "--as", "strimzi")
+    user = yaml.safe_load(done.stdout)
+    assert user["metadata"]["name"] == "lag-monitor"
+    assert user["spec"]["authentication"] == {"type": "tls"}
+
+
+def test_acls_refuses_a_principal_that_kafka_would_not_know() -> None:
+    done = run(KafkaSettings(), "acls", "--role", "lag", "--principal", "x")
+    assert isinstance(done.exception, RelayError) and "write User:NAME" in str(done.exception)
+
+
+def test_the_table_of_rights_in_the_docs_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    kafka = KafkaSettings()
+    for role in Role:
+        cells = ["", ""]
+        for resource, column in ((Resource.TOPIC, 0), (Resource.GROUP, 1)):
+            by_operations: dict[str, list[str]] = {}
+            for right in rights_of(role, kafka):
+                if right.resource is resource:
+                    by_operations.setdefault(", ".join(right.operations), []).append(
+                        right.name.removeprefix(f"{kafka.topic_prefix}.")
+                    )
+            cells[column] = "; ".join(
+                f"{operations}: {', '.join(names)}" for operations, names in by_operations.items()
+            )
+        assert f"| {role} | {cells[0]} | {cells[1]} |" in page, f"| {role} | {cells[0]} | {cells[1]} |"

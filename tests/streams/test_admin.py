@@ -12,6 +12,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.admin import check_topics, create_topics, delete_topics, require_topics
 from relaygr.kafka.clients import make_admin
+from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity
 from relaygr.runtime.errors import RelayError
@@ -32,7 +33,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_topics_that_were_created_pass_the_check(kafka_settings: KafkaSettings) -> None:
-    found = require_topics(kafka_settings)
+    found = require_topics(kafka_settings, Role.ADMIN)
     assert found.ok
     assert {row.topic: row.partitions for row in found.rows} == {
         topic: spec.partition_count(kafka_settings.partitions) for topic, spec in CATALOGUE.items()
@@ -42,7 +43,7 @@ def test_topics_that_were_created_pass_the_check(kafka_settings: KafkaSettings) 
 def test_a_start_without_topics_is_refused_with_the_command_that_makes_them(broker: LocalBroker) -> None:
     kafka = fresh(broker)
     with pytest.raises(RelayError, match="run `relaygr topics create`") as refusal:
-        require_topics(kafka)
+        require_topics(kafka, Role.ADMIN)
     assert kafka.topic(Topic.RANKING) in str(refusal.value)
     assert kafka.bootstrap in str(refusal.value)
 

@@ -20,7 +20,7 @@ class CommandSpec:
 
 COMMANDS: dict[str, CommandSpec] = {
     "demo": CommandSpec("relaygr.cli.demo:demo", "Run the whole relay here, on and off, and compare.", "all"),
-    "topics": CommandSpec("relaygr.cli.topics:app", "Create the topics, or check them."),
+    "topics": CommandSpec("relaygr.cli.topics:app", "Create or check the topics; print the rights on them."),
     "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank.", "worker"),
     "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide about pre-infer jobs.", "trigger"),
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers.", "cli,http"),

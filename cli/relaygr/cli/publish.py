@@ -13,6 +13,7 @@ from relaygr.cli.publish_history import history
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
+from relaygr.kafka.rights import Role
 from relaygr.publishing.json_lines import Line
 from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
@@ -65,7 +66,7 @@ def retrieval(
     ids = _request_ids(gateway_id)
     failures: list[int] = []
     with opened(source) as stream:
-        require_topics(settings)
+        require_topics(settings, Role.GATEWAY)
         publisher = EventPublisher(settings, f"relaygr-publish-{gateway_id}")
         publisher.start()
 
@@ -120,7 +121,7 @@ def ranking(
         opened(source) as stream,
         Outcomes(min(max_in_flight, settings.client.max_in_flight)) as outcomes,
     ):
-        require_topics(settings)
+        require_topics(settings, Role.GATEWAY)
         with RelayClient(settings, gateway_id, settings.client) as client:
 
             def send(line: Line) -> None:

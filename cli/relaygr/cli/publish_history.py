@@ -15,6 +15,7 @@ from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, comman
 from relaygr.interactions import Interactions, Limits, ReadReport, read_interactions
 from relaygr.interactions.publishing import PublishReport, Selection, histories_count, publish_histories
 from relaygr.kafka.admin import require_topics
+from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_VERSION_NUMBER
@@ -73,7 +74,7 @@ def history(
     settings = command_settings(config, bootstrap, overrides)
     if not dry_run:
         # Fail before the log is read, which can take minutes.
-        require_topics(settings)
+        require_topics(settings, Role.HISTORY_PUBLISHER)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     read = _read(interactions, Limits(max_bad_lines=max_bad_lines))
     _tell_read(console, read.report)

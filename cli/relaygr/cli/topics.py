@@ -1,7 +1,8 @@
-"""`relaygr topics create` creates the topics; `relaygr topics check` compares them with the catalogue."""
+"""`relaygr topics`: creates the topics, compares them with the catalogue, and prints the rights (ACLs) on them."""
 
 from __future__ import annotations
 
+import enum
 import json
 from dataclasses import asdict
 from typing import Annotated
@@ -12,10 +13,14 @@ from rich.table import Table
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.admin import check_topics, create_topics
+from relaygr.kafka.rights import Role, acl_commands, strimzi_user
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
+from relaygr.runtime.errors import RelayError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Create the topics, or check them.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Create or check the topics; print the rights on them."
+)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -56,6 +61,36 @@ def check(
     report = check_topics(settings, workers)
     _show(report, settings, as_json, "created")
     raise typer.Exit(0 if report.ok else 1)
+
+
+class AclForm(enum.StrEnum):
+    """The form of the printed rights."""
+
+    KAFKA_ACLS = "kafka-acls"
+    STRIMZI = "strimzi"
+
+
+@app.command()
+def acls(
+    role: Annotated[Role, typer.Option(help="What the user's processes do.")],
+    principal: Annotated[str, typer.Option(metavar="User:NAME", help="Kafka's name of the user.")],
+    form: Annotated[
+        list[AclForm] | None,
+        typer.Option("--as", help="kafka-acls.sh commands, or a KafkaUser of Strimzi.", show_default="both"),
+    ] = None,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Print the commands that give a user the least rights of a role. Changes nothing, and needs no broker."""
+    settings = command_settings(config, bootstrap, overrides)
+    if not principal.startswith("User:") or principal == "User:":
+        raise RelayError(f"--principal {principal}: write User:NAME, such as User:worker.")
+    forms = form or list(AclForm)
+    if AclForm.KAFKA_ACLS in forms:
+        typer.echo(acl_commands(role, principal, settings))
+    if AclForm.STRIMZI in forms:
+        typer.echo(("---\n" if len(forms) > 1 else "") + strimzi_user(role, principal, settings), nl=False)
 
 
 def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str) -> None:

@@ -15,6 +15,7 @@ def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, over
 
     from relaygr.kafka.admin import require_topics
     from relaygr.kafka.clients import require_broker
+    from relaygr.kafka.rights import Role
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
     from relaygr.schemas.topics import Topic
@@ -38,7 +39,7 @@ def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, over
         log.info("trigger stopped", **app.decision_counts())
 
     require_broker(settings)
-    for finding in require_topics(settings).findings:
+    for finding in require_topics(settings, Role.TRIGGER).findings:
         log.warning("a topic differs from the catalogue", topic=finding.topic, what=finding.what, mend=finding.mend)
     log.info(
         "trigger starts",

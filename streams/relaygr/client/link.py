@@ -34,7 +34,8 @@ from relaygr.kafka.clients import (
 )
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.rights import Role, require_rights
+from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
 from relaygr.schemas.codec import DecodeError, DecodeReason
@@ -145,7 +146,10 @@ class GatewayLink:
 
     def _check_topics(self) -> None:
         known = require_broker(self._kafka).topics
-        for topic in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS, Topic.HISTORY):
+        # Without a login there are hardly rights to lack, and one request less.
+        if self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT:
+            require_rights(self._kafka, Role.GATEWAY)
+        for topic in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS):
             name = self._kafka.topic(topic)
             if name not in known:
                 raise RelayError(f"topic {name} is missing: create the topics with `relaygr topics create`")

@@ -55,10 +55,10 @@ class EventPublisher:
         """Messages that the broker has not acknowledged, and reports that `poll` has not served."""
         return len(self._running) if self._running is not None else 0
 
-    def start(self) -> None:
-        """Connects, so that the first event need not wait for the connection. Raises RelayError."""
+    def start(self, topic: Topic = Topic.RETRIEVAL) -> None:
+        """Connects, so that the first message on `topic` need not wait for the connection. Raises RelayError."""
         producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id, self._on_error)
-        warm_up(producer, self._retrieval, self._kafka.connect_timeout_s)
+        warm_up(producer, self._kafka.topic(topic), self._kafka.connect_timeout_s)
         self._running = producer
 
     def publish_retrieval(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:

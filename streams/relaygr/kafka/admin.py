@@ -25,8 +25,9 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
-from relaygr.kafka.admin_process import ask
+from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import make_admin, require_broker
+from relaygr.kafka.rights import Role, require_rights, topics_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
 from relaygr.runtime.errors import RelayError
@@ -44,19 +45,26 @@ _T = TypeVar("_T")
 def check_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
     """Compares the cluster's topics with the catalogue. Raises RelayError if the cluster cannot be reached."""
     cluster = require_broker(kafka)
-    names = tuple(_existing(kafka, cluster).values())
     settings = _ReadSettings()
     if not is_embedded(cluster):
-        try:
-            settings = ask(kafka, _CLIENT_ID, 3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
-        except KafkaException as error:
-            raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+        with AdminProcess(kafka, _CLIENT_ID) as admin:
+            settings = _ask_settings(kafka, cluster, admin, CATALOGUE)
     return report(_observed(kafka, cluster, settings), kafka, workers)
 
 
-def require_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
-    """`check_topics`, which raises a RelayError if a finding is an error. The caller logs the warnings."""
-    found = check_topics(kafka, workers)
+def require_topics(kafka: KafkaSettings, role: Role) -> TopicReport:
+    """Checks the topics that a role uses, and its rights on them. The caller logs the warnings.
+
+    Raises RelayError if the role lacks a right or if a finding is an error.
+    """
+    cluster = require_broker(kafka)
+    topics = topics_of(role)
+    settings = _ReadSettings()
+    if not is_embedded(cluster):
+        with AdminProcess(kafka, _CLIENT_ID) as admin:
+            require_rights(kafka, role, admin)
+            settings = _ask_settings(kafka, cluster, admin, topics)
+    found = report(_observed(kafka, cluster, settings, topics), kafka, topics=topics)
     if not found.ok:
         lines = "; ".join(f"{error.what}: {error.mend}" for error in found.errors)
         raise RelayError(f"Topics at {kafka.bootstrap} are not usable. {lines}")
@@ -139,8 +147,18 @@ def _read_settings(admin: AdminClient, names: Iterable[str], broker_id: int) -> 
     return _ReadSettings(_topic_configs(admin, names), _auto_create(admin, broker_id))
 
 
-def _existing(kafka: KafkaSettings, cluster: ClusterMetadata) -> dict[Topic, str]:
-    return {topic: kafka.topic(topic) for topic in CATALOGUE if kafka.topic(topic) in cluster.topics}
+def _ask_settings(
+    kafka: KafkaSettings, cluster: ClusterMetadata, admin: AdminProcess, topics: Iterable[Topic]
+) -> _ReadSettings:
+    names = tuple(_existing(kafka, cluster, topics).values())
+    try:
+        return admin.call(3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
+    except KafkaException as error:
+        raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+
+
+def _existing(kafka: KafkaSettings, cluster: ClusterMetadata, topics: Iterable[Topic] = CATALOGUE) -> dict[Topic, str]:
+    return {topic: kafka.topic(topic) for topic in topics if kafka.topic(topic) in cluster.topics}
 
 
 def _observe(kafka: KafkaSettings, cluster: ClusterMetadata, admin: AdminClient) -> Observed:
@@ -150,9 +168,14 @@ def _observe(kafka: KafkaSettings, cluster: ClusterMetadata, admin: AdminClient)
     return _observed(kafka, cluster, settings)
 
 
-def _observed(kafka: KafkaSettings, cluster: ClusterMetadata, settings: _ReadSettings) -> Observed:
+def _observed(
+    kafka: KafkaSettings,
+    cluster: ClusterMetadata,
+    settings: _ReadSettings,
+    wanted: Iterable[Topic] = CATALOGUE,
+) -> Observed:
     topics = {}
-    for topic, name in _existing(kafka, cluster).items():
+    for topic, name in _existing(kafka, cluster, wanted).items():
         partitions = cluster.topics[name].partitions.values()
         replicas = min((len(partition.replicas) for partition in partitions), default=0)
         topics[topic] = ObservedTopic(len(partitions), replicas, settings.topics.get(name))

@@ -8,7 +8,7 @@ or balance. A NOTE states what could not be checked.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from relaygr.kafka.settings import KafkaSettings
@@ -88,8 +88,10 @@ class TopicReport:
         return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
 
 
-def report(observed: Observed, kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
-    """The report on the catalogue's topics, with the findings of `compare`."""
+def report(
+    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] = CATALOGUE
+) -> TopicReport:
+    """The report on `topics`, with the findings of `compare`."""
     rows = tuple(
         TopicRow(
             topic,
@@ -98,13 +100,16 @@ def report(observed: Observed, kafka: KafkaSettings, workers: int | None = None)
             observed.topics[topic].partitions if topic in observed.topics else None,
         )
         for topic, spec in CATALOGUE.items()
+        if topic in topics
     )
-    return TopicReport(rows, compare(observed, kafka, workers))
+    return TopicReport(rows, compare(observed, kafka, workers, topics))
 
 
-def compare(observed: Observed, kafka: KafkaSettings, workers: int | None = None) -> tuple[Finding, ...]:
-    """All findings, errors first. `workers`: how many workers will share the partitions, if known."""
-    findings = [*_existence(observed, kafka), *_counts(observed, kafka)]
+def compare(
+    observed: Observed, kafka: KafkaSettings, workers: int | None = None, topics: Collection[Topic] = CATALOGUE
+) -> tuple[Finding, ...]:
+    """All findings on `topics`, errors first. `workers`: how many workers will share the partitions, if known."""
+    findings = [*_existence(observed, kafka, topics), *_counts(observed, kafka)]
     for topic, seen in observed.topics.items():
         findings += _replication(kafka.topic(topic), seen, kafka)
         if seen.config is not None:
@@ -119,8 +124,8 @@ def count_conflicts(observed: Observed, kafka: KafkaSettings) -> tuple[Finding, 
     return tuple(finding for finding in _counts(observed, kafka) if finding.severity is Severity.ERROR)
 
 
-def _existence(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
-    missing = [kafka.topic(topic) for topic in CATALOGUE if topic not in observed.topics]
+def _existence(observed: Observed, kafka: KafkaSettings, topics: Collection[Topic]) -> list[Finding]:
+    missing = [kafka.topic(topic) for topic in CATALOGUE if topic in topics and topic not in observed.topics]
     if not missing:
         return []
     what = f"{', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not exist"

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+import structlog
 from confluent_kafka import (
     Consumer,
     ConsumerGroupState,
@@ -33,12 +34,15 @@ from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
+from relaygr.kafka.rights import Role, missing_rights
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.model import UNKNOWN, GroupMember, GroupSnapshot, PartitionOffsets, Snapshot
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
+
+log = structlog.get_logger()
 
 _T = TypeVar("_T")
 # Each request has its own time-out. This longer one is for a client that hangs.
@@ -92,7 +96,9 @@ class LagCollector:
     def poll(self) -> Snapshot:
         """Measures once. Raises RelayError if the cluster does not answer."""
         if not self._connected:
-            require_broker(self._kafka)
+            if not is_embedded(require_broker(self._kafka)):
+                for sentence in missing_rights(self._kafka, Role.LAG, self._admin):
+                    log.warning("the lag of some partitions cannot be measured", cause=sentence)
             self._connected = True
         try:
             snapshot = self._admin.call(_REQUESTS_IN_A_ROW * self._settings.request_timeout_s, self._poll.ask)

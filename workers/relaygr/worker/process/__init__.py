@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.clients import require_broker
+from relaygr.kafka.rights import Role
 from relaygr.worker.exits import Exit
 from relaygr.worker.process.life import WorkerProcess
 from relaygr.worker.process.memory import queues_bytes
@@ -43,5 +44,5 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
     Raises RelayError for a mistake that the user can correct.
     """
     require_broker(config.kafka)
-    require_topics(config.kafka)
+    require_topics(config.kafka, Role.WORKER)
     return WorkerProcess(config, is_standby=is_standby, link=link).run()

@@ -1,0 +1,235 @@
+"""The least rights (ACLs) of each role, the commands that grant them, and the check at a process's start.
+
+In Kafka, Read, Write and Delete include Describe, and Write on a topic is enough for an idempotent producer. A role has
+no rights on the topics of other roles.
+
+`missing_rights` asks the brokers which operations this user may do. An authorization error in the middle of the work
+says less, and comes later: a worker that may not read histories would run and answer without them.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import shlex
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import yaml
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient
+
+from relaygr.kafka.admin_process import AdminProcess, ask
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.topics import CATALOGUE, Topic
+
+
+class Role(enum.StrEnum):
+    """The purpose of a Kafka user."""
+
+    GATEWAY = "gateway"
+    TRIGGER = "trigger"
+    WORKER = "worker"
+    LAG = "lag"
+    HISTORY_PUBLISHER = "history-publisher"
+    ADMIN = "admin"
+
+
+class Resource(enum.StrEnum):
+    """Kafka's kinds of resources that a role needs."""
+
+    TOPIC = "topic"
+    GROUP = "group"
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Operations, by Kafka's names, on one topic or consumer group."""
+
+    resource: Resource
+    name: str
+    operations: tuple[str, ...]
+
+
+_COORDINATOR_RETRY_S: Final = 0.1
+_ABSENT: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.GROUP_ID_NOT_FOUND))
+_COORDINATOR_COMES: Final = frozenset(
+    (KafkaError.NOT_COORDINATOR, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.COORDINATOR_LOAD_IN_PROGRESS)
+)
+_OPERATIONS: Final = {
+    "Read": AclOperation.READ,
+    "Write": AclOperation.WRITE,
+    "Describe": AclOperation.DESCRIBE,
+    "Create": AclOperation.CREATE,
+    "Delete": AclOperation.DELETE,
+    "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
+    "AlterConfigs": AclOperation.ALTER_CONFIGS,
+}
+_TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
+    Role.GATEWAY: {
+        Topic.RETRIEVAL: ("Write",),
+        Topic.RANKING: ("Write",),
+        Topic.RESULTS: ("Read",),
+        Topic.DEAD_LETTERS: ("Write",),
+    },
+    Role.TRIGGER: {
+        Topic.RETRIEVAL: ("Read",),
+        Topic.PREINFER: ("Write",),
+        Topic.WORKERS: ("Read",),
+        Topic.DEAD_LETTERS: ("Write",),
+    },
+    Role.WORKER: {
+        Topic.PREINFER: ("Read",),
+        Topic.RANKING: ("Read",),
+        Topic.RESULTS: ("Write",),
+        Topic.HISTORY: ("Read",),
+        Topic.WORKERS: ("Write",),
+        Topic.DEAD_LETTERS: ("Write",),
+    },
+    Role.LAG: dict.fromkeys((Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.OVERFLOW), ("Read",)),
+    Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",)},
+    Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
+}
+# librdkafka asks for the coordinator of a consumer's group even if the consumer joins none: of the group `unjoined`.
+_GROUPS: Final[dict[Role, dict[str, tuple[str, ...]]]] = {
+    Role.GATEWAY: {"unjoined": ("Describe",)},
+    Role.TRIGGER: {"trigger": ("Read",), "unjoined": ("Describe",)},
+    Role.WORKER: {"workers": ("Read",), "unjoined": ("Describe",)},
+    Role.LAG: dict.fromkeys(("trigger", "workers", "overflow", "unjoined"), ("Describe",)),
+}
+
+
+def topics_of(role: Role) -> tuple[Topic, ...]:
+    """The topics that a role uses."""
+    return tuple(_TOPICS[role])
+
+
+def rights_of(role: Role, kafka: KafkaSettings) -> tuple[Right, ...]:
+    """The least rights of a role, on the topics and groups of these settings."""
+    return (
+        *(Right(Resource.TOPIC, kafka.topic(topic), needed) for topic, needed in _TOPICS[role].items()),
+        *(
+            Right(Resource.GROUP, f"{kafka.group_prefix}.{group}", needed)
+            for group, needed in _GROUPS.get(role, {}).items()
+        ),
+    )
+
+
+def acl_commands(role: Role, principal: str, kafka: KafkaSettings) -> str:
+    """The `kafka-acls.sh` commands that give the rights to a principal, such as User:x."""
+    lines = []
+    for right in rights_of(role, kafka):
+        operations = " ".join(f"--operation {operation}" for operation in right.operations)
+        lines.append(
+            f"kafka-acls.sh --bootstrap-server {shlex.quote(kafka.bootstrap)} --command-config admin.properties --add "
+            f"--allow-principal {shlex.quote(principal)} {operations} --{right.resource} {shlex.quote(right.name)}"
+        )
+    return "\n".join(lines)
+
+
+def strimzi_user(role: Role, principal: str, kafka: KafkaSettings) -> str:
+    """A KafkaUser of Strimzi with the rights, as YAML."""
+    login = principal.removeprefix("User:")
+    common_name = re.search(r"CN=([^,]+)", login)
+    name = re.sub(r"[^a-z0-9.-]+", "-", (common_name[1] if common_name else login).lower()).strip("-.")
+    acls = [
+        {
+            "resource": {"type": right.resource.value, "name": right.name, "patternType": "literal"},
+            "operations": list(right.operations),
+        }
+        for right in rights_of(role, kafka)
+    ]
+    user = {
+        "apiVersion": "kafka.strimzi.io/v1beta2",
+        "kind": "KafkaUser",
+        "metadata": {"name": name, "labels": {"strimzi.io/cluster": "my-cluster"}},
+        "spec": {
+            "authentication": {"type": "tls" if common_name else "scram-sha-512"},
+            "authorization": {"type": "simple", "acls": acls},
+        },
+    }
+    return yaml.safe_dump(user, sort_keys=False)
+
+
+def missing_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None = None) -> tuple[str, ...]:
+    """A sentence for each right that this user lacks. Topics and groups that do not exist are left out.
+
+    Not for librdkafka's embedded cluster. `admin`: the process that asks; none: one for this call. Raises RelayError
+    without an answer.
+    """
+    rights = rights_of(role, kafka)
+    # Topics, groups, and the wait for their coordinators.
+    timeout_s = (2 + len(rights)) * kafka.connect_timeout_s
+    try:
+        if admin is not None:
+            allowed = admin.call(timeout_s, _allowed, rights, kafka.connect_timeout_s)
+        else:
+            allowed = ask(kafka, f"relaygr-{role}-rights", timeout_s, _allowed, rights, kafka.connect_timeout_s)
+    except KafkaException as error:
+        raise RelayError(f"Kafka at {kafka.bootstrap} reports no rights: {error.args[0].str()}") from error
+    user = kafka.security.sasl_username or "This user"
+    missing = []
+    for right, operations in zip(rights, allowed, strict=True):
+        lacking = [each for each in right.operations if operations is not None and each not in operations]
+        if lacking:
+            missing.append(f"{user} may not {' and '.join(lacking)} {right.resource} {right.name}, as a {role} must")
+    return tuple(missing)
+
+
+def require_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None = None) -> None:
+    """Raises RelayError that names each right that this user lacks."""
+    missing = missing_rights(kafka, role, admin)
+    if missing:
+        command = f"relaygr topics acls --role {role}"
+        raise RelayError(f"{'; '.join(missing)}. `{command}` prints the commands that grant it.")
+
+
+class _NoCoordinatorError(Exception):
+    """No broker coordinates the group yet."""
+
+
+def _allowed(admin: AdminClient, rights: Sequence[Right], timeout_s: float) -> list[frozenset[str] | None]:
+    """What this user may do on the resource of each right. None: not known, as it does not exist or there are no ACLs.
+
+    Raises KafkaException and TimeoutError without an answer.
+    """
+    options: dict[str, Any] = {"include_authorized_operations": True, "request_timeout": timeout_s}
+    topics = [right.name for right in rights if right.resource is Resource.TOPIC]
+    described: dict[str, Future[Any]] = admin.describe_topics(TopicCollection(topics), **options)
+    ends_s = time.monotonic() + timeout_s
+    allowed = []
+    for right in rights:
+        if right.resource is Resource.TOPIC:
+            allowed.append(_operations(described[right.name], timeout_s))
+            continue
+        while True:
+            [answer] = admin.describe_consumer_groups([right.name], **options).values()
+            try:
+                allowed.append(_operations(answer, timeout_s))
+                break
+            except _NoCoordinatorError:
+                # The first group of a new cluster: its coordinator is there soon.
+                if time.monotonic() >= ends_s:
+                    allowed.append(None)
+                    break
+                time.sleep(_COORDINATOR_RETRY_S)
+    return allowed
+
+
+def _operations(answer: Future[Any], timeout_s: float) -> frozenset[str] | None:
+    try:
+        found: Collection[AclOperation] | None = answer.result(2 * timeout_s).authorized_operations
+    except KafkaException as error:
+        code = error.args[0].code()
+        if code in (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED):
+            return frozenset()
+        if code in _ABSENT:
+            return None
+        if code in _COORDINATOR_COMES:
+            raise _NoCoordinatorError from error
+        raise
+    return None if found is None else frozenset(name for name, each in _OPERATIONS.items() if each in found)

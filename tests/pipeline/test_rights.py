@@ -1,0 +1,250 @@
+"""Least rights: the whole relay runs with them on a broker with SCRAM and ACLs, and each that is missing is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+
+import relaygr.devbroker.kafka
+from relaygr.client import RelayClient
+from relaygr.client.outcome import DeliveryReport
+from relaygr.client.publisher import EventPublisher
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
+from relaygr.devbroker.kafka import kafka_broker
+from relaygr.devbroker.local import free_ports
+from relaygr.kafka.admin import create_topics
+from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka.clients import make_admin
+from relaygr.kafka.rights import Resource, Right, Role, missing_rights, require_rights, rights_of
+from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import RankingResult
+from relaygr.schemas.topics import Topic
+from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+
+PASSWORD = "open sesame"
+OPERATIONS = {
+    "Read": AclOperation.READ,
+    "Write": AclOperation.WRITE,
+    "Describe": AclOperation.DESCRIBE,
+    "Create": AclOperation.CREATE,
+    "Delete": AclOperation.DELETE,
+    "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
+    "AlterConfigs": AclOperation.ALTER_CONFIGS,
+}
+KINDS = {Resource.TOPIC: ResourceType.TOPIC, Resource.GROUP: ResourceType.GROUP}
+PROCESSES = (Role.GATEWAY, Role.TRIGGER, Role.WORKER, Role.LAG, Role.HISTORY_PUBLISHER)
+KAFKA = KafkaSettings(topic_prefix="rights", group_prefix="rights", partitions=4, connect_timeout_s=30)
+REMOVABLE = [
+    (role, right, operation) for role in PROCESSES for right in rights_of(role, KAFKA) for operation in right.operations
+]
+
+
+def binding(role: Role, right: Right, operation: str) -> AclBinding:
+    return AclBinding(
+        KINDS[right.resource], right.name, ResourcePatternType.LITERAL, f"User:{role}", "*",
+        OPERATIONS[operation], AclPermissionType.ALLOW,
+    )  # fmt: skip
+
+
+def without(each: AclBinding) -> AclBindingFilter:
+    return AclBindingFilter(
+        each.restype, each.name, each.resource_pattern_type, each.principal, each.host,
+        each.operation, each.permission_type,
+    )  # fmt: skip
+
+
+@dataclass
+class GuardedBroker:
+    """A broker on which each role's user has exactly the least rights of its role."""
+
+    admin: AdminClient
+    secured: KafkaSettings
+    granted: list[AclBinding] = field(default_factory=list)
+
+    def grant(self, bindings: list[AclBinding]) -> None:
+        for future in self.admin.create_acls(bindings, request_timeout=30).values():
+            future.result(60)
+
+    def revoke(self, bindings: list[AclBinding]) -> None:
+        for future in self.admin.delete_acls([without(each) for each in bindings], request_timeout=30).values():
+            assert len(list(future.result(60))) == 1
+
+    def settings(self, role: Role) -> KafkaSettings:
+        """The settings of the role's user."""
+        security = self.secured.security.model_copy(update={"sasl_username": role.value})
+        return self.secured.model_copy(update={"security": security})
+
+
+@pytest.fixture(scope="module")
+def guarded(real_broker: LocalBroker) -> Iterator[GuardedBroker]:
+    home = available_brokers().kafka_home
+    if real_broker.kind is not BrokerChoice.KAFKA or home is None:
+        pytest.skip("tests run on a Kafka that they did not start")
+    port, controller_port, secured_port = free_ports(3)
+    scram = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+    properties = {
+        "listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{secured_port},"
+        f"CONTROLLER://127.0.0.1:{controller_port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "sasl.enabled.mechanisms": "SCRAM-SHA-512",
+        "listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config": scram,
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        # The listener without a login is the administrator's.
+        "super.users": "User:ANONYMOUS",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
+        with kafka_broker(home, "a test", properties=properties, start_timeout_s=150):
+            plain = KAFKA.model_copy(update={"bootstrap": f"127.0.0.1:{port}"})
+            admin = make_admin(plain, "test-admin")
+            credentials = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+            users = [UserScramCredentialUpsertion(role.value, credentials, PASSWORD.encode()) for role in Role]
+            for future in admin.alter_user_scram_credentials(users, request_timeout=30).values():
+                future.result(60)
+            security = Security(
+                protocol=SecurityProtocol.SASL_PLAINTEXT,
+                sasl_mechanism=SaslMechanism.SCRAM_SHA_512,
+                sasl_username="nobody",
+                sasl_password=SecretStr(PASSWORD),
+            )
+            secured = plain.model_copy(update={"bootstrap": f"127.0.0.1:{secured_port}", "security": security})
+            guarded = GuardedBroker(admin, secured)
+            guarded.grant(
+                [
+                    binding(role, right, operation)
+                    for role in Role
+                    for right in rights_of(role, KAFKA)
+                    for operation in right.operations
+                ]
+            )
+            # The administrator's role creates the topics, with its own rights.
+            created: list[bool] = []
+
+            def creates() -> bool:
+                try:
+                    created.append(create_topics(guarded.settings(Role.ADMIN), repair=True).ok)
+                except RelayError:
+                    return False
+                return True
+
+            wait_until("the administrator's rights are in effect", creates, 60)
+            assert created == [True]
+            yield guarded
+
+
+def publish_history(kafka: KafkaSettings, user: str) -> None:
+    reports: list[DeliveryReport] = []
+    publisher = EventPublisher(kafka, "test-history")
+    publisher.start(Topic.HISTORY)
+    publisher.publish_history(history_of(user, 200), reports.append)
+    publisher.close(30)
+    assert [each.delivered for each in reports] == [True]
+
+
+def ranked(client: RelayClient, user: str) -> RankingResult | None:
+    """Asks as a gateway does; None without a result."""
+    client.publish_retrieval(
+        user, expected_ranking_in_ms=200, expected_candidates=20, expected_suffix=0, ranking_budget_ms=5_000
+    )
+    return client.rank(user, candidates_of(), budget_ms=5_000).result
+
+
+def test_the_whole_relay_runs_with_the_least_rights(guarded: GuardedBroker, model: Path, tmp_path: Path) -> None:
+    with Relay(guarded.secured, tmp_path, model) as relay:
+        worker = relay.start_worker("worker-00", f"security.sasl_username={Role.WORKER}")
+        trigger = relay.processes.start("trigger", ["trigger"], "trigger", [f"security.sasl_username={Role.TRIGGER}"])
+        relay.processes.await_ready([worker, trigger], 120)
+        user = new_user()
+        publish_history(guarded.settings(Role.HISTORY_PUBLISHER), user)
+        with RelayClient(guarded.settings(Role.GATEWAY), "gateway-00", registry=CollectorRegistry()) as client:
+            wait_until("a ranked request", lambda: ranked(client, user) is not None, 60)
+        wait_until("a pre-infer job", lambda: sum(jobs_done(worker).values()) > 0, 60)
+        lag = subprocess.run(
+            [sys.executable, "-m", "relaygr", "lag", "--json", "--config", str(tmp_path / "settings.yaml"),
+             "--set", f"security.sasl_username={Role.LAG}"],
+            capture_output=True, text=True, timeout=120, env=environment(), check=False,
+        )  # fmt: skip
+        assert "authoriz" not in (lag.stdout + lag.stderr).lower(), lag.stdout + lag.stderr
+        assert KAFKA.workers_group in lag.stdout and KAFKA.trigger_group in lag.stdout
+        said = worker.log_tail() + trigger.log_tail()
+        assert "authoriz" not in said.lower(), said
+
+
+@pytest.mark.parametrize(
+    ("role", "right", "operation"), REMOVABLE, ids=lambda each: each.name if isinstance(each, Right) else str(each)
+)
+def test_a_missing_right_is_named_in_a_sentence(
+    guarded: GuardedBroker, role: Role, right: Right, operation: str
+) -> None:
+    kafka = guarded.settings(role)
+    taken = binding(role, right, operation)
+    with AdminProcess(kafka, "test-rights") as asking:
+        guarded.revoke([taken])
+        try:
+            wait_until("the right is gone", lambda: bool(missing_rights(kafka, role, asking)), 30)
+            with pytest.raises(RelayError) as refused:
+                require_rights(kafka, role, asking)
+        finally:
+            guarded.grant([taken])
+            wait_until("the right is back", lambda: not missing_rights(kafka, role, asking), 30)
+    assert str(refused.value) == (
+        f"{role} may not {operation} {right.resource} {right.name}, as a {role} must. "
+        f"`relaygr topics acls --role {role}` prints the commands that grant it."
+    )
+
+
+@pytest.mark.parametrize(("role", "topic"), [(Role.TRIGGER, Topic.PREINFER), (Role.WORKER, Topic.HISTORY)])
+def test_a_process_without_a_right_does_not_start(
+    guarded: GuardedBroker, role: Role, topic: Topic, model: Path, tmp_path: Path
+) -> None:
+    """A worker without the histories was alive and silent, a trigger without the jobs was ready."""
+    [right] = [each for each in rights_of(role, KAFKA) if each.name == KAFKA.topic(topic)]
+    taken = [binding(role, right, operation) for operation in right.operations]
+    guarded.revoke(taken)
+    try:
+        wait_until("the right is gone", lambda: bool(missing_rights(guarded.settings(role), role)), 30)
+        with Relay(guarded.secured, tmp_path, model) as relay:
+            child = relay.processes.start(role.value, [role.value], role.value, [f"security.sasl_username={role}"])
+            assert child.process.wait(90) == 1
+            assert f"{role} may not {right.operations[0]} topic {right.name}" in " ".join(child.log_tail().split())
+            relay.forget(child)
+    finally:
+        guarded.grant(taken)
+        wait_until("the right is back", lambda: not missing_rights(guarded.settings(role), role), 30)
+
+
+def test_a_gateway_without_a_right_does_not_connect(guarded: GuardedBroker) -> None:
+    [right] = [each for each in rights_of(Role.GATEWAY, KAFKA) if each.name == KAFKA.topic(Topic.RANKING)]
+    taken = binding(Role.GATEWAY, right, "Write")
+    guarded.revoke([taken])
+    kafka = guarded.settings(Role.GATEWAY)
+    try:
+        wait_until("the right is gone", lambda: bool(missing_rights(kafka, Role.GATEWAY)), 30)
+        client = RelayClient(kafka, "gateway-01", registry=CollectorRegistry())
+        with pytest.raises(RelayError, match=r"gateway may not Write topic rights\.ranking"):
+            client.start()
+    finally:
+        guarded.grant([taken])
+        wait_until("the right is back", lambda: not missing_rights(kafka, Role.GATEWAY), 30)
