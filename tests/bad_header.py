@@ -11,7 +11,6 @@ from aiokafka.producer import message_accumulator
 from aiokafka.producer import producer as producer_module
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 
-from relaygr.kafka.clients import aiokafka_options
 from relaygr.kafka.settings import KafkaSettings
 
 
@@ -27,7 +26,7 @@ async def send_bad_header(kafka: KafkaSettings, topic: str, partition: int, valu
     with pytest.MonkeyPatch.context() as patch:
         for module in (message_accumulator, producer_module):
             patch.setattr(module, "DefaultRecordBatchBuilder", _DefaultRecordBatchBuilderPy)
-        producer = aiokafka.AIOKafkaProducer(**aiokafka_options(kafka))
+        producer = aiokafka.AIOKafkaProducer(bootstrap_servers=kafka.bootstrap.split(","))
         await producer.start()
         try:
             headers = [(_NotUtf8("name"), b"1")]

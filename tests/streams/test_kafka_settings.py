@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from relaygr.kafka.clients import aiokafka_options, make_assigned_consumer, make_group_consumer
+from relaygr.kafka.clients import make_assigned_consumer, make_group_consumer
 from relaygr.kafka.settings import KafkaSettings
 
 
-def test_both_clients_get_the_same_addresses() -> None:
-    """With a blank after the comma, aiokafka used a host name with a leading blank; librdkafka did not."""
+def test_blanks_around_addresses_are_dropped() -> None:
+    """With a blank after the comma, some clients use a host name with a leading blank."""
     kafka = KafkaSettings(bootstrap=" kafka-1:9092, [::1]:9093 ,kafka-3")
     assert kafka.bootstrap == "kafka-1:9092,[::1]:9093,kafka-3"
-    assert aiokafka_options(kafka)["bootstrap_servers"] == ["kafka-1:9092", "[::1]:9093", "kafka-3"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from confluent_kafka import TopicPartition
 from pydantic import SecretStr
 
 import relaygr.devbroker.kafka
@@ -19,7 +18,7 @@ from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
-from relaygr.kafka.clients import ProducerKind, aiokafka_options, make_producer, require_broker
+from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer, require_broker
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from tests.streams.test_security import token
@@ -124,19 +123,18 @@ def changed(kafka: KafkaSettings, **changes: object) -> KafkaSettings:
 
 
 @pytest.mark.parametrize("way", ["password", "certificate", "token"])
-def test_both_clients_get_in(broker: SecuredBroker, way: str) -> None:
+def test_producers_and_consumers_get_in(broker: SecuredBroker, way: str) -> None:
     kafka: KafkaSettings = getattr(broker, way)
     assert create_topics(kafka).ok
     producer = make_producer(kafka, ProducerKind.DURABLE, "test")
     producer.produce("secured.workers", b"v", b"k")
     assert producer.flush(30) == 0
-
-    async def produce() -> int:
-        async with AIOKafkaProducer(**aiokafka_options(kafka)) as producer:
-            sent = await producer.send_and_wait("secured.workers", b"v", key=b"k")
-            return int(sent.offset)
-
-    assert asyncio.run(asyncio.wait_for(produce(), 30)) > 0
+    consumer = make_assigned_consumer(kafka, "test")
+    consumer.assign([TopicPartition("secured.workers", 0, 0)])
+    message = consumer.poll(30)
+    assert message is not None
+    assert (message.error(), message.value()) == (None, b"v")
+    consumer.close()
 
 
 def test_a_client_without_a_certificate_does_not_get_in(broker: SecuredBroker) -> None:

@@ -1,22 +1,19 @@
-"""One security section, translated for both clients."""
+"""The security section, translated for librdkafka."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import shutil
-import ssl
 import subprocess
 from pathlib import Path
 
 import pytest
-from aiokafka import AIOKafkaProducer
 from confluent_kafka import Producer
 from pydantic import SecretStr
 
-from relaygr.kafka.clients import aiokafka_options
-from relaygr.kafka.security import aiokafka_security, librdkafka_security, read_token
+from relaygr.kafka.clients import require_broker
+from relaygr.kafka.security import librdkafka_security, read_token
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 
@@ -29,7 +26,6 @@ def sasl(protocol: SecurityProtocol, mechanism: SaslMechanism = SaslMechanism.SC
 
 def test_plaintext_says_only_the_protocol() -> None:
     assert librdkafka_security(Security()) == {"security.protocol": "PLAINTEXT"}
-    assert aiokafka_security(Security()) == {"security_protocol": "PLAINTEXT"}
 
 
 PASSWORD_MECHANISMS = [mechanism for mechanism in SaslMechanism if mechanism is not SaslMechanism.OAUTHBEARER]
@@ -47,7 +43,6 @@ def test_a_password_file_stands_for_the_password(tmp_path: Path) -> None:
     plain = sasl(SecurityProtocol.SASL_PLAINTEXT)
     from_file = Security.model_validate({**plain.model_dump(), "sasl_password": None, "sasl_password_file": path})
     assert librdkafka_security(from_file) == librdkafka_security(plain)
-    assert aiokafka_security(from_file) == aiokafka_security(plain)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"two\nlines", b"\xff"])
@@ -74,11 +69,9 @@ def test_a_token_is_read_again_each_time_that_a_client_asks(tmp_path: Path) -> N
     )
     path.write_text(token(1000) + "\n")
     callback = librdkafka_security(security)["oauth_cb"]
-    provider = aiokafka_security(security)["sasl_oauth_token_provider"]
     assert callback("") == (token(1000), 1000.0)
     path.write_text(token(2000))
     assert callback("") == (token(2000), 2000.0)
-    assert asyncio.run(provider.token()) == token(2000)
 
 
 @pytest.mark.parametrize("content", ["hunter2", "a.b.c", "a.e30.c"])
@@ -106,19 +99,13 @@ def test_ways_to_log_in_are_not_mixed(given: dict[str, str], fault: str) -> None
 
 
 @pytest.mark.parametrize("mechanism", PASSWORD_MECHANISMS)
-def test_sasl_says_mechanism_user_and_password_to_both(mechanism: SaslMechanism) -> None:
+def test_sasl_says_mechanism_user_and_password(mechanism: SaslMechanism) -> None:
     security = sasl(SecurityProtocol.SASL_PLAINTEXT, mechanism)
     assert librdkafka_security(security) == {
         "security.protocol": "SASL_PLAINTEXT",
         "sasl.mechanism": mechanism.value,
         "sasl.username": "gateway",
         "sasl.password": "secret",
-    }
-    assert aiokafka_security(security) == {
-        "security_protocol": "SASL_PLAINTEXT",
-        "sasl_mechanism": mechanism.value,
-        "sasl_plain_username": "gateway",
-        "sasl_plain_password": "secret",
     }
 
 
@@ -143,32 +130,28 @@ def test_tls_names_the_files_and_the_check_of_the_brokers_name() -> None:
 @pytest.mark.parametrize("verify", [True, False])
 def test_tls_verifies_the_brokers_certificate_and_its_name_where_asked(verify: bool) -> None:
     security = sasl(SecurityProtocol.SASL_SSL).model_copy(update={"verify_hostname": verify})
-    context = aiokafka_security(security)["ssl_context"]
-    assert context.verify_mode is ssl.CERT_REQUIRED
-    assert context.check_hostname is verify
-    expected = "https" if verify else "none"
-    assert librdkafka_security(security)["ssl.endpoint.identification.algorithm"] == expected
+    options = librdkafka_security(security)
+    # librdkafka verifies the certificate itself unless it is told not to.
+    assert "enable.ssl.certificate.verification" not in options
+    assert options["ssl.endpoint.identification.algorithm"] == ("https" if verify else "none")
 
 
 @pytest.mark.parametrize("protocol", [SecurityProtocol.SASL_PLAINTEXT, SecurityProtocol.SASL_SSL])
-def test_both_clients_take_the_options(protocol: SecurityProtocol) -> None:
+def test_librdkafka_takes_the_options(protocol: SecurityProtocol) -> None:
     kafka = KafkaSettings(bootstrap="127.0.0.1:1,127.0.0.1:2", security=sasl(protocol))
     Producer({"bootstrap.servers": kafka.bootstrap, "log_level": 0, **librdkafka_security(kafka.security)})
 
-    async def build() -> None:
-        AIOKafkaProducer(**aiokafka_options(kafka))
 
-    asyncio.run(build())
-    assert aiokafka_options(kafka)["bootstrap_servers"] == ["127.0.0.1:1", "127.0.0.1:2"]
+def connect(security: Security) -> None:
+    require_broker(KafkaSettings(bootstrap="127.0.0.1:1", connect_timeout_s=0.5, security=security))
 
 
-def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+def test_the_option_of_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "ca.pem"
     broken.write_text("no certificate")
-    with pytest.raises(RelayError, match=r"ca\.pem.*security\.ca_file"):
-        aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=broken))
-    with pytest.raises(RelayError, match=r"absent\.pem"):
-        aiokafka_security(Security(protocol=SecurityProtocol.SSL, ca_file=tmp_path / "absent.pem"))
+    for path in (broken, tmp_path / "absent.pem"):
+        with pytest.raises(RelayError, match=r"ssl\.ca\.location failed.*Check `security`"):
+            connect(Security(protocol=SecurityProtocol.SSL, ca_file=path))
 
 
 @pytest.mark.parametrize("name", ["ca_file", "certificate_file", "key_file", "key_password"])
@@ -189,6 +172,7 @@ def test_a_locked_key_without_its_password_is_refused_instead_of_asking_the_term
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-passout", "pass:secret"]
     subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     locked = Security(protocol=SecurityProtocol.SSL, certificate_file=certificate, key_file=key)
-    with pytest.raises(RelayError, match=r"client\.key.*key_password"):
-        aiokafka_security(locked)
-    aiokafka_security(locked.model_copy(update={"key_password": SecretStr("secret")}))
+    with pytest.raises(RelayError, match=r"ssl\.key\.location failed.*Check `security`"):
+        connect(locked)
+    with pytest.raises(RelayError, match="Connection refused"):
+        connect(locked.model_copy(update={"key_password": SecretStr("secret")}))

@@ -1,8 +1,7 @@
 """Makes every Kafka client of the system. All client settings are here, with their reasons.
 
 `make_producer`, `make_group_consumer`, `make_assigned_consumer` and `make_admin` build confluent-kafka
-clients (librdkafka). `aiokafka_options` gives the trigger's client (aiokafka, under faust) the same cluster and
-security settings. Making a client does no I/O. `require_broker` asks the cluster for its metadata, and raises a
+clients (librdkafka). Making a client does no I/O. `require_broker` asks the cluster for its metadata, and raises a
 RelayError that names the address and the cause if there is no answer.
 
 Each factory takes `options`: librdkafka settings that override ours for one client. Only one thread may poll a
@@ -23,7 +22,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from relaygr.kafka.client_errors import PERMANENT, ClientErrors, ErrorCallback
-from relaygr.kafka.security import aiokafka_security, librdkafka_security
+from relaygr.kafka.security import librdkafka_security
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
@@ -199,11 +198,6 @@ def report_retries(count: Callable[[int], None]) -> dict[str, Any]:
             reported = again
 
     return {"statistics.interval.ms": 5000, "stats_cb": read}
-
-
-def aiokafka_options(kafka: KafkaSettings) -> dict[str, Any]:
-    """The cluster's address and security as keyword arguments of aiokafka's clients."""
-    return {"bootstrap_servers": kafka.bootstrap.split(","), **aiokafka_security(kafka.security)}
 
 
 def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:

@@ -25,7 +25,7 @@ class SecurityProtocol(enum.StrEnum):
 
 
 class SaslMechanism(enum.StrEnum):
-    """The values of Kafka's `sasl.mechanism` that librdkafka and aiokafka both support."""
+    """The supported values of Kafka's `sasl.mechanism`."""
 
     PLAIN = "PLAIN"
     SCRAM_SHA_256 = "SCRAM-SHA-256"
@@ -135,7 +135,7 @@ class KafkaSettings(Section):
     @field_validator("bootstrap")
     @classmethod
     def _bootstrap_is_addresses(cls, value: str) -> str:
-        """librdkafka accepts more forms than aiokafka, so without this check only the trigger would fail to connect."""
+        """Refuses the forms that some Kafka clients accept and others do not."""
         addresses = [address.strip() for address in value.split(",")]
         for address in addresses:
             if not _ADDRESS.fullmatch(address):

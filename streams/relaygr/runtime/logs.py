@@ -1,6 +1,6 @@
 """Logging of every process: structured lines on standard error, for our own loggers and those of libraries.
 
-Lines are coloured text on a terminal and JSON elsewhere. The loggers of aiokafka, faust and uvicorn write to the same
+Lines are coloured text on a terminal and JSON elsewhere. The loggers of faust and uvicorn write to the same
 handler. The handler limits repeated messages: during an outage a client library logs the same message thousands of
 times a second, so the handler writes a few of them and the number of the others.
 
