@@ -89,6 +89,7 @@ USES: dict[str, Use] = {
             "relaygr.demo.run",
             "relaygr.bench.cache.__main__",
             "relaygr.bench.engine.__main__",
+            "relaygr.bench.overload.run",
             "relaygr.bench.pipeline.__main__",
             "relaygr.replay.plots",
         )

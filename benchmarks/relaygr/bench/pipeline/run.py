@@ -142,9 +142,9 @@ def measure_rates(rates: Sequence[float], plan: Plan, broker: str, out: Path, js
             ratios.append(medians(rate, rounds))
     _print(console, figures)
     _print_ratios(console, ratios)
-    _append(out, [asdict(each) for each in figures])
+    append_rows(out, [asdict(each) for each in figures])
     beside = out.with_name("ratios.csv")
-    _append(beside, [_described(figures[0]) | row for row in ratios])
+    append_rows(beside, [_described(figures[0]) | row for row in ratios])
     if json_out is not None:
         json_out.write_text(json.dumps(ratios, indent=1) + "\n", encoding="utf-8")
     console.print(f"appended to {out} and {beside}")
@@ -160,7 +160,7 @@ def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
 
 def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, plan: Plan) -> list[RoundFigures]:
     """All rounds at one rate, with new processes and topics. The processes of both wait while the other one runs."""
-    settings = _settings(broker, folder, rate_per_s, plan.seconds)
+    settings = null_settings(broker, folder, rate_per_s, plan.seconds)
     warm = settings.gateway.model_copy(update={"rate_per_s": rate_per_s / 2, "duration_s": plan.warm_up_s})
     rounds = []
     with (
@@ -316,7 +316,7 @@ def _busy_s() -> float:
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
-def _settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
+def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
     """Settings with a null model and a calibration by which every impression is at risk and feasible."""
     config = ModelConfig(
         family=Family.NULL,
@@ -438,7 +438,7 @@ def _described(figures: RateFigures) -> dict[str, Any]:
     return {name: getattr(figures, name) for name in ("measured_at", "machine", "broker", "seconds")}
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
