@@ -193,3 +193,51 @@ def test_predictions_count_the_chunks_that_a_prefix_gets() -> None:
         world.run()
         world.clock.advance_us(2_000)
     assert context.chunking.chunk_us < 2_000
+
+
+def test_full_inference_without_the_relay_is_not_cut() -> None:
+    """In small chunks the baseline took about twice the time that it needs."""
+    world = ExecutorWorld(reuse_prefixes=False, chunk_ms=1.0, longest_chunk_ms=2.0)
+    for number in range(3):
+        world.rank("u", world.store.put("u", 512), f"r{number}")
+    world.run()
+    assert world.engine.chunks == [(0, 512)] * 3
+    assert world.outbox.failures == []
+
+
+def discarded_us(world: ExecutorWorld, kind: str) -> float:
+    name = "relaygr_worker_discarded_device_seconds_total"
+    return 1e6 * (world.registry.get_sample_value(name, {"kind": kind}) or 0.0)
+
+
+def test_device_time_of_a_prefix_that_was_lost_counts_as_discarded() -> None:
+    world = ExecutorWorld()
+    world.job("u", world.store.put("u", 300))
+    world.executor.step()
+    begun_us = (world.engine.chunks[0][1] - world.engine.chunks[0][0]) * TOKEN_US
+    assert discarded_us(world, "prefix") == 0
+    world.cache.invalidate_user("u")
+    world.run()
+    assert discarded_us(world, "prefix") == pytest.approx(begun_us)
+    world.rank("v", world.store.put("v", 300), "used")
+    world.run()
+    assert discarded_us(world, "prefix") == pytest.approx(begun_us)
+    assert discarded_us(world, "late") == 0
+
+
+def test_device_time_of_an_answer_past_its_deadline_counts_as_discarded() -> None:
+    world = ExecutorWorld()
+    cached = world.store.put("a", 100)
+    world.job("a", cached, "a1")
+    world.run()
+    rank = world.engine.rank
+
+    def slow(batch):
+        world.clock.advance_us(10_000)
+        return rank(batch)
+
+    world.engine.rank = slow
+    world.rank("a", cached, "a1", budget_us=5_000)
+    world.run()
+    assert len(world.outbox.ranked_works) == 1
+    assert discarded_us(world, "late") == pytest.approx(1_000)

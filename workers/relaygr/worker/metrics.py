@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.work import JobOutcome
+
+
+class DiscardedWork(enum.StrEnum):
+    """Device work whose result nobody used: a metric label."""
+
+    PREFIX = "prefix"
+    LATE = "late"
 
 
 class WorkerMetrics:
@@ -69,6 +78,13 @@ class WorkerMetrics:
             ["work_class"],
             registry=registry,
         )
+        discarded_seconds = Counter(
+            "relaygr_worker_discarded_device_seconds_total",
+            "Device time of work that nobody used: prefix (its computation did not end) or late (answered too late)",
+            ["kind"],
+            registry=registry,
+        )
+        self._discarded_seconds = {kind: discarded_seconds.labels(kind.value) for kind in DiscardedWork}
         self._approximate = Counter(
             "relaygr_worker_approximate_total",
             "Requests ranked on K,V that the DRAM tier had stored in fewer bits than HBM",
@@ -130,6 +146,10 @@ class WorkerMetrics:
     def ranked_approximately(self) -> None:
         """A request was ranked on K,V that are not exact."""
         self._approximate.inc()
+
+    def discarded(self, kind: DiscardedWork, duration_us: int) -> None:
+        """Device time was spent on work whose result nobody used."""
+        self._discarded_seconds[kind].inc(duration_us / 1e6)
 
     def joined(self, overtaken: bool) -> None:
         self._joined.labels("overtaken" if overtaken else "pending").inc()

@@ -90,7 +90,9 @@ class WorkerSettings(Section):
     cache_trace_bytes: ByteSize = Field(
         ByteSize(256 * _MIB), ge=_MIB, description="size of the cache_trace file at which the recording ends"
     )
-    reuse_prefixes: bool = Field(True, description="false: every ranking request is full inference, as a baseline")
+    reuse_prefixes: bool = Field(
+        True, description="false: every ranking request is full inference without chunks, as a baseline"
+    )
 
     history_path: Path = Field(Path("history"), description="folder of the user-history store")
     history_max_bytes: ByteSize = Field(

@@ -38,6 +38,7 @@ W = TypeVar("W")
 
 REMEMBERED_ANSWERS = 65_536
 MAX_UNCOUNTED_PASSES = 1024
+UNCUT_US = 1e12
 CHUNK_WEIGHT = 0.05
 """Weight of one chunk in the size that predictions assume."""
 
@@ -238,7 +239,8 @@ class ExecutorContext:
         self.engine, self.is_cpu = engine, engine.device.is_cpu
         self.resolver = PrefixResolver(self.parts.histories, engine, settings.anchor_behaviours)
         self.chunking = Chunking(
-            max(settings.chunk_ms, settings.longest_chunk_ms) * 1000,
+            # Without reuse there is no pre-infer, so a cut would help nobody and cost time.
+            max(settings.chunk_ms, settings.longest_chunk_ms) * 1000 if settings.reuse_prefixes else UNCUT_US,
             settings.max_chunk_tokens,
             engine.geometry.page_tokens,
             in_one_chunk=not engine.rules.chunks,
@@ -247,7 +249,7 @@ class ExecutorContext:
     def next_chunking(self, work: PrefixWork, now_us: int) -> Chunking:
         """The bounds of the next chunk of this prefix, by the requests that wait or may arrive."""
         shortest_us, longest_us = self.parts.settings.chunk_ms * 1000, self.parts.settings.longest_chunk_ms * 1000
-        if longest_us <= shortest_us or work.remaining_us <= shortest_us:
+        if longest_us <= shortest_us or not self.parts.settings.reuse_prefixes:
             return self.chunking
         first = self.scheduler.ranking.peek()
         slack_us = first.latest_start_us - now_us if first is not None and first is not work else math.inf

@@ -32,6 +32,7 @@ from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
+from relaygr.worker.metrics import DiscardedWork
 from relaygr.worker.model.interface import PrefixChunk
 
 log = structlog.get_logger()
@@ -139,6 +140,7 @@ class Prefixes:
     def __init__(self, context: ExecutorContext) -> None:
         self._context = context
         self._parts = context.parts
+        self._chunk_us = context.parts.settings.chunk_ms * 1000
         self.events: deque[PrefixEvent] = deque()
         self.by_user: dict[str, PrefixWork] = {}
         """Computations into cache pages, queued or under way."""
@@ -237,7 +239,10 @@ class Prefixes:
         """Starts the next chunk of a prefix that is READY."""
         engine = self._context.engine
         try:
-            chunk = self._next_chunk(work, self._context.next_chunking(work, now_us))
+            chunking = self._context.chunking
+            if work.remaining_us > self._chunk_us:
+                chunking = self._context.next_chunking(work, now_us)
+            chunk = self._next_chunk(work, chunking)
             engine.pre_infer(chunk.inputs)
             if not self._context.is_cpu:
                 self.running = _Running(chunk, now_us, engine.device.current_stream().record())
@@ -294,6 +299,7 @@ class Prefixes:
             self._context.scheduler.backlog.done_us += duration_us
         for waiter in work.waiters:
             waiter.pre_infer_us += duration_us
+        work.spent_us += duration_us
         work.done_tokens = chunk.end_tokens
         if work.fill is not None:
             work.fill.progress(work.done_tokens)
@@ -436,6 +442,7 @@ class Prefixes:
         handle = work.fill.publish(now_us)
         if handle is None:
             return self._lose(work)
+        work.spent_us = 0
         if work.base is not None:
             self._release(work.base)
             work.base = None
@@ -470,6 +477,9 @@ class Prefixes:
 
     def discard(self, work: PrefixWork) -> None:
         """Gives back all that the computation holds. The caller answers its requests and jobs."""
+        if work.spent_us:
+            self._parts.metrics.discarded(DiscardedWork.PREFIX, work.spent_us)
+            work.spent_us = 0
         self._context.scheduler.remove(work)
         self._forget(work)
         self._context.held_by_requests.end(work)

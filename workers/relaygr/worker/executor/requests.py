@@ -30,6 +30,7 @@ from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.history.resolve import HistoryMismatchError
 from relaygr.worker.memory import is_out_of_memory
+from relaygr.worker.metrics import DiscardedWork
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
 
 log = structlog.get_logger()
@@ -463,6 +464,8 @@ class Requests:
         if work.handle is not None and work.handle.approximate:
             self._parts.metrics.ranked_approximately()
         self._note_ranked(work)
+        if work.answered_us > work.deadline_us:
+            self._parts.metrics.discarded(DiscardedWork.LATE, int(work.pre_infer_us + work.predicted_us))
         self._finish(work, ranked=True)
 
     def _note_ranked(self, work: RankingWork) -> None:

@@ -219,6 +219,8 @@ class PrefixWork:
     pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     remaining_us: float = 0.0
     """Predicted device time of the chunks that are left, without the ranking passes of the requests that wait."""
+    spent_us: int = 0
+    """Device time of the chunks of a prefix that is not complete."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
 
