@@ -168,7 +168,18 @@ class Board:
 
     def _worker_table(self, readings: Sequence[Reading]) -> Table:
         table = Table(expand=False)
-        for name in ("worker", "owns", "HBM used", "DRAM used", "HBM hits", "reloads", "spills", "appends", "device s"):
+        for name in (
+            "worker",
+            "owns",
+            "HBM used",
+            "DRAM used",
+            "HBM hits",
+            "reloads",
+            "spills",
+            "appends",
+            "device s",
+            "warm-up s",
+        ):
             table.add_column(name, justify="left" if name in ("worker", "owns") else "right")
         owners = self._owners()
         for worker, reading in zip(self._workers, readings, strict=True):
@@ -183,6 +194,7 @@ class Board:
                 f"{reading.total('relaygr_cache_spills_ended_total', outcome='published'):.0f}",
                 f"{reading.total('relaygr_cache_appends_total'):.0f}",
                 f"{reading.total('relaygr_worker_device_seconds_total'):.1f}",
+                f"{reading.total('relaygr_worker_device_seconds_total', work_class='warm_up'):.1f}",
             )
         return table
 
@@ -273,6 +285,7 @@ def print_summary(
     table.add_row("prefix from DRAM", *(str(run.from_dram) for run in runs))
     table.add_section()
     table.add_row("device seconds", *(f"{run.device_seconds:.1f}" for run in runs))
+    table.add_row("of these, warm-up", *(f"{run.warm_up_seconds:.1f}" for run in runs))
     table.add_row("generator delay, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
     console.print()
     console.print(table)

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.prompt import Confirm
 
 from relaygr.demo.board import print_plan, print_summary
-from relaygr.demo.plan import DemoPlan, PlanOverrides, plan_demo
+from relaygr.demo.plan import CROWDING, HBM_SHARE, DemoPlan, PlanOverrides, plan_demo
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates
 from relaygr.devbroker import LocalBroker, local_broker
@@ -38,6 +38,7 @@ from relaygr.worker.model.engine import load_engine
 
 WORKERS = 2
 DEMO_PARTITIONS = 12
+LONGEST_WARM_UP_S = 15.0
 CALIBRATION_FILE = "calibration.json"
 
 
@@ -80,14 +81,15 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
             for limit in broker.limits:
                 console.print(f"           limit: {limit}", style="dim")
             prefix = _own_prefix(console, broker, options.assume_yes)
-            planned = _planned(settings, plan, model, folder, broker)
+            planned = _planned(settings, plan, model, folder, broker, population.size)
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
             )
             with DemoStack(
                 console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True, workers=WORKERS
             ) as stack:
-                relay = stack.play("relay on", relay_file)
+                pause = f"gateway.settle_s={_settle_s(planned, plan, population.size)}"
+                relay = stack.play("relay on", relay_file, overrides=[pause])
             with DemoStack(
                 console, folder, broker, _named(planned, f"{prefix}-full"), relay=False, workers=WORKERS
             ) as stack:
@@ -161,12 +163,24 @@ def _plan(
     )
 
 
-def _planned(settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker) -> Settings:
+def _settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
+    """The pause before the first impression: long enough for the workers to warm up as many prefixes as fit in HBM."""
+    if not settings.worker.warm_up_users:
+        return settings.gateway.settle_s
+    device_s = HBM_SHARE * users * plan.pre_infer_p90_ms / 1000 * CROWDING
+    warm_up_s = device_s / WORKERS / settings.worker.warm_up_share
+    return round(settings.gateway.settle_s + min(LONGEST_WARM_UP_S, warm_up_s), 1)
+
+
+def _planned(
+    settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker, users: int
+) -> Settings:
     """The settings of every process: those of the user, of the plan, and of the broker."""
     on_broker = broker.settings(settings)
     gateway = settings.gateway.model_copy(
         update={"budget_ms": plan.budget_ms, "lead_median_ms": float(plan.lead_ms), "rate_per_s": plan.rate_per_s}
     )
+    worker_set = settings.worker.model_fields_set
     worker = settings.worker.model_copy(
         update={
             "model": model,
@@ -174,6 +188,7 @@ def _planned(settings: Settings, plan: DemoPlan, model: Path, folder: Path, brok
             "hbm_bytes": ByteSize(plan.hbm_bytes),
             "dram_bytes": ByteSize(plan.dram_bytes),
             "history_max_bytes": ByteSize(256 << 20),
+            "warm_up_users": users if "warm_up_users" not in worker_set else settings.worker.warm_up_users,
         }
     )
     return settings.model_copy(

@@ -18,6 +18,7 @@ from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
 from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.shared.mapped_file import memory_folder
 
 START_TIMEOUT_S = 40.0
@@ -86,7 +87,7 @@ class DemoStack:
         self, title: str, records: Path, watch: Callable[[], None] | None = None, overrides: Sequence[str] = ()
     ) -> RunSummary:
         """Plays the schedule once. `watch` is called repeatedly during the run; `overrides` are for the gateway."""
-        before = self._device_seconds()
+        before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
         relay = f"gateway.relay={str(self._relay).lower()}"
         gateway = self._start_gateway(records, [], [relay, *overrides])
@@ -107,7 +108,8 @@ class DemoStack:
             return self._has_ended(gateway)
 
         board.run(has_ended)
-        return summarise(tail.records, self._device_seconds() - before)
+        warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
+        return summarise(tail.records, self._device_seconds() - before, warm_up)
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
@@ -157,8 +159,8 @@ class DemoStack:
         others = {child.process.pid: child.name.split("-")[0] for child in self._processes.running}
         return {pid: name if name in ("trigger", "worker") else "gateway" for pid, name in others.items()}
 
-    def _device_seconds(self) -> float:
-        return sum(reading.total("relaygr_worker_device_seconds_total") for reading in self.worker_readings())
+    def _device_seconds(self, **labels: str) -> float:
+        return sum(reading.total("relaygr_worker_device_seconds_total", **labels) for reading in self.worker_readings())
 
     def _owners(self) -> Mapping[str, Sequence[int]]:
         now_us = self._clock.wall_us()

@@ -50,6 +50,8 @@ class RunSummary:
     from_dram: int
     send_lag_p99_ms: float
     device_seconds: float
+    warm_up_seconds: float = 0.0
+    """The part of `device_seconds` in which idle devices computed prefixes of likely users."""
 
     @property
     def offered(self) -> int:
@@ -80,7 +82,7 @@ class Gate:
     found: str
 
 
-def summarise(records: Sequence[ImpressionRecord], device_seconds: float) -> RunSummary:
+def summarise(records: Sequence[ImpressionRecord], device_seconds: float, warm_up_seconds: float = 0.0) -> RunSummary:
     """The figures of one run."""
     # Records are numbered in the order of the schedule, so every run drops the same impressions.
     cold = max((record.number + 1 for record in records), default=0) * COLD_SHARE
@@ -94,6 +96,7 @@ def summarise(records: Sequence[ImpressionRecord], device_seconds: float) -> Run
         from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
         send_lag_p99_ms=percentile(lags, 99),
         device_seconds=device_seconds,
+        warm_up_seconds=warm_up_seconds,
     )
 
 
