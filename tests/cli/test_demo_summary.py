@@ -36,6 +36,17 @@ def test_shares_are_of_all_that_was_offered() -> None:
     assert run.share(run.ranked) == pytest.approx(4 / 6)
 
 
+def test_the_p99_of_all_offered_counts_a_request_without_a_whole_answer_as_infinite() -> None:
+    """The P99 of answered requests improves when requests are refused."""
+    answered = [record(number, latency_us=1_000 * (number + 1)) for number in range(99)]
+    assert summarise([*answered, record(99, latency_us=500_000, late=True)], 0.0).whole.offered_p99_ms == 99
+    refused = record(99, status="failed", reason="overloaded", path=None, prefix_source=None)
+    assert summarise([*answered, refused], 0.0).whole.offered_p99_ms == 99
+    cut = record(100, path="truncated")
+    assert summarise([*answered, refused, cut], 0.0).whole.offered_p99_ms == np.inf
+    assert np.isnan(summarise([], 0.0).whole.offered_p99_ms)
+
+
 def test_a_run_without_any_request_has_no_shares() -> None:
     run = summarise([], 0.0)
     assert run.share(run.ranked) == run.whole.late_share == 0

@@ -5,6 +5,7 @@ The live table shows the answers of the gateway, the cache of each worker, the d
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -302,6 +303,11 @@ def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
     table.add_row("late, truncated, failed or expired", *(f"{run.late} ({run.late_share:.1%})" for run in runs))
     table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
     table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
+    table.add_row("P99 of all offered", *(_or_none(run.offered_p99_ms) for run in runs))
+
+
+def _or_none(latency_ms: float) -> str:
+    return f"{latency_ms:.1f} ms" if math.isfinite(latency_ms) else "no whole answer"
 
 
 def _count(run: RunSummary, ending: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class LatencySummary:
     """Requests without an untruncated answer within the deadline."""
     p50_ms: float
     p99_ms: float
+    offered_p99_ms: float
+    """The P99 over all offered requests. A request without an untruncated answer counts as infinite."""
 
     @property
     def late_share(self) -> float:
@@ -104,7 +107,14 @@ def latency_summary(records: Sequence[ImpressionRecord]) -> LatencySummary:
     """The latencies and late requests of these records."""
     latencies = [record.latency_us / 1000 for record in records if record.latency_us is not None]
     late = sum(not in_time(record) for record in records)
-    return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99))
+    whole = sorted(
+        record.latency_us / 1000
+        for record in records
+        if record.latency_us is not None and record.status == Outcome.RANKED and record.path != Path.TRUNCATED
+    )
+    place = math.ceil(0.99 * len(records)) - 1
+    offered_p99_ms = math.nan if not records else whole[place] if place < len(whole) else math.inf
+    return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99), offered_p99_ms)
 
 
 def in_time(record: ImpressionRecord) -> bool:
