@@ -98,16 +98,16 @@ def test_unknown_and_absent_ratios_are_one_and_wild_ones_are_bounded():
 def test_the_time_outside_is_a_high_quantile_and_not_a_mean():
     observer = FullPathObserver()
     for number in range(100):
-        observer.answered(number, 20_000 if number % 10 == 0 else 1_000)
+        observer.outside.append((number, 20_000 if number % 10 == 0 else 1_000))
     assert observer.report(LINEAR, 100).outside_us == 20_000
 
 
 def test_the_time_outside_follows_the_present_load():
     observer = FullPathObserver()
     for number in range(100):
-        observer.answered(number, 50_000)
+        observer.outside.append((number, 50_000))
     for number in range(LEAST_SAMPLES):
-        observer.answered(HORIZON_US + 1_000 + number, 1_000)
+        observer.outside.append((HORIZON_US + 1_000 + number, 1_000))
     assert observer.report(LINEAR, HORIZON_US + 2_000).outside_us == 1_000
 
 
@@ -140,8 +140,8 @@ def test_ratios_are_of_the_model_of_the_same_status():
 
 def test_a_prepared_request_is_needless_if_full_inference_would_have_had_the_time():
     observer = FullPathObserver()
-    observer.answered(0, None, (SHORT, 0, 10 * SHORT))
-    observer.answered(0, None, (SHORT, 0, 10 * SHORT - 1))
+    observer.prepared.append((SHORT, 0, 10 * SHORT))
+    observer.prepared.append((SHORT, 0, 10 * SHORT - 1))
     sent = observer.report(LINEAR, 0)
     assert (sent.prepared[SHORT_BUCKET], sent.needless[SHORT_BUCKET]) == (2, 1)
 
@@ -286,11 +286,11 @@ def test_in_a_closed_loop_few_are_missed_and_few_are_prepared_needlessly(
         outside_us = rng.uniform(500, 1_500)
         took_us = full_path_us(LINEAR, tokens, 100) * slowness * rng.lognormvariate(0, spread)
         factors = [ratio * margin for ratio, margin in zip(factors_of(sent.ratios), feedback.margins, strict=True)]
-        observer.answered(now_us, outside_us)
+        observer.outside.append((now_us, outside_us))
         ends_in_time = outside_us + took_us <= budget_us
         is_warm = number >= 2_500
         if sent.outside_us + risky_us(LINEAR, factors, tokens, 100) > budget_us:
-            observer.answered(0, None, (tokens, 100, (budget_us - outside_us) / slowness))
+            observer.prepared.append((tokens, 100, (budget_us - outside_us) / slowness))
             ready += is_warm
             needless += is_warm and ends_in_time
             continue

@@ -145,13 +145,13 @@ def replay_risk(
         else:
             expected_us = latency.full_us(tokens, scored) + (quantile(queue, 0.99) if queue else 0)
         queue.append(request.queue_us)
-        observer.answered(now_us, request.outside_us)
+        observer.outside.append((now_us, request.outside_us))
         if expected_us > budget_us:
             prepared += 1
             needless += request.in_time
             prepare_us += latency.pre_us(tokens)
             fits = request.in_time or request.outside_us + full_path_us(latency, tokens, scored) <= budget_us
-            observer.answered(0, None, (tokens, scored, float("inf") if fits else 0.0))
+            observer.prepared.append((tokens, scored, float("inf") if fits else 0.0))
             continue
         left += 1
         missed += not request.in_time

@@ -93,26 +93,21 @@ class _Run:
 
 
 class FullPathObserver:
-    """Observes how full inference ends at one worker. One thread writes; one thread calls `report`."""
+    """Observes how full inference ends at one worker. One thread writes; one thread calls `report`.
+
+    Every answer is added to a deque, which costs no call in Python.
+    """
 
     def __init__(self, window: int = 512, runs_per_bucket: int = 64) -> None:
-        self._outside: deque[tuple[int, float]] = deque(maxlen=window)
+        self.outside: deque[tuple[int, float]] = deque(maxlen=window)
+        """The time of each answer, and its time outside device work; of requests that did not wait for a prefix."""
         self._runs: tuple[deque[_Run], ...] = tuple(deque(maxlen=runs_per_bucket) for _ in range(LENGTH_BUCKETS))
-        self._prepared: deque[tuple[int, int, float]] = deque(maxlen=4096)
+        self.prepared: deque[tuple[int, int, float]] = deque(maxlen=4096)
+        """Of each request that a job prepared: prefix tokens, scored tokens, and the time in µs that it had left when
+        its device work began."""
         self._missed: deque[tuple[int, str]] = deque(maxlen=MAX_MISSED_IDS)
         self._prepared_counts = [0] * LENGTH_BUCKETS
         self._needless_counts = [0] * LENGTH_BUCKETS
-
-    def answered(self, now_us: int, outside_us: float | None, prepared: tuple[int, int, float] | None = None) -> None:
-        """A ranking request was answered. `outside_us`: its time outside device work, unless it waited for a prefix.
-
-        `prepared`: if a pre-infer job prepared it, its prefix tokens, scored tokens, and the time that it had left in
-        µs when its device work began.
-        """
-        if outside_us is not None:
-            self._outside.append((now_us, max(0.0, outside_us)))
-        if prepared is not None:
-            self._prepared.append(prepared)
 
     def ran(self, prefix_tokens: int, scored_tokens: int, device_us: float) -> None:
         """Full inference over this many tokens took `device_us` of device time."""
@@ -124,8 +119,8 @@ class FullPathObserver:
 
     def report(self, latency: LatencyModel, now_us: int) -> FullPathReport:
         """The report, with predictions of the latency model that the same status carries."""
-        while self._prepared:
-            prefix_tokens, scored_tokens, left_us = self._prepared.popleft()
+        while self.prepared:
+            prefix_tokens, scored_tokens, left_us = self.prepared.popleft()
             bucket = length_bucket(prefix_tokens)
             self._prepared_counts[bucket] += 1
             if full_path_us(latency, prefix_tokens, scored_tokens) <= left_us:
@@ -139,11 +134,11 @@ class FullPathObserver:
         )
 
     def _outside_us(self, now_us: int) -> float:
-        observed = self._outside.copy()
+        observed = self.outside.copy()
         recent = [outside_us for at_us, outside_us in observed if now_us - at_us <= HORIZON_US]
         if len(recent) < LEAST_SAMPLES:
             recent = [outside_us for _, outside_us in observed][-LEAST_SAMPLES:]
-        return quantile(recent, QUANTILE) if recent else 0.0
+        return max(0.0, quantile(recent, QUANTILE)) if recent else 0.0
 
     def _ratios(self, latency: LatencyModel) -> tuple[float, ...]:
         """By bucket. A bucket with few runs takes the quantile over all runs, and 0 (unknown) if these are few, too."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -28,7 +27,7 @@ from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
 from relaygr.worker.executor.resolver import HistoryReader, PrefixResolver
-from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork
+from relaygr.worker.executor.work import HeldMemory, JobOutcome, JobWork, PrefixWork, RankingWork, RecentIds
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
@@ -103,27 +102,6 @@ class Timers:
     def next_in_us(self, now_us: int) -> int | None:
         """Time until the next call, 0 if it is due; None if there is none."""
         return max(0, self._heap[0][0] - now_us) if self._heap else None
-
-
-class RecentIds(OrderedDict[tuple[str, str], None]):
-    """The last `capacity` requests that were added, each by its user and its id.
-
-    It is an ordered dict, so that `in` costs no call in Python. A plain dict would search past the places of all
-    deleted entries to find its oldest one.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError("capacity must be at least 1")
-        super().__init__()
-        self._capacity = capacity
-
-    def add(self, identity: tuple[str, str]) -> None:
-        """Adds the id as the newest, and drops the oldest beyond the capacity."""
-        self[identity] = None
-        self.move_to_end(identity)
-        if len(self) > self._capacity:
-            self.popitem(last=False)
 
 
 class DeviceCompletion:

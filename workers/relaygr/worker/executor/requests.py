@@ -463,6 +463,7 @@ class Requests:
             self._observe_full(work)
         if work.handle is not None and work.handle.approximate:
             self._parts.metrics.ranked_approximately()
+        work.answered_us = self._parts.clock.monotonic_us()
         self._note_ranked(work)
         if work.answered_us > work.deadline_us:
             self._parts.metrics.discarded(DiscardedWork.LATE, int(work.pre_infer_us + work.predicted_us))
@@ -470,20 +471,16 @@ class Requests:
 
     def _note_ranked(self, work: RankingWork) -> None:
         """Notes how full inference ended, or would have ended, for the triggers' test of the risk."""
-        now_us, observer = self._parts.clock.monotonic_us(), self._context.full_path
-        work.answered_us = now_us
+        now_us, observer = work.answered_us, self._context.full_path
         assert work.prefix is not None
         tokens, request = work.prefix.tokens, work.request
         has_job = (request.user_id, request.request_id) in self._context.prepared
-        prepared = None
         if has_job and work.path not in _FULL_PATHS and work.started_us is not None:
-            prepared = tokens, work.scored_tokens, work.answer_by_us - work.started_us
-        outside_us = None
+            observer.prepared.append((tokens, work.scored_tokens, work.answer_by_us - work.started_us))
         if work.path in _PATHS_WITHOUT_WAIT:
             inside_us = now_us - work.received.received_us - work.pre_infer_us - work.rank_us
             sent_us = max(0, work.received_wall_us - request.sent_at_us)
-            outside_us = sent_us + inside_us + work.deadline_us - work.answer_by_us
-        observer.answered(now_us, outside_us, prepared)
+            observer.outside.append((now_us, sent_us + inside_us + work.deadline_us - work.answer_by_us))
         if work.path in _FULL_PATHS and work.pre_infer_us:
             observer.ran(tokens, work.scored_tokens, work.pre_infer_us + work.rank_us)
         if has_job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -101,6 +102,27 @@ class HeldMemory:
         self.keep(work, None)
         self._ended_bytes += work.held_bytes
         work.held_bytes = 0
+
+
+class RecentIds(OrderedDict[tuple[str, str], None]):
+    """The last `capacity` requests that were added, each by its user and its id.
+
+    It is an ordered dict, so that `in` costs no call in Python. A plain dict would search past the places of all
+    deleted entries to find its oldest one.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError("capacity must be at least 1")
+        super().__init__()
+        self._capacity = capacity
+
+    def add(self, identity: tuple[str, str]) -> None:
+        """Adds the id as the newest, and drops the oldest beyond the capacity."""
+        self[identity] = None
+        self.move_to_end(identity)
+        if len(self) > self._capacity:
+            self.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
