@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from relaygr.admission.latency import LatencyModel
@@ -346,6 +347,14 @@ class TestCommand:
         assert shown.count("\nlru ") == shown.count("\ns3fifo/cost ") == shown.count("\nbound ") == 2
         assert plot.read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.parametrize("name", ["nowhere/x.png", "x.docx", "x", "."])
+    def test_a_plot_that_cannot_be_written_is_refused_before_the_replay(
+        self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr(cache, "_look_through", lambda *_: pytest.fail("the trace was read"))
+        with pytest.raises(RelayError, match=r"--plot .* cannot be written"):
+            cache.replay_command(trace, policy=["lru"], plot=tmp_path / name)
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("sizes", "panels"),
@@ -363,6 +372,30 @@ class TestCommand:
         self.run("replay", str(trace), "--policy", "lru", "--limit", "50", "--plot", str(plot), *sizes)
         width = int.from_bytes(plot.read_bytes()[16:20], "big")
         assert width == 150 * (5 + 4 * panels)
+
+    @pytest.mark.slow
+    def test_a_plot_has_the_traces_name_and_axes_that_show_the_differences(
+        self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn: list[Figure] = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+        self.run(
+            "replay",
+            str(trace),
+            "--limit",
+            "200",
+            "--plot",
+            str(tmp_path / "x.png"),
+            *("--hbm", "4MiB", "--dram", "8MiB"),
+        )
+        [figure] = drawn
+        assert figure.get_suptitle() == "made.trace: visits that found all they could reuse"
+        assert len(figure.axes) == 2
+        for axes in figure.axes:
+            shares = [float(y) for line in axes.lines for y in line.get_ydata()]
+            lowest, highest = axes.get_ylim()
+            assert lowest < min(shares) <= max(shares) < highest
+            assert max(shares) - min(shares) >= 0.5 * (highest - lowest) or highest - lowest <= 0.01
 
     @pytest.mark.slow
     def test_in_parallel_the_results_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ from relaygr.worker.cache import Purpose
 from relaygr.worker.cache.events import CacheEvent, EventKind
 from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.cache.trace import (
+    Sketch,
     TraceHeader,
     TraceReader,
     TraceRecord,
     TraceRecorder,
     encode_header,
+    encode_record,
     recorder,
     sketch_of,
 )
@@ -268,6 +270,30 @@ class TestReading:
         path.write_bytes(content)
         with pytest.raises(RelayError, match=says):
             TraceReader(path)
+
+    @pytest.mark.parametrize("bits", [0x01, 0x40, 0xFF])
+    def test_a_changed_byte_is_reported_wherever_it_is(self, tmp_path: Path, bits: int) -> None:
+        """A changed time once stretched a trace to 54,324,732,295 s, and the replay ended with 0."""
+        records = [
+            TraceRecord(EventKind.ACQUIRE, 1000 * each, 7 + each, b"made", Sketch(64, b"12345678"), "hit")
+            for each in range(100)
+        ]
+        header, parts = encode_header(HEADER), [encode_record(each) for each in records]
+        whole, path = header + b"".join(parts), tmp_path / "x"
+        path.write_bytes(whole)
+        assert list(TraceReader(path).records()) == records
+        for place in range(len(header) + len(b"".join(parts[:3]))):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
+            with pytest.raises(RelayError):
+                list(TraceReader(path).records())
+
+    def test_a_trace_of_the_version_without_checksums_is_read(self, tmp_path: Path) -> None:
+        record = TraceRecord(EventKind.ACQUIRE, 1000, 7, b"made", Sketch(64, b"12345678"), "hit")
+        header = msgpack.unpackb(encode_header(HEADER))
+        del header["checksum"]
+        earlier = msgpack.packb({**header, "version": 1}) + msgpack.packb(msgpack.unpackb(encode_record(record))[:-1])
+        (tmp_path / "x").write_bytes(earlier)
+        assert list(TraceReader(tmp_path / "x").records()) == [record]
 
     def test_damage_in_the_middle_is_reported_with_its_place(self, recording: Recording) -> None:
         recording.recorder.start(HEADER)

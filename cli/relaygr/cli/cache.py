@@ -77,6 +77,11 @@ def replay_command(
     for any policy: see docs/cache-policies.md.
     """
     console = Console(highlight=False)
+    if plot is not None:
+        # Imported here since it takes a second, and only --plot needs it.
+        from relaygr.replay.plots import require_plot, save_plot
+
+        require_plot(plot)
     reader = TraceReader(trace_file)
     header = reader.header
     coefficients = _coefficients(console, header, calibration)
@@ -114,10 +119,8 @@ def replay_command(
         soft_wrap=True,
     )
     if plot is not None:
-        # Imported here since it takes a second, and only --plot needs it.
-        from relaygr.replay.plots import save_plot
-
-        save_plot(plot, results, bound, environment)
+        title = f"{trace_file.name}: visits that found all they could reuse"
+        save_plot(plot, title, results, bound, environment)
         console.print(f"plot written to {plot}", soft_wrap=True)
 
 

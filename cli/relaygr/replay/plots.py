@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,33 +17,83 @@ from relaygr.replay.bound import HitBound
 from relaygr.replay.run import ReplayEnvironment, ReplayResult
 from relaygr.replay.tables import bounds_of, name_of
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_files import check_room
 from relaygr.settings import size_text
 
 _BOUND = "0.55"
+_LEAST_MARGIN = 0.0005
 
 
-def save_plot(path: Path, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """Writes the picture in the format that the suffix of `path` names. Raises RelayError."""
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """The hits that one row of the picture shows."""
+
+    name: str
+    counts_dram: bool
+
+    def share(self, one: ReplayResult) -> float:
+        """The share of visits that found all they could reuse."""
+        return (one.hbm_hits + (one.dram_hits if self.counts_dram else 0)) / max(1, one.visits)
+
+    def bound(self, pair: tuple[float, float]) -> float:
+        return pair[1] if self.counts_dram else pair[0]
+
+
+_IN_HBM = _Tier("in HBM", False)
+_IN_EITHER = _Tier("in HBM or DRAM", True)
+
+
+def require_plot(path: Path) -> None:
+    """Raises RelayError if `save_plot` could not write this file: before a replay that may take minutes."""
+    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in known:
+        raise RelayError(f"--plot {path} cannot be written: its suffix must be one of {', '.join(sorted(known))}.")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_room(path.parent)
+    except OSError as error:
+        raise RelayError(f"--plot {path} cannot be written: {error.strerror}.") from error
+
+
+def save_plot(
+    path: Path, title: str, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment
+) -> None:
+    """Writes the picture in the format that the suffix of `path` names. Raises RelayError.
+
+    One row shows the hits in HBM, a second row the hits in either tier. Each row shows the range of its policies only,
+    because their differences would not be seen on an axis from 0 to 100 %.
+    """
     panels = _panels(results)
-    figure = Figure(figsize=(5 + 4 * len(panels), 5), layout="constrained")
+    has_dram = any(each.candidate.dram_bytes for each in results)
+    tiers = [_IN_HBM, _IN_EITHER] if has_dram else [_IN_HBM]
+    figure = Figure(figsize=(5 + 4 * len(panels), 1 + 4 * len(tiers)), layout="constrained")
     FigureCanvasAgg(figure)
-    all_axes: list[Axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0].tolist()
+    figure.suptitle(title)
+    rows: list[list[Axes]] = figure.subplots(len(tiers), len(panels), sharey="row", squeeze=False).tolist()
     is_by_size = any(len(_sizes(panel)) > 1 for panel in panels)
-    for axes, panel in zip(all_axes, panels, strict=True):
-        (_against_size if is_by_size else _by_policy)(axes, panel, bound, environment)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylim(0, 1)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    all_axes[0].set_ylabel("visits that found all they could reuse")
-    dashed = is_by_size and any(each.candidate.dram_bytes for each in results)
-    title = "solid: in HBM\ndashed: in HBM or DRAM" if dashed else None
-    lines, names = all_axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside right upper", title=title, title_fontsize="small", fontsize="small")
+    for tier, row in zip(tiers, rows, strict=True):
+        for axes, panel in zip(row, panels, strict=True):
+            (_against_size if is_by_size else _by_policy)(axes, tier, panel, bound, environment)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.grid(axis="y", alpha=0.3)
+            axes.set_axisbelow(True)
+        row[0].set_ylim(*shown_range([tier.share(each) for each in results]))
+        row[0].set_ylabel(f"hits {tier.name}")
+    lines, names = rows[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside right upper", fontsize="small")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise RelayError(f"--plot {path} cannot be written: {error}.") from error
+
+
+def shown_range(shares: Sequence[float]) -> tuple[float, float]:
+    """The part of the axis that shows these shares, with a margin."""
+    lowest, highest = min(shares), max(shares)
+    margin = max(0.1 * (highest - lowest), _LEAST_MARGIN)
+    return lowest - margin, highest + margin
 
 
 def _sizes(results: Sequence[ReplayResult]) -> list[tuple[int, int]]:
@@ -59,8 +112,10 @@ def _panels(results: Sequence[ReplayResult]) -> list[list[ReplayResult]]:
     return [[each for each in results if each.candidate.dram_bytes == size] for size in dram_sizes]
 
 
-def _against_size(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """A solid line for HBM and a dashed line for both tiers, with one colour for each policy."""
+def _against_size(
+    axes: Axes, tier: _Tier, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment
+) -> None:
+    """A line for each policy."""
     sizes = _sizes(results)
     (hbm_bytes, dram_bytes), varies_hbm = sizes[0], sizes[0][0] != sizes[-1][0]
 
@@ -68,19 +123,12 @@ def _against_size(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, 
         return one.candidate.hbm_bytes if varies_hbm else one.candidate.dram_bytes
 
     ordered = sorted(results, key=size_of)
-    has_dram = any(each.candidate.dram_bytes for each in results)
     for name in dict.fromkeys(name_of(each.candidate.policies) for each in results):
         line = [each for each in ordered if name_of(each.candidate.policies) == name]
         along = [size_of(each) for each in line]
-        visits = max(1, line[0].visits)
-        (drawn,) = axes.plot(along, [each.hbm_hits / visits for each in line], marker="o", markersize=4, label=name)
-        if has_dram:
-            both = [(each.hbm_hits + each.dram_hits) / visits for each in line]
-            axes.plot(along, both, linestyle="--", marker="o", markersize=4, color=drawn.get_color())
-    bounds = {size_of(each): bounds_of(bound, environment, each.candidate) for each in ordered}
-    axes.plot(list(bounds), [pair[0] for pair in bounds.values()], color=_BOUND, label="bound")
-    if has_dram:
-        axes.plot(list(bounds), [pair[1] for pair in bounds.values()], color=_BOUND, linestyle="--")
+        axes.plot(along, [tier.share(each) for each in line], marker="o", markersize=4, label=name)
+    bounds = {size_of(each): tier.bound(bounds_of(bound, environment, each.candidate)) for each in ordered}
+    axes.plot(list(bounds), list(bounds.values()), color=_BOUND, label="bound")
     # Size 0 is drawn beside the smallest size.
     axes.set_xscale("symlog", base=2, linthresh=min(size for size in bounds if size))
     axes.set_xticks(sorted(bounds))
@@ -93,17 +141,15 @@ def _amount(size_bytes: int) -> str:
     return size_text(size_bytes) if size_bytes else "no"
 
 
-def _by_policy(axes: Axes, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
-    """Stacked bars, and the bounds as horizontal lines."""
+def _by_policy(
+    axes: Axes, tier: _Tier, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment
+) -> None:
+    """A dot for each policy, with its value, and the bound in words: it may lie outside the axis."""
     names = [name_of(each.candidate.policies) for each in results]
-    visits = max(1, results[0].visits)
-    in_hbm = [each.hbm_hits / visits for each in results]
-    axes.bar(names, in_hbm, label="in HBM", color="C0")
+    shares = [tier.share(each) for each in results]
+    axes.plot(names, shares, linestyle="", marker="o", label=f"policy {tier.name}")
+    for name, share in zip(names, shares, strict=True):
+        axes.annotate(f"{share:.2%}", (name, share), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
     candidate = results[0].candidate
-    if candidate.dram_bytes:
-        axes.bar(names, [each.dram_hits / visits for each in results], bottom=in_hbm, label="in DRAM", color="C1")
-    hbm_bound, both_bound = bounds_of(bound, environment, candidate)
-    axes.axhline(hbm_bound, color="C0", linestyle=":", label="bound, HBM")
-    if candidate.dram_bytes:
-        axes.axhline(both_bound, color="C1", linestyle=":", label="bound, either")
+    axes.set_title(f"bound: {tier.bound(bounds_of(bound, environment, candidate)):.1%}", fontsize="small")
     axes.set_xlabel(f"policy, with {_amount(candidate.hbm_bytes)} HBM and {_amount(candidate.dram_bytes)} DRAM")

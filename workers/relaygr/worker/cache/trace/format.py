@@ -1,7 +1,9 @@
 """Format of a trace file, and its reader. A stream of MessagePack values: the header, then one array for each record.
 
-    header   map: `format` "relaygr-cache-trace", `version` 1, and the fields of `TraceHeader`
-    record   [kind, at_us, user, namespace, behaviours, sketch, outcome]
+    header   map: `format` "relaygr-cache-trace", `version` 2, the fields of `TraceHeader`, and `checksum`
+    record   [kind, at_us, user, namespace, behaviours, sketch, outcome, checksum]
+
+`checksum` is the CRC-32 of the same value without its checksum. Files of version 1 have no checksums, and are read.
 
 `kind` and `outcome` are the texts of `CacheEvent`. `at_us` counts from the first record. `user` is a 64-bit keyed hash
 of the user id; the key is not stored, so nobody can look up a user id. `namespace` is the beginning of the model's
@@ -15,6 +17,7 @@ common mark looks like growth. That is enough to replay, and a tenth of the size
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
@@ -31,10 +34,12 @@ from relaygr.worker.cache.policies import PolicyName
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry, PrefixLayout
 
 FORMAT = "relaygr-cache-trace"
-VERSION = 1
+VERSION = 2
+_WITHOUT_CHECKSUMS = 1
 MARK_BYTES = 4
 _CHUNK_BYTES = 1 << 20
 _LARGEST_VALUE_BYTES = 1 << 16
+_LARGEST_RECORD_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +113,20 @@ def sketch_of(chain: DigestChain, key: bytes) -> Sketch:
 
 def encode_header(header: TraceHeader) -> bytes:
     """The first value of a file."""
-    plain: bytes = msgpack.packb({"format": FORMAT, "version": VERSION, **asdict(header)})
-    return plain
+    plain = {"format": FORMAT, "version": VERSION, **asdict(header)}
+    packed: bytes = msgpack.packb({**plain, "checksum": _checksum(plain)})
+    return packed
 
 
 def decode_header(value: object) -> TraceHeader:
     """The header from the first value of a file. Raises TraceFormatError that names the fault."""
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         raise TraceFormatError("it does not begin with the header of a cache trace")
-    if value.get("version") != VERSION:
+    if value.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
         raise TraceFormatError(f"it has version {value.get('version')!r}, this program reads version {VERSION}")
+    plain = {key: part for key, part in value.items() if key != "checksum"}
+    if value.get("version") == VERSION and value.get("checksum") != _checksum(plain):
+        raise TraceFormatError("its header has another checksum than it states: a byte was changed")
     try:
         given: dict[str, Any] = {field.name: value[field.name] for field in fields(TraceHeader)}
         kv = dict(given["geometry"]["kv"])
@@ -138,22 +147,27 @@ def decode_header(value: object) -> TraceHeader:
 def encode_record(record: TraceRecord) -> bytes:
     """The value of a record."""
     sketch = record.sketch
-    plain: bytes = msgpack.packb(
-        (
-            record.kind.value,
-            record.at_us,
-            record.user,
-            record.namespace,
-            sketch.behaviours,
-            sketch.marks,
-            record.outcome,
-        )
+    plain = (
+        record.kind.value,
+        record.at_us,
+        record.user,
+        record.namespace,
+        sketch.behaviours,
+        sketch.marks,
+        record.outcome,
     )
-    return plain
+    packed: bytes = msgpack.packb((*plain, _checksum(plain)))
+    return packed
 
 
-def decode_record(value: Any) -> TraceRecord:
+def decode_record(value: Any, *, has_checksum: bool = True) -> TraceRecord:
     """The record of a value. Raises TraceFormatError."""
+    if has_checksum:
+        if not isinstance(value, tuple) or not value:
+            raise TraceFormatError("not a record")
+        value, checksum = value[:-1], value[-1]
+        if checksum != _checksum(value):
+            raise TraceFormatError("its checksum is wrong: a byte was changed")
     try:
         kind, at_us, user, namespace, behaviours, marks, outcome = value
         record = TraceRecord(EventKind(kind), at_us, user, namespace, Sketch(behaviours, marks), outcome)
@@ -180,7 +194,9 @@ class TraceReader:
         unpacker = _unpacker()
         unpacker.feed(beginning)
         try:
-            self.header: TraceHeader = decode_header(unpacker.unpack())
+            value = unpacker.unpack()
+            self.header: TraceHeader = decode_header(value)
+            self._has_checksums = value["version"] != _WITHOUT_CHECKSUMS
         except msgpack.OutOfData:
             raise RelayError(f"The trace {path} is empty: nothing was recorded yet.") from None
         except (TraceFormatError, ValueError, msgpack.UnpackException) as error:
@@ -194,22 +210,34 @@ class TraceReader:
         that are not a record.
         """
         unpacker = _unpacker()
-        number = 0
+        number = read_bytes = 0
         with self._path.open("rb") as file:
             file.seek(self._records_at)
             while chunk := file.read(_CHUNK_BYTES):
                 unpacker.feed(chunk)
+                read_bytes += len(chunk)
                 try:
                     for value in unpacker:
                         number += 1
-                        yield decode_record(value)
+                        yield decode_record(value, has_checksum=self._has_checksums)
                 except (TraceFormatError, ValueError, msgpack.UnpackException) as error:
                     raise RelayError(f"The trace {self._path} is damaged at record {number}: {error}.") from error
                 if on_progress is not None:
                     on_progress(file.tell())
+        if read_bytes - unpacker.tell() > _LARGEST_RECORD_BYTES:
+            raise RelayError(f"The trace {self._path} is damaged at record {number + 1}: it does not end.")
+
+
+def _checksum(plain: object) -> int:
+    return zlib.crc32(msgpack.packb(plain))
 
 
 def _unpacker() -> msgpack.Unpacker:
     return msgpack.Unpacker(
-        max_buffer_size=_CHUNK_BYTES + _LARGEST_VALUE_BYTES, max_bin_len=4096, max_str_len=4096, use_list=False
+        max_buffer_size=_CHUNK_BYTES + _LARGEST_VALUE_BYTES,
+        max_bin_len=4096,
+        max_str_len=4096,
+        max_array_len=64,
+        max_map_len=64,
+        use_list=False,
     )
