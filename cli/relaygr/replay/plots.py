@@ -81,8 +81,9 @@ def save_plot(
             axes.set_axisbelow(True)
         row[0].set_ylim(*shown_range([tier.share(each) for each in results]))
         row[0].set_ylabel(f"hits {tier.name}")
-    lines, names = rows[0][0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside right upper", fontsize="small")
+    if is_by_size:
+        lines, names = rows[0][0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside right upper", fontsize="small")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -147,7 +148,7 @@ def _by_policy(
     """A dot for each policy, with its value, and the bound in words: it may lie outside the axis."""
     names = [name_of(each.candidate.policies) for each in results]
     shares = [tier.share(each) for each in results]
-    axes.plot(names, shares, linestyle="", marker="o", label=f"policy {tier.name}")
+    axes.plot(names, shares, linestyle="", marker="o")
     for name, share in zip(names, shares, strict=True):
         axes.annotate(f"{share:.2%}", (name, share), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
     candidate = results[0].candidate
