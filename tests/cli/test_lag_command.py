@@ -57,6 +57,23 @@ def lag(kafka: KafkaSettings, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.kafka
+def test_requests_that_wait_though_no_worker_ever_existed_are_a_stop(real_broker: LocalBroker) -> None:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=2))
+    real_broker.create_topics(kafka)
+    try:
+        producer = make_producer(kafka, ProducerKind.DURABLE, "test")
+        producer.produce(kafka.topic(Topic.RANKING), b"x", partition=0)
+        assert producer.flush(10) == 0
+        exit_code, said = lag(kafka)
+        assert exit_code == 2, said
+        assert f"{kafka.workers_group}  STOP" in said
+        assert "The group has no member and no commit, and messages wait for it" in said
+    finally:
+        real_broker.delete_topics(kafka)
+
+
 def test_a_group_that_keeps_up_exits_with_0(kafka: KafkaSettings) -> None:
     commit(kafka, 3)
     code, said = lag(kafka)

@@ -138,6 +138,18 @@ def test_metrics_have_the_names_and_labels_that_dashboards_know() -> None:
     assert scrapes.value("kafka_consumergroup_group_lag_seconds", **nobody) == 0
 
 
+def test_messages_that_retention_deleted_unread_are_lost_and_not_behind() -> None:
+    scrapes = Scrapes()
+    offsets = PartitionOffsets(TopicPartition(PRE, 0), committed=5, end=30, start=20)
+    assert (offsets.position, offsets.lag, offsets.lost) == (20, 10, 15)
+    scrapes.show(Snapshot("cluster", 0, 0, (group(None, (offsets,)),)))
+    labels = {"topic": PRE, "partition": "0", "member_host": "", "consumer_id": "", "client_id": ""}
+    assert scrapes.value("kafka_consumergroup_group_messages_lost", **labels) == 15
+    assert scrapes.value("kafka_consumergroup_group_lag", **labels) == 10
+    log = {"cluster_name": "cluster", "topic": PRE, "partition": "0"}
+    assert scrapes.registry.get_sample_value("kafka_partition_earliest_offset", log) == 20
+
+
 def test_figures_that_are_too_old_are_not_exported() -> None:
     scrapes = Scrapes()
     scrapes.show(snapshot(0, None, (PRE, 0, 5, 9)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr.lag.status import LagSample, LagStatus, evaluate, worst
+from relaygr.lag.status import LagSample, LagStatus, cadence_polls, evaluate, worst
 
 WINDOW = 4
 
@@ -39,6 +39,25 @@ def test_a_partition_is_judged_by_its_last_polls(
     pairs: list[tuple[int | None, int | None]], expected: LagStatus
 ) -> None:
     assert status(*pairs) is expected
+
+
+def test_messages_that_wait_for_a_group_that_never_committed_are_a_stop_or_a_stall() -> None:
+    """No worker had ever existed, requests waited, and the exit code was 0."""
+    waits = [LagSample(None, None, unread) for unread in (1, 5, 9, 9)]
+    assert evaluate(waits, WINDOW, 0, owned=False) is LagStatus.STOP
+    assert evaluate(waits, WINDOW, 0, owned=True) is LagStatus.STALL
+    assert evaluate(waits[:3], WINDOW, 0, owned=False) is LagStatus.NO_COMMIT, "too early to evaluate"
+    assert evaluate([LagSample(None, None, 0), *waits[1:]], WINDOW, 0, owned=False) is LagStatus.NO_COMMIT
+    assert evaluate(waits, WINDOW, 9, owned=False) is LagStatus.NO_COMMIT
+
+
+def test_polls_that_come_oftener_than_commits_do_not_make_a_group_that_keeps_up_fall_behind() -> None:
+    assert [cadence_polls(interval_s) for interval_s in (0.1, 0.4, 1, 60)] == [20, 5, 2, 2]
+    between_commits = samples((0, 1), (10, 2), (10, 12), (10, 12))
+    assert evaluate(between_commits, WINDOW, 0, owned=True) is LagStatus.OK
+    keeps_up = samples((0, 60), (10, 60), (10, 70), (10, 80))
+    assert evaluate(keeps_up, WINDOW, 0, owned=True) is LagStatus.WARN
+    assert evaluate(keeps_up, WINDOW, 0, owned=True, cadence=cadence_polls(0.1)) is LagStatus.OK
 
 
 def test_an_offset_that_stands_still_is_a_stop_if_nobody_owns_it() -> None:

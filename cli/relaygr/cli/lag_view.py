@@ -60,7 +60,7 @@ def measure(monitor: LagMonitor, settings: Settings) -> LagReport:
 
 
 def _is_behind(report: LagReport, ok_messages: int) -> bool:
-    return any((row.lag or 0) > ok_messages for group in report.groups for row in group.partitions)
+    return any((row.lag or row.unread or 0) > ok_messages for group in report.groups for row in group.partitions)
 
 
 def watch(
@@ -132,6 +132,11 @@ def _headline(group: GroupReport, settled: bool) -> Text:
     members = "members unknown" if group.members is None else f"members: {group.members}"
     assignor = f", {group.assignor}" if group.assignor else ""
     behind = f"{group.lag} messages behind"
+    unread = sum(row.unread or 0 for row in group.partitions)
+    if unread:
+        behind += f", {unread} unread on partitions without a commit"
+    if group.lost:
+        behind += f", {group.lost} DELETED UNREAD"
     if group.max_time_lag is not None:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
     text = Text(group.group, style="bold")

@@ -14,7 +14,8 @@ cannot be read becomes a sentence in its `problems`; only a cluster that does no
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
@@ -28,7 +29,13 @@ from confluent_kafka import (
     KafkaException,
 )
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, ClusterMetadata, ConsumerGroupDescription, OffsetSpec
+from confluent_kafka.admin import (
+    AdminClient,
+    ClusterMetadata,
+    ConsumerGroupDescription,
+    ListOffsetsResultInfo,
+    OffsetSpec,
+)
 
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
@@ -48,8 +55,17 @@ _T = TypeVar("_T")
 # Each request has its own time-out. This longer one is for a client that hangs.
 _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
-_REQUESTS_IN_A_ROW: Final = 6
-"""A poll waits for five requests one after the other, and has some time for its own work."""
+_NO_COORDINATOR_YET: Final = frozenset(
+    (
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.NOT_COORDINATOR,
+    )
+)
+"""A cluster without any group creates its internal topic at the first question about one."""
+_COORDINATOR_RETRY_S: Final = 0.2
+_REQUESTS_IN_A_ROW: Final = 8
+"""A poll waits for six requests one after the other, for the coordinator, and has some time for its own work."""
 _NO_GROUP_REQUESTS: Final = "This cluster does not describe groups: members, owners and state are unknown"
 
 
@@ -166,6 +182,17 @@ class _GroupPoll:
         self._explicit = {pattern for pattern in patterns if not any(mark in pattern for mark in "*?[")}
 
     def ask(self, admin: AdminClient) -> Snapshot:
+        """Raises KafkaException or TimeoutError without an answer."""
+        ends_s = time.monotonic() + self._settings.request_timeout_s
+        while True:
+            try:
+                return self._ask(admin)
+            except KafkaException as error:
+                if error.args[0].code() not in _NO_COORDINATOR_YET or time.monotonic() >= ends_s:
+                    raise
+            time.sleep(_COORDINATOR_RETRY_S)
+
+    def _ask(self, admin: AdminClient) -> Snapshot:
         timeout_s = self._settings.request_timeout_s
         cluster = admin.list_topics(timeout=timeout_s)
         groups = self._groups(admin)
@@ -181,13 +208,24 @@ class _GroupPoll:
             else ([], [])
             for group in shown
         }
-        ends, failures = self._ends(admin, {tp for partitions, _ in wanted.values() for tp in partitions})
+        # Requests may wait for a group of ours that never had a member.
+        absent = {
+            group: _partitions_of(cluster, self._ours[group])
+            for group in groups
+            if group in self._ours and group not in known and described[group].members == ()
+        }
+        asked_for = [*(partitions for partitions, _ in wanted.values()), *absent.values()]
+        ends, starts, failures = self._ends(admin, {tp for partitions in asked_for for tp in partitions})
+        for group, partitions in absent.items():
+            if any(ends.get(tp, 0) > starts.get(tp, 0) for tp in partitions):
+                wanted[group] = (partitions, [])
         snapshots = []
-        for group, (partitions, gone) in wanted.items():
+        for group, (partitions, gone) in sorted(wanted.items()):
             offsets, problem = committed[group]
             problems = [text for text in (described[group].problem, problem) if text is not None]
             if group not in known:
-                problems.append("The group has no member and no commit")
+                waits = ", and messages wait for it" if partitions else ""
+                problems.append(f"The group has no member and no commit{waits}")
             if gone:
                 problems.append(f"The group has commits for topics that no longer exist: {', '.join(gone)}")
             failed = sorted({failures[tp] for tp in partitions if tp in failures})
@@ -199,7 +237,9 @@ class _GroupPoll:
                     protocol=described[group].protocol,
                     assignor=described[group].assignor,
                     members=described[group].members,
-                    partitions=tuple(PartitionOffsets(tp, offsets.get(tp), ends.get(tp)) for tp in partitions),
+                    partitions=tuple(
+                        PartitionOffsets(tp, offsets.get(tp), ends.get(tp), starts.get(tp)) for tp in partitions
+                    ),
                     problems=tuple(problems),
                 )
             )
@@ -254,24 +294,35 @@ class _GroupPoll:
         return _partitions_of(cluster, sorted(topics)), gone
 
     def _ends(
-        self, admin: AdminClient, partitions: Iterable[TopicPartition]
-    ) -> tuple[dict[TopicPartition, int], dict[TopicPartition, str]]:
+        self, admin: AdminClient, partitions: Collection[TopicPartition]
+    ) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int], dict[TopicPartition, str]]:
+        """The ends and the starts of the logs, and why an end cannot be read."""
+        if not partitions:
+            return {}, {}, {}
+        timeout_s = self._settings.request_timeout_s
+        places = [KafkaPartition(tp.topic, tp.partition) for tp in partitions]
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {KafkaPartition(tp.topic, tp.partition): latest for tp in partitions}
-        if not asked:
-            return {}, {}
-        ends: dict[TopicPartition, int] = {}
-        failures: dict[TopicPartition, str] = {}
-        futures = admin.list_offsets(asked, request_timeout=self._settings.request_timeout_s)
-        for asked_for, future in futures.items():
-            tp = TopicPartition(asked_for.topic, asked_for.partition)
-            try:
-                ends[tp] = _result(future).offset
-            except KafkaException as error:
-                failures[tp] = error.args[0].str()
+        earliest: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+        first = admin.list_offsets(dict.fromkeys(places, earliest), request_timeout=timeout_s)
+        starts, _ = _offsets_of(first)
+        ends, failures = _offsets_of(admin.list_offsets(dict.fromkeys(places, latest), request_timeout=timeout_s))
         if not ends:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, next(iter(failures.values()))))
-        return ends, failures
+        return ends, starts, failures
+
+
+def _offsets_of(
+    answers: Mapping[KafkaPartition, Future[ListOffsetsResultInfo]],
+) -> tuple[dict[TopicPartition, int], dict[TopicPartition, str]]:
+    offsets: dict[TopicPartition, int] = {}
+    failures: dict[TopicPartition, str] = {}
+    for place, future in answers.items():
+        tp = TopicPartition(place.topic, place.partition)
+        try:
+            offsets[tp] = _result(future).offset
+        except KafkaException as error:
+            failures[tp] = error.args[0].str()
+    return offsets, failures
 
 
 def _described(future: Future[ConsumerGroupDescription]) -> _GroupDescription:

@@ -95,6 +95,14 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
     latest = GaugeMetricFamily(
         "kafka_partition_latest_offset", "End offset of the log", labels=["cluster_name", "topic", "partition"]
     )
+    earliest = GaugeMetricFamily(
+        "kafka_partition_earliest_offset", "Start offset of the log", labels=["cluster_name", "topic", "partition"]
+    )
+    lost = GaugeMetricFamily(
+        "kafka_consumergroup_group_messages_lost",
+        "Messages deleted by retention that the group had not read",
+        labels=_PARTITION,
+    )
     status = GaugeMetricFamily(
         "relaygr_lag_group_status",
         "1 for the current status of the group, 0 for the others",
@@ -110,6 +118,7 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
         "relaygr_lag_partitions_without_commit", "Partitions without a commit of the group", labels=_GROUP
     )
     ends: dict[tuple[str, int], int] = {}
+    starts: dict[tuple[str, int], int] = {}
     for group in report.groups:
         labels = [cluster, group.group]
         max_lag.add_metric(labels, group.max_lag)
@@ -134,10 +143,16 @@ def _metrics(report: LagReport, cluster: str) -> Iterable[Metric]:
                 seconds.add_metric(row_labels, row.time_lag.seconds)
             if row.end is not None:
                 ends[(row.topic, row.partition)] = row.end
+            if row.start is not None:
+                starts[(row.topic, row.partition)] = row.start
+                lost.add_metric(row_labels, row.lost)
     for (topic, partition), end in ends.items():
         latest.add_metric([cluster, topic, str(partition)], end)
+    for (topic, partition), start in starts.items():
+        earliest.add_metric([cluster, topic, str(partition)], start)
     return (
-        offset, lag, seconds, max_lag, max_seconds, sum_lag, topic_lag, latest, status, split, members, without,
+        offset, lag, seconds, max_lag, max_seconds, sum_lag, topic_lag, latest, earliest, lost, status, split, members,
+        without,
     )  # fmt: skip
 
 

@@ -28,18 +28,39 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOffsets:
-    """The committed offset of a group and the end of the log. None: no commit, or an unknown end."""
+    """The committed offset of a group, the end and the start of the log. None: no commit, or unknown."""
 
     tp: TopicPartition
     committed: int | None
     end: int | None
+    start: int | None = None
+
+    @property
+    def position(self) -> int | None:
+        """The offset of the next message that the group can read; None without a commit."""
+        return None if self.committed is None else max(self.committed, self.start or 0)
 
     @property
     def lag(self) -> int | None:
-        """Messages between commit and end; None if one of them is unknown."""
-        if self.committed is None or self.end is None:
+        """Messages that can be read, between commit and end; None if commit or end is unknown."""
+        position = self.position
+        if position is None or self.end is None:
             return None
-        return max(0, self.end - self.committed)
+        return max(0, self.end - position)
+
+    @property
+    def unread(self) -> int | None:
+        """Messages that wait for a group without a commit: the whole log; None if there is a commit, or if unknown."""
+        if self.committed is not None or self.end is None or self.start is None:
+            return None
+        return max(0, self.end - self.start)
+
+    @property
+    def lost(self) -> int:
+        """Messages that were deleted before the group read them."""
+        if self.committed is None or self.start is None:
+            return 0
+        return max(0, self.start - self.committed)
 
 
 @dataclass(frozen=True, slots=True)

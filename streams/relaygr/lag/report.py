@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.lag.model import GroupMember, GroupSnapshot, PartitionOffsets, Snapshot, owner_split
 from relaygr.lag.settings import LagSettings
-from relaygr.lag.status import LagSample, LagStatus, evaluate, worst
+from relaygr.lag.status import LagSample, LagStatus, cadence_polls, evaluate, worst
 
 GroupPartition = tuple[str, TopicPartition]
 
@@ -96,6 +96,12 @@ class PartitionReport:
     time_lag: TimeLag | None
     owner: GroupMember | None
     status: LagStatus
+    start: int | None = None
+    """The first offset that can still be read."""
+    unread: int | None = None
+    """Messages that wait, if the group never committed."""
+    lost: int = 0
+    """Messages that were deleted before the group read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,8 @@ class GroupReport:
     status: LagStatus
     problems: tuple[str, ...]
     partitions: tuple[PartitionReport, ...]
+    lost: int = 0
+    """Messages that were deleted before the group read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,7 @@ class LagTracker:
                 history = self._histories.get(key)
                 if history is None:
                     history = self._histories[key] = _LagHistory(deque(maxlen=self._settings.window_polls))
-                history.samples.append(LagSample(offsets.committed, offsets.lag))
+                history.samples.append(LagSample(offsets.committed, offsets.lag, offsets.unread))
                 if offsets.end is not None:
                     logs[offsets.tp] = max(offsets.end, logs.get(offsets.tp, 0))
         for tp, end in logs.items():
@@ -177,10 +185,11 @@ class LagTracker:
         for group in snapshot.groups:
             for offsets in group.partitions:
                 history = self._histories[(group.group, offsets.tp)]
-                if offsets.committed is None or not offsets.lag or offsets.committed in history.record_ms:
+                position = offsets.position
+                if position is None or not offsets.lag or position in history.record_ms:
                     continue
-                if self._ends[offsets.tp].time_lag(offsets.committed) is None:
-                    wanted[offsets.tp] = min(offsets.committed, wanted.get(offsets.tp, offsets.committed))
+                if self._ends[offsets.tp].time_lag(position) is None:
+                    wanted[offsets.tp] = min(position, wanted.get(offsets.tp, position))
         return wanted
 
     def learn(self, timestamps_ms: Mapping[TopicPartition, tuple[int, int]]) -> None:
@@ -215,6 +224,7 @@ class LagTracker:
             status=worst(row.status for row in partitions),
             problems=group.problems,
             partitions=partitions,
+            lost=sum(row.lost for row in partitions),
         )
 
     def _partition(self, snapshot: Snapshot, group: GroupSnapshot, offsets: PartitionOffsets) -> PartitionReport:
@@ -229,16 +239,26 @@ class LagTracker:
             lag=offsets.lag,
             time_lag=self._time_lag(snapshot, offsets, history),
             owner=owner,
-            status=evaluate(history.samples, self._settings.window_polls, self._settings.ok_messages, owned),
+            status=evaluate(
+                history.samples,
+                self._settings.window_polls,
+                self._settings.ok_messages,
+                owned,
+                cadence_polls(self._settings.interval_s),
+            ),
+            start=offsets.start,
+            unread=offsets.unread,
+            lost=offsets.lost,
         )
 
     def _time_lag(self, snapshot: Snapshot, offsets: PartitionOffsets, history: _LagHistory) -> TimeLag | None:
-        if offsets.committed is None or offsets.lag is None:
+        position = offsets.position
+        if position is None or offsets.lag is None:
             return None
         if offsets.lag == 0:
             return TimeLag(0.0, TimeLagSource.CAUGHT_UP)
-        interpolated = self._ends[offsets.tp].time_lag(offsets.committed)
+        interpolated = self._ends[offsets.tp].time_lag(position)
         if interpolated is not None:
             return interpolated
-        timestamp_ms = history.record_ms.get(offsets.committed)
+        timestamp_ms = history.record_ms.get(position)
         return None if timestamp_ms is None else record_time_lag(snapshot.wall_us, timestamp_ms)

@@ -8,15 +8,16 @@ not move. Whether a member owns the partition tells the two cases apart. The fir
     lag was within bounds at some time in the window    OK
     the offset did not move, and no member owns it      STOP
     the offset did not move, and a member owns it       STALL
-    it moved, and lag is at most two polls' arrivals    OK
+    it moved, and lag is at most some polls' arrivals   OK
     it moved, and lag never fell                        WARN
     else                                                OK
 
-The rule about two polls is not Burrow's. A group commits about once a second, so a group that keeps up always has about
-a second of lag, and polls at the same times as the commits never see it fall.
+The rule about some polls is not Burrow's. A group commits about once a second, so a group that keeps up always has
+about a second of lag, and polls at the same times as the commits, or more often, never see it fall. The polls of two
+seconds count, and two at least.
 
 Until the window is full only REWIND is reported, so that a slow start raises no alarm. A partition without a commit is
-NO_COMMIT, which is no alarm either: the group is new, or the partition never had a message.
+NO_COMMIT while it has no messages; if messages wait for a whole window, it is STALL with an owner, and STOP without.
 
 Source of the rules: LinkedIn's Burrow, wiki page "Consumer Lag Evaluation Rules". Pure.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +62,9 @@ _EXIT_CODES = {
     LagStatus.STOP: 2,
     LagStatus.UNKNOWN: 3,
 }
-_CADENCE_POLLS = 2
+CADENCE_S = 2.0
+"""A group commits about once a second."""
+_LEAST_CADENCE_POLLS = 2
 _SEVERITY = {status: severity for severity, status in enumerate(LagStatus)}
 
 
@@ -70,6 +74,13 @@ class LagSample:
 
     committed: int | None
     lag: int | None
+    unread: int | None = None
+    """Messages that wait for a group without a commit."""
+
+
+def cadence_polls(interval_s: float) -> int:
+    """The polls whose arrivals a group that keeps up may have as lag."""
+    return max(_LEAST_CADENCE_POLLS, math.ceil(CADENCE_S / interval_s))
 
 
 def worst(statuses: Iterable[LagStatus]) -> LagStatus:
@@ -77,14 +88,24 @@ def worst(statuses: Iterable[LagStatus]) -> LagStatus:
     return max(statuses, key=_SEVERITY.__getitem__, default=LagStatus.UNKNOWN)
 
 
-def evaluate(samples: Sequence[LagSample], window_polls: int, ok_messages: int, owned: bool | None) -> LagStatus:
+def evaluate(
+    samples: Sequence[LagSample],
+    window_polls: int,
+    ok_messages: int,
+    owned: bool | None,
+    cadence: int = _LEAST_CADENCE_POLLS,
+) -> LagStatus:
     """The status after the last of `samples`, which are at most `window_polls`, oldest first.
 
-    `owned`: whether a member owns the partition; None if that is unknown, which counts as owned.
+    `owned`: whether a member owns the partition; None if that is unknown, which counts as owned. `cadence`: see
+    `cadence_polls`.
     """
     last = samples[-1]
     if last.committed is None:
-        return LagStatus.NO_COMMIT
+        waits = all((sample.unread or 0) > ok_messages for sample in samples)
+        if len(samples) < window_polls or not waits:
+            return LagStatus.NO_COMMIT
+        return LagStatus.STOP if owned is False else LagStatus.STALL
     if last.lag is None:
         return LagStatus.UNKNOWN
     if last.lag <= ok_messages:
@@ -98,7 +119,7 @@ def evaluate(samples: Sequence[LagSample], window_polls: int, ok_messages: int, 
     if offsets[0] == offsets[-1]:
         return LagStatus.STOP if owned is False else LagStatus.STALL
     arrived_per_poll = (offsets[-1] + lags[-1] - offsets[0] - lags[0]) / (len(samples) - 1)
-    if last.lag <= _CADENCE_POLLS * arrived_per_poll:
+    if last.lag <= cadence * arrived_per_poll:
         return LagStatus.OK
     if all(later >= earlier for earlier, later in itertools.pairwise(lags)):
         return LagStatus.WARN
