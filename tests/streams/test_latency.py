@@ -140,7 +140,7 @@ def test_ranking_few_candidates_pays_for_the_length_of_its_prefix() -> None:
 
 
 def test_a_chunk_pays_for_the_cached_tokens_that_it_reads() -> None:
-    """Without the coefficient b3, many small chunks of a long prefix took twice the predicted time."""
+    """Without the coefficient b3, small chunks of a long prefix were predicted too short."""
     measured = [
         AppendPoint(n, k, 300 + 8.0 * k + 0.01 * k * (2 * n + k) + 4.0 * n) for n in (0, 512, 2048) for k in (64, 512)
     ]
