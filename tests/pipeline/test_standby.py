@@ -151,6 +151,24 @@ def test_the_standby_of_a_worker_killed_under_traffic_takes_over(relay: Relay, w
     assert relay.stop(worker) == 0
 
 
+def test_a_rolling_restart_of_both_processes_costs_no_request(relay: Relay, worker: CommandProcess):
+    """The recipe of docs/operations.md: SIGTERM to the active process, as soon as the standby is ready."""
+    with begun(relay) as traffic:
+        first = pair_of(worker)
+        time.sleep(1)
+        os.kill(first.active, signal.SIGTERM)
+        await_take_over(worker, first)
+        second = pair_of(worker, but_not=(first.active,))
+        os.kill(second.active, signal.SIGTERM)
+        await_take_over(worker, second)
+        time.sleep(1)
+        asked = require_all_ranked(traffic)
+    assert second.active == first.standby
+    assert second.standby not in (first.active, first.standby)
+    assert max(each.outcome.latency_us for each in asked) < relay.kafka.session_timeout_ms * 1000
+    assert relay.stop(worker) == 0
+
+
 def test_a_stopped_worker_is_killed_and_its_standby_takes_over(relay: Relay, worker: CommandProcess):
     pair = pair_of(worker)
     with begun(relay) as traffic:

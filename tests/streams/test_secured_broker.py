@@ -11,14 +11,23 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import TopicPartition
+from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 from pydantic import SecretStr
 
 import relaygr.devbroker.kafka
+from relaygr.consumer.leave import leave
 from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
-from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer, require_broker
+from relaygr.kafka.clients import (
+    ProducerKind,
+    make_admin,
+    make_assigned_consumer,
+    make_group_consumer,
+    make_producer,
+    require_broker,
+)
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from tests.streams.test_security import token
@@ -30,11 +39,12 @@ PASSWORD = "open sesame"
 
 @dataclass(frozen=True, slots=True)
 class SecuredBroker:
-    """One broker: with user and password over TLS, with client certificates, and with tokens."""
+    """One broker: with user and password over TLS, with client certificates, with tokens, and with SCRAM."""
 
     password: KafkaSettings
     certificate: KafkaSettings
     token: KafkaSettings
+    scram: KafkaSettings
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -61,6 +71,7 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
     cert, keystore = certificate(folder)
     port, controller_port, secured_port, mutual_port, token_port = free_ports(5)
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    scram = "org.apache.kafka.common.security.scram.ScramLoginModule required"
     bearer = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
     token_file = folder / "token"
     token_file.write_text(token(time.time() + 600))
@@ -74,7 +85,8 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
         "ssl.truststore.location": str(cert),
         "listener.name.token.sasl.enabled.mechanisms": "OAUTHBEARER",
         "listener.name.token.oauthbearer.sasl.jaas.config": f'{bearer} unsecuredLoginStringClaim_sub="broker";',
-        "sasl.enabled.mechanisms": "PLAIN",
+        "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512",
+        "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": f"{scram};",
         "listener.name.sasl_ssl.plain.sasl.jaas.config": f'{jaas} user_gateway="{PASSWORD}";',
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(keystore),
@@ -108,7 +120,23 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
                 by_password,
                 by_password.model_copy(update={"bootstrap": f"127.0.0.1:{mutual_port}", "security": mutual}),
                 by_password.model_copy(update={"bootstrap": f"127.0.0.1:{token_port}", "security": bearing}),
+                with_scram(by_password),
             )
+
+
+def with_scram(kafka: KafkaSettings) -> KafkaSettings:
+    """Settings of a new user of the broker, whose password is checked by SCRAM."""
+    wanted = UserScramCredentialUpsertion(
+        "scrammer", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096), PASSWORD.encode()
+    )
+    # The requests end with the client, so it needs a name.
+    admin = make_admin(kafka, "test")
+    for made in admin.alter_user_scram_credentials([wanted]).values():
+        made.result(30)
+    security = kafka.security.model_copy(
+        update={"sasl_mechanism": SaslMechanism.SCRAM_SHA_512, "sasl_username": "scrammer"}
+    )
+    return kafka.model_copy(update={"security": security})
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +150,23 @@ def changed(kafka: KafkaSettings, **changes: object) -> KafkaSettings:
     return kafka.model_copy(update={"security": security, "connect_timeout_s": 4.0})
 
 
-@pytest.mark.parametrize("way", ["password", "certificate", "token"])
+@pytest.mark.parametrize("way", ["password", "certificate", "token", "scram"])
+def test_a_static_member_leaves_its_group(broker: SecuredBroker, way: str) -> None:
+    kafka: KafkaSettings = getattr(broker, way)
+    assert create_topics(kafka).ok
+    group = f"secured-{way}"
+    member = make_group_consumer(kafka, group, "test", "worker-00")
+    member.subscribe(["secured.ranking"])
+    ends_s = time.monotonic() + 30
+    while not member.assignment():
+        assert time.monotonic() < ends_s
+        member.poll(0.05)
+    member.close()
+    assert leave(kafka, group, "worker-00", timeout_s=20)
+    assert not leave(kafka, group, "worker-00", timeout_s=20)
+
+
+@pytest.mark.parametrize("way", ["password", "certificate", "token", "scram"])
 def test_producers_and_consumers_get_in(broker: SecuredBroker, way: str) -> None:
     kafka: KafkaSettings = getattr(broker, way)
     assert create_topics(kafka).ok

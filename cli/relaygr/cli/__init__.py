@@ -21,7 +21,7 @@ class CommandSpec:
 COMMANDS: dict[str, CommandSpec] = {
     "demo": CommandSpec("relaygr.cli.demo:demo", "Run the whole relay here, on and off, and compare.", "all"),
     "topics": CommandSpec("relaygr.cli.topics:app", "Create or check the topics; print the rights on them."),
-    "worker": CommandSpec("relaygr.cli.worker:worker", "Run a worker: pre-infer, cache and rank.", "worker"),
+    "worker": CommandSpec("relaygr.cli.worker:app", "Run a worker: pre-infer, cache and rank.", "worker"),
     "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide about pre-infer jobs.", "trigger"),
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Drive traffic and record the answers.", "cli,http"),
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),

@@ -17,6 +17,7 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.settings import GroupProtocol
+from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, apart_from_secrets
 from relaygr.worker.exits import Exit
 
@@ -35,13 +36,26 @@ StandbyOption = Annotated[
 ]
 LineOption = Annotated[int | None, typer.Option("--supervisor-line", hidden=True)]
 RoleOption = Annotated[ChildRole, typer.Option("--role", hidden=True)]
+LeaveOption = Annotated[
+    bool,
+    typer.Option(
+        "--leave-on-stop",
+        help="After SIGTERM leave the group, so that other workers own the partitions at once. For a worker that "
+        "goes for good: without it, the partitions wait for a restart under the same id.",
+    ),
+]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.callback(invoke_without_command=True)
 def worker(
+    context: typer.Context,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
     standby: StandbyOption = False,
+    leave_on_stop: LeaveOption = False,
     supervisor_line: LineOption = None,
     role: RoleOption = ChildRole.FIRST,
 ) -> None:
@@ -50,19 +64,62 @@ def worker(
     The exit code is 0 after SIGTERM, 3 if another process took over the worker id (do not start it again), 4 if the
     device hangs, 1 after any other failure.
     """
+    if context.invoked_subcommand is not None:
+        return
     settings = command_settings(config, bootstrap, overrides)
     if standby:
         plain, secrets = apart_from_secrets(overrides or ())
         # The children inherit the environment.
         os.environ.update(secrets)
-        raise typer.Exit(_supervise(settings, _child_command(config, bootstrap, plain)))
+        code = _supervise(settings, _child_command(config, bootstrap, plain))
+    else:
+        code = _work(settings, supervisor_line, is_standby=role is ChildRole.STANDBY)
+    if leave_on_stop and code is Exit.DONE:
+        # Only now: a member that is still there would join again.
+        _leave(settings, settings.worker.worker_id)
+    raise typer.Exit(code)
+
+
+@app.command("leave")
+def leave_group(
+    worker_id: Annotated[str, typer.Argument(metavar="ID", help="The worker.worker_id of a worker that has ended.")],
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Give the partitions of a worker that has ended for good to the other workers at once."""
+    settings = command_settings(config, bootstrap, overrides)
+    if not _leave(settings, worker_id):
+        raise typer.Exit(1)
+
+
+def _leave(settings: Settings, worker_id: str) -> bool:
+    """Whether the worker was a member and has left. Raises RelayError if the broker does not answer."""
+    # aiokafka is imported only where it is needed.
+    from relaygr.consumer.leave import leave
+
+    group = settings.workers_group
+    if settings.group_protocol is GroupProtocol.CONSUMER:
+        raise RelayError(
+            "A worker leaves its group only with group_protocol=classic. Its partitions move to other workers when the "
+            "broker has ended its session."
+        )
+    has_left = leave(settings, group, worker_id)
+    if has_left:
+        log.info("left the group: other workers own its partitions now", worker_id=worker_id, group=group)
+    else:
+        log.warning("is not a member of the group", worker_id=worker_id, group=group)
+    return has_left
+
+
+def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool) -> Exit:
     from relaygr.worker.process import run_worker
     from relaygr.worker.settings import WorkerConfig
     from relaygr.worker.supervisor.heartbeat import SupervisorLink
 
     link = SupervisorLink(supervisor_line) if supervisor_line is not None else None
     parts = WorkerConfig(settings, settings.worker, settings.admission, settings.consumer)
-    raise typer.Exit(run_worker(parts, is_standby=role is ChildRole.STANDBY, link=link))
+    return run_worker(parts, is_standby=is_standby, link=link)
 
 
 def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[str]]) -> Exit:

@@ -39,7 +39,7 @@ def librdkafka_security(security: Security) -> dict[str, Any]:
         **texts,
         "sasl.mechanism": security.sasl_mechanism.value,
         "sasl.username": security.sasl_username,
-        "sasl.password": _password(security),
+        "sasl.password": password_of(security),
     }
 
 
@@ -59,7 +59,8 @@ def read_token(path: Path) -> tuple[str, float]:
         ) from None
 
 
-def _password(security: Security) -> str:
+def password_of(security: Security) -> str:
+    """The password of SASL, from its file if there is one. Raises RelayError if the file cannot be read."""
     if security.sasl_password_file is not None:
         return _read(security.sasl_password_file, "security.sasl_password_file")
     return security.sasl_password.get_secret_value() if security.sasl_password is not None else ""

@@ -183,8 +183,9 @@ class WorkerProcess:
         if self._parts is not None:
             self._parts.close()
         self._prepared.store.close()
-        self._probes.stop()
+        # A standby need not wait for the probe server, which may wait for its clients.
         self._lock.release()
+        self._probes.stop()
         log.info("stopped", worker_id=self._settings.worker_id, exit_code=int(self._exit))
 
     # -- reasons to end ----------------------------------------------------------------------------
