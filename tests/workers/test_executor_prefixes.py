@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import relaygr.worker.executor.executor
@@ -15,7 +17,8 @@ from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import ChunkReadiness, Computed, Failed, Prefixes, TooLate, Undone
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import PrefixWork, RankingWork, ResolvedPrefix
-from tests.worlds.executor import ExecutorWorld
+from relaygr.worker.history.resolve import StoredHistory
+from tests.worlds.executor import ExecutorWorld, history_of
 
 FOLDER = Path(relaygr.worker.executor.executor.__file__).parent
 ORDER = (
@@ -140,9 +143,10 @@ def test_a_late_request_ends_its_lease_before_its_prefix_takes_pages() -> None:
     world = ExecutorWorld(hbm_pages=32)
     world.job("u", world.store.put("u", 300), "late")
     world.run()
-    version = world.store.put("v", 300)
-    world.rank("v", version, "late", budget_us=5_000)
-    world.rank("v", version, "in time", budget_us=50_000)
+    other = replace(history_of("u", 300, number=2), features=np.array([7], "<i8"))
+    world.store.histories["u"] = StoredHistory(other, other.chain())
+    world.rank("u", other.version(), "late", budget_us=5_000)
+    world.rank("u", other.version(), "in time", budget_us=50_000)
     world.clock.advance_us(4_500)
     world.run()
     assert [work.request.request_id for work, _, _ in world.outbox.failures] == ["late"]
