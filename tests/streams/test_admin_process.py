@@ -115,7 +115,14 @@ def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(
     create_topics(kafka)
     # The first request to the coordinator makes the broker create its internal topic.
     with contextlib.closing(make_group_consumer(kafka, kafka.workers_group, "test")) as consumer:
-        consumer.committed([TopicPartition(kafka.topic(Topic.RANKING), 0)], timeout=60)
+        end_s = time.monotonic() + 60
+        while True:
+            try:
+                consumer.committed([TopicPartition(kafka.topic(Topic.RANKING), 0)], timeout=60)
+                break
+            except KafkaException:
+                assert time.monotonic() < end_s, "the broker has no group coordinator"
+                time.sleep(0.1)
     monkeypatch.setattr(relaygr.kafka.admin, "ADMIN_TIMEOUT_S", REQUEST_S)
     monitor = LagMonitor(kafka, LagSettings(request_timeout_s=REQUEST_S, record_timeout_s=0))
     calls: list[tuple[set[int], Callable[[], object], type[Exception] | None]] = [
