@@ -188,7 +188,9 @@ def broker(request: pytest.FixtureRequest) -> LocalBroker:
 def kafka_settings(broker: LocalBroker) -> Iterator[KafkaSettings]:
     """Settings for `broker` with a prefix of the test's own, its topics created and deleted after."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
-    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=TEST_PARTITIONS))
+    settings = broker.settings(
+        KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=TEST_PARTITIONS, dead_letter_bodies=True)
+    )
     broker.create_topics(settings)
     yield settings
     broker.delete_topics(settings)

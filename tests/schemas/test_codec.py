@@ -172,7 +172,7 @@ BREAKAGES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "another user's history": (
         RankingRequest,
         {"history": body(History("other", 1, np.empty(0, "<i8"), Behaviours.empty()))},
-        ".history.user_id: 'other' is not",
+        ".history.user_id: not the message's user",
     ),
     "arrays of different lengths": (
         RankingRequest,

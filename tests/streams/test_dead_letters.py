@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 from confluent_kafka import Message, TopicPartition
 from prometheus_client import REGISTRY
@@ -25,6 +27,8 @@ from relaygr.schemas.headers import (
     ORIGIN_OFFSET,
     ORIGIN_PARTITION,
     ORIGIN_TOPIC,
+    ORIGIN_VALUE_BYTES,
+    ORIGIN_VALUE_DIGEST,
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
@@ -76,6 +80,34 @@ def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaS
     ]
 
 
+def test_without_the_setting_a_dead_letter_holds_coordinates_and_a_digest_and_no_byte_of_the_message(
+    kafka_settings: KafkaSettings,
+) -> None:
+    assert not KafkaSettings().dead_letter_bodies
+    kafka = kafka_settings.model_copy(update={"dead_letter_bodies": False})
+    writer = DeadLetterWriter(kafka, "worker-1", ManualClock(wall_us=NOW_US))
+    topic, value = kafka.topic(Topic.RANKING), b"secret behaviours"
+    writer.write(message(value, b"secret-user", [("trace", b"secret trace")], topic), "malformed", "the body is no map")
+    assert writer.flush(20) == 0
+    consumer = make_assigned_consumer(kafka, "test")
+    letters = kafka.topic(Topic.DEAD_LETTERS)
+    consumer.assign([TopicPartition(letters, partition, 0) for partition in range(kafka.partitions)])
+    found = consumer.poll(20)
+    consumer.close()
+    assert found is not None
+    assert (found.key(), found.value()) == (None, None)
+    assert found.headers() == [
+        (ORIGIN_VALUE_DIGEST, blake2b(value, digest_size=16).hexdigest().encode()),
+        (ORIGIN_VALUE_BYTES, b"17"),
+        (DEAD_LETTER_REASON, b"malformed"),
+        (DEAD_LETTER_DETAIL, b"the body is no map"),
+        (ORIGIN_TOPIC, topic.encode()),
+        (ORIGIN_PARTITION, b"7"),
+        (ORIGIN_OFFSET, b"1234"),
+        (DEAD_LETTERED_AT_US, str(NOW_US).encode()),
+    ]
+
+
 def test_a_message_too_large_for_the_topic_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:
     writer = DeadLetterWriter(kafka_settings, "worker-1")
     done: list[bool] = []
@@ -110,7 +142,7 @@ def test_a_message_without_key_and_value_is_kept_too(kafka_settings: KafkaSettin
 
 
 def test_a_dead_letter_that_can_not_be_written_says_so_and_is_not_counted() -> None:
-    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
+    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1", dead_letter_bodies=True), "worker-1")
     done: list[bool] = []
     # Fills the producer's queue, which is not drained.
     for _ in range(20):

@@ -42,6 +42,15 @@ def test_a_version_number_beyond_2_to_the_53_is_rejected() -> None:
     assert rejected.reason == DecodeReason.INVALID_FIELD
 
 
+def test_the_reason_of_a_rejected_record_names_no_user() -> None:
+    """Details go to dead letters, which outlive the user."""
+    key = b"secret-key"
+    rejected = read_record(key, encode(history("secret-user")), partition_for(key, PARTITIONS), PARTITIONS, 0)
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == KEY_MISMATCH
+    assert "secret" not in rejected.detail
+
+
 def test_no_value_is_a_tombstone() -> None:
     record = read_record(b"u", None, partition_for(b"u", PARTITIONS), PARTITIONS, 7)
     assert record == HistoryRecord("u", 7, None)

@@ -111,7 +111,9 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) ->
 def own_topics(broker: LocalBroker) -> Iterator[KafkaSettings]:
     """Topics and groups that nobody else has, on `broker`."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
-    settings = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
+    settings = broker.settings(
+        KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS, dead_letter_bodies=True)
+    )
     broker.create_topics(settings)
     yield settings
     broker.delete_topics(settings)

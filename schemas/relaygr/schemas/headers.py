@@ -29,6 +29,8 @@ DEAD_LETTER_DETAIL = "dead_letter_detail"
 ORIGIN_TOPIC = "origin_topic"
 ORIGIN_PARTITION = "origin_partition"
 ORIGIN_OFFSET = "origin_offset"
+ORIGIN_VALUE_DIGEST = "origin_value_digest"
+ORIGIN_VALUE_BYTES = "origin_value_bytes"
 DEAD_LETTERED_AT_US = "dead_lettered_at_us"
 
 WORKERS_GROUP = "workers_group"

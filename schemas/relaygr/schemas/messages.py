@@ -426,7 +426,7 @@ def _check_history(user_id: str, version: HistoryVersion | None, history: Histor
     if history is None:
         return
     if history.user_id != user_id:
-        raise FieldError(f".history.user_id: {history.user_id!r} is not the message's user {user_id!r}")
+        raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
 

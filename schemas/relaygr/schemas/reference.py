@@ -29,12 +29,14 @@ HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
         (headers.REQUEST_ID, "of the request"),
         (headers.GATEWAY_ID, "of the request"),
     ),
-    "A dead letter has the key, value and headers of the original message, and these headers:": (
+    "A dead letter has these headers. With `dead_letter_bodies` it also has the original key, value and headers:": (
         (headers.DEAD_LETTER_REASON, "the reason, one of a bounded set (such as a decode reason above)"),
         (headers.DEAD_LETTER_DETAIL, "explanation for operators"),
         (headers.ORIGIN_TOPIC, "topic of the original message"),
         (headers.ORIGIN_PARTITION, "its partition, decimal digits"),
         (headers.ORIGIN_OFFSET, "its offset, decimal digits"),
+        (headers.ORIGIN_VALUE_DIGEST, "BLAKE2b of its value, 16 bytes in hexadecimal digits; absent with a body"),
+        (headers.ORIGIN_VALUE_BYTES, "size of its value, decimal digits; absent with a body"),
         (headers.DEAD_LETTERED_AT_US, "when the dead letter was written, µs since the epoch, decimal digits"),
     ),
 }

@@ -113,7 +113,7 @@ CATALOGUE: dict[Topic, TopicSpec] = {
             max_message_bytes=_MIB, partitions=1, max_compaction_lag_ms=10 * _MINUTE_MS,
         ),
         TopicSpec(
-            Topic.DEAD_LETTERS, "original key", "all", "operators", "the original bytes; reason and origin in headers",
+            Topic.DEAD_LETTERS, "none", "all", "operators", "reason, origin and digest in headers; bodies by a setting",
             Cleanup.DELETE, retention_ms=7 * _DAY_MS, segment_ms=_DAY_MS, segment_bytes=256 * _MIB,
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES,
         ),

@@ -1,7 +1,9 @@
 """Dead letters: a message that cannot be used is written to a topic with its reason, for operators.
 
-Key and value are those of the original message. The headers named in `relaygr.schemas.headers` hold reason, detail
-and origin; they follow as many of the original headers as fit. A consumer may continue at once. It finishes the
+The headers named in `relaygr.schemas.headers` hold reason, detail, and the origin: topic, partition, offset, and a
+digest of the value. Kafka cannot erase single records, so a dead letter holds no byte of the message, unless
+`dead_letter_bodies` is set. Then it has the original key and value, and as many of the original headers as fit. A
+detail names fields and limits, never a user. A consumer may continue at once. It finishes the
 offset on `on_done(True)`; on `on_done(False)` the message is delivered to it again. The counter
 `relaygr_dead_letters_total{topic, reason}` counts acknowledged dead letters.
 """
@@ -9,6 +11,7 @@ offset on `on_done(True)`; on `on_done(False)` the message is delivered to it ag
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, Final, Protocol
 
 import structlog
@@ -19,6 +22,7 @@ from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.schemas.digest import DIGEST_BYTES
 from relaygr.schemas.headers import (
     DEAD_LETTER_DETAIL,
     DEAD_LETTER_REASON,
@@ -27,6 +31,8 @@ from relaygr.schemas.headers import (
     ORIGIN_OFFSET,
     ORIGIN_PARTITION,
     ORIGIN_TOPIC,
+    ORIGIN_VALUE_BYTES,
+    ORIGIN_VALUE_DIGEST,
     Headers,
 )
 from relaygr.schemas.topics import CATALOGUE, Topic
@@ -42,7 +48,16 @@ LARGEST_RECORD_BYTES: Final = CATALOGUE[Topic.DEAD_LETTERS].max_message_bytes - 
 """Bound on key and value together."""
 
 _OURS: Final = frozenset(
-    (DEAD_LETTER_REASON, DEAD_LETTER_DETAIL, ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET, DEAD_LETTERED_AT_US)
+    (
+        DEAD_LETTER_REASON,
+        DEAD_LETTER_DETAIL,
+        ORIGIN_TOPIC,
+        ORIGIN_PARTITION,
+        ORIGIN_OFFSET,
+        ORIGIN_VALUE_DIGEST,
+        ORIGIN_VALUE_BYTES,
+        DEAD_LETTERED_AT_US,
+    )
 )
 _COUNTED: Final = Counter(
     "relaygr_dead_letters",
@@ -73,6 +88,7 @@ class DeadLetterWriter:
     def __init__(self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None) -> None:
         self._topic = kafka.topic(Topic.DEAD_LETTERS)
         self._clock = clock or SystemClock()
+        self._with_bodies = kafka.dead_letter_bodies
         self._producer = make_producer(kafka, ProducerKind.DURABLE, f"{client_id}-dead-letters")
 
     def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
@@ -82,8 +98,13 @@ class DeadLetterWriter:
         the cluster has acknowledged the dead letter, and False if it was not written; the caller then writes it again.
         """
         origin = message.topic() or ""
-        key, value, remarks = _cut(message.key(), message.value())
-        headers = dead_letter_headers(message, reason, "; ".join([*remarks, detail]), self._clock.wall_us())
+        now_us = self._clock.wall_us()
+        if self._with_bodies:
+            key, value, remarks = _cut(message.key(), message.value())
+            headers = dead_letter_headers(message, reason, "; ".join([*remarks, detail]), now_us)
+        else:
+            key, value = None, None
+            headers = [*_digest_of(message.value()), *_origin_of(message, reason, detail, now_us)]
 
         def delivered(error: KafkaError | None, _message: Message) -> None:
             if error is None:
@@ -121,8 +142,19 @@ def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: i
             break
         if name not in _OURS:
             kept.append((name, value))
+    return [*kept, *_origin_of(message, reason, detail, now_us)]
+
+
+def _digest_of(value: bytes | None) -> Headers:
+    """Identifies a value in the origin's log, or in a copy of it. None for a message without a value."""
+    if value is None:
+        return []
+    digest = blake2b(value, digest_size=DIGEST_BYTES).hexdigest()
+    return [(ORIGIN_VALUE_DIGEST, digest.encode()), (ORIGIN_VALUE_BYTES, str(len(value)).encode())]
+
+
+def _origin_of(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
     return [
-        *kept,
         (DEAD_LETTER_REASON, _bounded(reason)),
         (DEAD_LETTER_DETAIL, _bounded(detail)),
         (ORIGIN_TOPIC, _bounded(message.topic() or "")),

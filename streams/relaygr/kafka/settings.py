@@ -125,6 +125,11 @@ class KafkaSettings(Section):
     connect_timeout_s: Annotated[
         float, Field(gt=0, le=600, description="how long a process waits for the cluster at its start")
     ] = 4.0
+    dead_letter_bodies: bool = Field(
+        False,
+        description="dead letters hold key, value and headers of the original message; "
+        "false: its coordinates and a digest, since Kafka cannot erase single records of a deleted user",
+    )
     security: Security = Security()
 
     @field_validator("topic_prefix", "group_prefix")

@@ -266,7 +266,8 @@ class TriggerApp:
         except Exception as error:
             log.exception("the decision on an event failed", partition=message.partition(), offset=message.offset())
             reason = DecisionReason.ERROR
-            self._dead_letter(message, reason, repr(error))
+            # Its text may name a user; the log has the traceback.
+            self._dead_letter(message, reason, type(error).__name__)
         else:
             if decision.age_us is not None:
                 self.metrics.event_age.observe(decision.age_us / 1e6)

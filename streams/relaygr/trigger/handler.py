@@ -156,7 +156,7 @@ class EventHandler:
 
     def _misrouted(self, key: bytes | None, user_id: str, partition: int) -> str | None:
         if key is None or key != user_id.encode():
-            return f"the key is {(key or b'')[:64]!r}, not the user id {user_id[:64]!r}"
+            return "the key is not the user id of the body"
         expected = partition_for(key, self._partition_count)
         if expected != partition:
             return (

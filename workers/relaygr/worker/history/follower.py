@@ -152,7 +152,7 @@ def read_record(
     except DecodeError as error:
         return Rejected(error.reason, str(error))
     if history.user_id != user_id:
-        return Rejected(KEY_MISMATCH, f"the key is {user_id!r}, the body's user is {history.user_id!r}")
+        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
     return HistoryRecord(user_id, offset, history, written_at_ms)
 
 
