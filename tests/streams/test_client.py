@@ -155,6 +155,21 @@ def test_without_an_answer_rank_returns_at_its_deadline_and_the_request_is_lost(
         assert lost[1].request_id == outcome.request_id
 
 
+def test_a_client_fails_fast_without_sending_while_its_worker_has_no_time(kafka_settings: KafkaSettings) -> None:
+    with (
+        echo_worker(kafka_settings) as worker,
+        client(kafka_settings, fail_fast=True) as gateway,
+        client(kafka_settings, "gw-1") as patient,
+    ):
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        partition = partition_for(b"u", kafka_settings.partitions)
+        gateway._ledger._backlogs.note(partition, "echo", time.monotonic_ns() // 1000 + 20_000_000)
+        refused = gateway.rank("u", [1], budget_ms=BUDGET_MS)
+        assert (refused.status, refused.result, refused.reason) == (RankStatus.FAILED, None, FailureReason.OVERLOADED)
+        assert patient.rank("u", [1], budget_ms=BUDGET_MS).status is RankStatus.RANKED
+        assert len(worker.seen) == 2
+
+
 def test_an_answer_after_the_deadline_reaches_on_late(kafka_settings: KafkaSettings) -> None:
     release, late = threading.Event(), []
 

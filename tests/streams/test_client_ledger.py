@@ -10,7 +10,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from relaygr.client.ledger import Ledger
+from relaygr.client.ledger import Ledger, WorkerBacklogs
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome, RankStatus, TimeOutReason
 from relaygr.client.pending import AnswerMatch, PendingRequest
@@ -379,3 +379,28 @@ def test_a_result_for_an_id_that_was_never_asked_changes_nothing() -> None:
     assert gateway.ledger.answered(gateway.result(request_id="gw.1.2")) is AnswerMatch.UNKNOWN
     assert not entry.future.done()
     assert gateway.sample("relaygr_gateway_ignored_results_total", reason="unknown") == 1
+
+
+def test_a_request_fails_fast_while_the_backlog_of_its_worker_is_longer_than_its_budget() -> None:
+    gateway = Gateway()
+    request = gateway.request("gw.1.1")
+    first = gateway.ledger.open(request, partition=3)
+    gateway.ledger.answered(replace(gateway.result(request_id="gw.1.1"), backlog_us=100 * MS))
+    assert outcome_of(first.future).status is RankStatus.RANKED
+    now_us = gateway.clock.monotonic_us()
+    refused = gateway.ledger.fail_fast(gateway.request("gw.1.2"), now_us, partition=3)
+    assert refused is not None
+    assert outcome_of(refused.future) == RankOutcome("gw.1.2", RankStatus.FAILED, 0, None, FailureReason.OVERLOADED)
+    assert gateway.ledger.fail_fast(gateway.request("gw.1.3"), now_us, partition=4) is None, "another worker's"
+    counts = gateway.ledger.statistics()
+    assert (counts.submitted, counts.ranked, counts.failed, gateway.ledger.in_flight) == (2, 1, 1, 0)
+    gateway.wait_ms(51)
+    now_us = gateway.clock.monotonic_us()
+    assert gateway.ledger.fail_fast(gateway.request("gw.1.4"), now_us, partition=3) is None, "the backlog has shrunk"
+
+
+def test_only_so_many_workers_backlogs_are_kept() -> None:
+    backlogs = WorkerBacklogs(most_workers=2)
+    for number in range(3):
+        backlogs.note(number, f"w-{number}", 100 + number)
+    assert [backlogs.done_us(number) for number in range(4)] == [0, 101, 102, 0]

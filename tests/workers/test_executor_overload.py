@@ -333,3 +333,14 @@ def test_a_request_that_the_poll_thread_answered_needs_its_prefix_no_more():
     world.executor.note_refused("u", "r")
     world.run()
     assert not world.cache.stats().hbm.leased
+
+
+def test_results_tell_the_backlog_that_is_left_and_refusals_add_their_own_demand():
+    world = ExecutorWorld(max_batch_requests=1)
+    version = world.store.put("u", 100)
+    alone = world.rank("u", version, "alone")
+    world.run()
+    works = [world.rank("u", version, f"r{number}", budget_us=3_500) for number in range(4)]
+    world.run()
+    assert alone.backlog_us is None
+    assert [work.backlog_us for work in works] == [2_000, 1_000, None, 4_000]

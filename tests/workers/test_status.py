@@ -46,6 +46,7 @@ def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
         executor=SimpleNamespace(
             engine=engine,
             preinfer_backlog_us=90,
+            backlog=SimpleNamespace(predicted_us=1_500),
             latency_of_prefixes=SimpleNamespace(coefficients=LATENCY),
             full_path_report=lambda latency: FULL_PATH if latency.coefficients is LATENCY else None,
         ),  # type: ignore[arg-type]
@@ -83,6 +84,7 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         preinfer_queue_us=90,
         latency=LATENCY,
         full_path=FULL_PATH,
+        ranking_backlog_us=1_500,
     )
 
 

@@ -320,6 +320,11 @@ class RankingResult:
     ] = False
     unknown_items: Annotated[int, UInt("items"), "number of item ids that are not in the model's vocabulary"] = 0
     model_revision: Annotated[str | None, Text(64), "hash of weights and config; set if `ranked`"] = None
+    backlog_us: Annotated[
+        int | None,
+        UInt("µs"),
+        "hint of overload: predicted time of the admitted ranking work, with this request if refused; absent: none",
+    ] = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingResult) and _as_comparable(self) == _as_comparable(other)
@@ -417,6 +422,9 @@ class WorkerStatus:
     preinfer_queue_us: Annotated[int, UInt("µs"), "device time of the pre-infer work in the queue"]
     latency: Annotated[LatencyCoefficients, "the device's latency model, corrected while the worker runs"]
     full_path: Annotated[FullPathReport | None, "how full inference ends at this worker"] = None
+    ranking_backlog_us: Annotated[
+        int | None, UInt("µs"), "hint of overload: predicted time of the admitted ranking work; absent: not known"
+    ] = None
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus

@@ -36,6 +36,28 @@ _STATUS: Final = {
 }
 
 
+class WorkerBacklogs:
+    """When each worker will have done its admitted work, by the hints in its results. Times are monotonic."""
+
+    def __init__(self, most_workers: int) -> None:
+        self._most_workers = most_workers
+        self._done_us: dict[str, int] = {}
+        self._worker_of: dict[int, str] = {}
+
+    def note(self, partition: int, worker_id: str, done_us: int) -> None:
+        """Notes a result for a request of this partition."""
+        self._worker_of[partition] = worker_id
+        # The worker that was heard of least recently is first.
+        self._done_us.pop(worker_id, None)
+        self._done_us[worker_id] = done_us
+        if len(self._done_us) > self._most_workers:
+            del self._done_us[next(iter(self._done_us))]
+
+    def done_us(self, partition: int) -> int:
+        """When the worker of the partition will have done its work; 0 if that is not known."""
+        return self._done_us.get(self._worker_of.get(partition, ""), 0)
+
+
 class Ledger:
     """The open requests of one client."""
 
@@ -61,13 +83,36 @@ class Ledger:
             settings.lost_after_ms * 1000,
         )
         self._offsets = ClockOffsets(settings.max_workers_tracked)
+        self._backlogs = WorkerBacklogs(settings.max_workers_tracked)
         self._counts = ClientCounts()
 
-    def open(self, request: RankingRequest, called_us: int | None = None) -> PendingRequest:
+    def open(self, request: RankingRequest, called_us: int | None = None, partition: int = -1) -> PendingRequest:
         """Opens a request, with its deadline converted to the monotonic clock. Raises QueueFull, MessageRefused.
 
-        Its latency is measured from `called_us` on the monotonic clock (None: now).
+        Its latency is measured from `called_us` on the monotonic clock (None: now). Results for its `partition` tell
+        how long the worker's backlog is.
         """
+        entry = self._entry(request, called_us, partition)
+        with self._lock:
+            self._table.add(entry)
+            self._counts.submitted += 1
+        self._metrics.in_flight.inc()
+        return entry
+
+    def fail_fast(self, request: RankingRequest, called_us: int, partition: int) -> PendingRequest | None:
+        """Ends a request as failed, `overloaded`, if the backlog of the partition's worker takes longer than its
+        budget. None: it may be sent. The backlog is predicted to shrink, so requests are sent again after a while.
+        """
+        entry = self._entry(request, called_us, partition)
+        with self._lock:
+            if self._backlogs.done_us(partition) < entry.deadline_us:
+                return None
+            self._counts.submitted += 1
+        latency_us = self._clock.monotonic_us() - entry.sent_us
+        self._tell(entry, RankOutcome(entry.request_id, RankStatus.FAILED, latency_us, None, FailureReason.OVERLOADED))
+        return entry
+
+    def _entry(self, request: RankingRequest, called_us: int | None, partition: int) -> PendingRequest:
         # With the wall clock read first, the converted deadline can only be a little late, never early.
         wall_us = self._clock.wall_us()
         now_us = self._clock.monotonic_us()
@@ -75,7 +120,7 @@ class Ledger:
         future: Future[RankOutcome] = Future()
         # A request that was sent cannot be withdrawn, so cancel() has no effect.
         future.set_running_or_notify_cancel()
-        entry = PendingRequest(
+        return PendingRequest(
             request_id=request.request_id,
             sent_us=sent_us,
             deadline_us=now_us + request.deadline_us - wall_us,
@@ -83,12 +128,8 @@ class Ledger:
             echo_us=request.sent_at_us,
             candidates=int(request.candidates.size),
             future=future,
+            partition=partition,
         )
-        with self._lock:
-            self._table.add(entry)
-            self._counts.submitted += 1
-        self._metrics.in_flight.inc()
-        return entry
 
     def withdraw(self, entry: PendingRequest) -> None:
         """Removes a request that the producer refused, unless it has ended because the client was closed."""
@@ -119,6 +160,8 @@ class Ledger:
                 problem = self._misfit(answer.entry, result)
                 if problem is None:
                     self._measure_clock(answer.entry, result, now_us)
+                    if answer.entry.partition >= 0:
+                        self._backlogs.note(answer.entry.partition, result.worker_id, now_us + (result.backlog_us or 0))
                 self._counts.invalid += problem is not None
         if problem is None:
             self._end(answer, _STATUS[result.outcome], result, result.reason, now_us)

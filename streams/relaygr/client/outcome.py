@@ -40,8 +40,9 @@ class RankOutcome:
 
     `latency_us` is the time on the gateway's monotonic clock from the call to the result, or to the deadline
     if `timed_out`. `result` is absent if `timed_out`, and if the result could not be decoded or does not fit the
-    request (`failed` with reason `undecodable` or `invalid_result`). `reason` is set if `failed` or `timed_out`; a
-    reason of a newer worker that this version does not know is an `Other`. `late` is true only in the outcomes
+    request (`failed` with reason `undecodable` or `invalid_result`), or if the client did not send the request
+    (`failed` with reason `overloaded`: the setting `client.fail_fast`). `reason` is set if `failed` or `timed_out`;
+    a reason of a newer worker that this version does not know is an `Other`. `late` is true only in the outcomes
     passed to `on_late`: the result arrived after the caller got `timed_out`.
     """
 

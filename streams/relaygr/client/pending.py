@@ -80,6 +80,8 @@ class PendingRequest:
     candidates: int
     """The number of candidates, which is the number of rows of the scores."""
     future: Future[RankOutcome]
+    partition: int = -1
+    """The partition of its user; -1 if the client does not fail fast."""
     phase: RequestPhase = RequestPhase.WAITING
     acknowledged: bool = False
     send_again: Callable[[], None] | None = None

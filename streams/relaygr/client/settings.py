@@ -40,6 +40,11 @@ class ClientSettings(Section):
             "which a dead worker's partitions move to another worker",
         ),
     ] = 30_000
+    fail_fast: bool = Field(
+        False,
+        description="true: a request is not sent if its worker's last result said that admitted work leaves no time "
+        "for it; it ends at once as failed, with the reason overloaded and without a result",
+    )
     retry_backoff_ms: Annotated[
         int, Field(ge=1, description="back-off before a request whose delivery failed is sent again")
     ] = 20

@@ -49,6 +49,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import MAX_BUDGET_MS, History, RankingRequest, RetrievalEvent
+from relaygr.schemas.partitioner import partition_for
 
 _STEP_S: Final = 0.002
 
@@ -77,6 +78,7 @@ class RelayClient:
         """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`."""
         self._settings = settings or ClientSettings()
         self._clock = clock or SystemClock()
+        self._partitions = kafka.partitions
         self._ids = RequestIds(gateway_id, self._clock)
         metrics = gateway_metrics(registry)
         self._ledger = Ledger(self._settings, self._clock, metrics, on_late, on_lost)
@@ -223,8 +225,14 @@ class RelayClient:
         self._require_running()
         if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
             raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")
+        partition = -1
+        if self._settings.fail_fast:
+            partition = partition_for(request.user_id.encode(), self._partitions)
+            refused = self._ledger.fail_fast(request, called_us, partition)
+            if refused is not None:
+                return refused
         message = codec.encode(request)
-        entry = self._ledger.open(request, called_us)
+        entry = self._ledger.open(request, called_us, partition)
         try:
             self._link.send(entry, request.user_id.encode(), message, request.deadline_us)
         except ClientError:

@@ -169,7 +169,8 @@ class WorkerHandler:
     ) -> None:
         """Answers a request that is not decoded. Its user, whose prefix may be leased for it, is the message key."""
         self._executor.note_refused((received.key or b"").decode(errors="replace"), reply.request_id)
-        self._results.without_work(reply, received, outcome, reason, detail)
+        backlog_us = self._executor.backlog.predicted_us or None
+        self._results.without_work(reply, received, outcome, reason, detail, backlog_us)
 
     # -- pre-infer ---------------------------------------------------------------------------------
 

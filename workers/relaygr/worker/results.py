@@ -124,6 +124,7 @@ class ResultWriter:
             history_loading=prefix.loading,
             unknown_items=work.unknown_items,
             model_revision=prefix.revision,
+            backlog_us=work.backlog_us,
         )
         try:
             value = encode(result)
@@ -163,6 +164,7 @@ class ResultWriter:
         outcome: Outcome,
         reason: FailureReason | None = None,
         detail: str | None = None,
+        backlog_us: int | None = None,
     ) -> None:
         """Writes the result of a request that never reached the executor: expired, undecodable or misrouted."""
         if reason is None:
@@ -181,6 +183,7 @@ class ResultWriter:
             timings=StageTimings(total_us=waited_us),
             reason=reason,
             detail=_printable(detail),
+            backlog_us=backlog_us,
         )
         deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
         self._send(reply, encode(result), received.token, deadline_us, now_us)
@@ -221,6 +224,7 @@ class ResultWriter:
             timings=_timings(work, now_us),
             reason=reason,
             detail=_printable(detail),
+            backlog_us=work.backlog_us,
         )
         self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us)
 

@@ -149,6 +149,11 @@ class Backlog:
                 room_us = spare_us
         return room_us
 
+    @property
+    def predicted_us(self) -> int:
+        """Time until the admitted work is done. For any thread."""
+        return int(self.total_us * self.caution * self.pace)
+
     def is_hopeless(self, must_end_us: int, now_us: int) -> bool:
         """Whether a request that is still undecoded cannot be answered in time, however cheap it is.
 

@@ -458,6 +458,8 @@ class Requests:
             # The cause may be the cached prefix: the next request would fail, too.
             self._parts.cache.invalidate_user(work.request.user_id)
             return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
+        backlog = self._backlog
+        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace) or None
         self._parts.results.ranked(work, outputs)
         if work.path is Path.FULL and work.pre_infer_us:
             self._observe_full(work)
@@ -530,6 +532,7 @@ class Requests:
     def _fail(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
         if reason is FailureReason.OVERLOADED:
             self._note_unranked(work)
+            work.backlog_us = self._backlog.predicted_us + int(work.remaining_us)
         self._parts.results.failed(work, reason, detail)
         self._finish(work, ranked=False)
 

@@ -207,6 +207,8 @@ class RankingWork:
     pre_infer_us: int = 0
     reload_us: int = 0
     rank_us: int = 0
+    backlog_us: int | None = None
+    """Predicted time of the other admitted work when it was answered, and its own if it was refused; None: no time."""
     answered_us: int = 0
     """When its result was handed over; 0 before, and for a failed request."""
     lookups: int = 0

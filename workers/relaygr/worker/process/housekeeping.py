@@ -88,6 +88,7 @@ class StatusReport:
             dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
             ranking_queue_p99_us=self._sources.waits.p99_us(),
             preinfer_queue_us=executor.preinfer_backlog_us,
+            ranking_backlog_us=executor.backlog.predicted_us,
             latency=latency.coefficients,
             full_path=executor.full_path_report(latency),
         )
