@@ -30,6 +30,7 @@ def test_a_poll_that_fails_in_any_way_is_said_and_tried_again(
         raise error
 
     monkeypatch.setattr("relaygr.lag.collector.require_broker", lambda *_: None)
+    monkeypatch.setattr("relaygr.lag.collector.is_embedded", lambda *_: True)
     monkeypatch.setattr(AdminProcess, "call", fail)
     monitor = LagMonitor(KafkaSettings(bootstrap="127.0.0.1:1"), FAST)
     monitor.start()

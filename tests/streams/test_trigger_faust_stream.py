@@ -20,8 +20,6 @@ def feed() -> EventFeed:
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
-        (KafkaError.TOPIC_AUTHORIZATION_FAILED, "read the topic"),
-        (KafkaError.GROUP_AUTHORIZATION_FAILED, "read as this group"),
         (KafkaError.INCONSISTENT_GROUP_PROTOCOL, "another assignor: stop them first"),
         (KafkaError.INVALID_SESSION_TIMEOUT, "raise session_timeout_ms"),
         (KafkaError._FATAL, "Start the trigger again"),
@@ -30,6 +28,14 @@ def feed() -> EventFeed:
 def test_an_error_that_does_not_pass_ends_the_trigger_with_advice(feed: EventFeed, code: int, advice: str) -> None:
     with pytest.raises(RelayError, match=advice):
         feed._on_poll_error(KafkaError(code))
+    feed.close()
+
+
+@pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED])
+def test_a_missing_right_is_named_and_waited_for(feed: EventFeed, code: int) -> None:
+    feed._on_poll_error(KafkaError(code))
+    assert feed.refusal is not None
+    assert "Kafka refuses the trigger" in feed.refusal
     feed.close()
 
 

@@ -55,6 +55,7 @@ class World:
             sources,
             SimpleNamespace(publish=lambda: None),  # type: ignore[arg-type]
             SimpleNamespace(follow=lambda partitions: None),  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(outstanding=gauge, preinfer_queue_seconds=gauge),  # type: ignore[arg-type]
             self.clock,
         )

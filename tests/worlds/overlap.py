@@ -111,7 +111,7 @@ class OverlapWorld:
                 histories=self,
                 copy_page=lambda copy: copy_page(self.built.hbm_arena, copy),
                 corrector=Corrector(LatencyModel(COEFFICIENTS)),
-                settings=WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0),
+                settings=WorkerSettings(page_tokens=PAGE_TOKENS, chunk_ms=5.0, longest_chunk_ms=5.0),
                 admission_settings=admission,
                 results=self.outbox,
                 metrics=WorkerMetrics(self.registry),

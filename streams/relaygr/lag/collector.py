@@ -111,12 +111,12 @@ class LagCollector:
 
     def poll(self) -> Snapshot:
         """Measures once. Raises RelayError if the cluster does not answer."""
-        if not self._connected:
-            if not is_embedded(require_broker(self._kafka)):
-                for sentence in missing_rights(self._kafka, Role.LAG, self._admin):
-                    log.warning("the lag of some partitions cannot be measured", cause=sentence)
-            self._connected = True
         try:
+            if not self._connected:
+                if not is_embedded(require_broker(self._kafka)):
+                    for sentence in missing_rights(self._kafka, Role.LAG, self._admin):
+                        log.warning("the lag of some partitions cannot be measured", cause=sentence)
+                self._connected = True
             snapshot = self._admin.call(_REQUESTS_IN_A_ROW * self._settings.request_timeout_s, self._poll.ask)
         except (KafkaException, OSError) as error:
             raise self._no_answer(error) from error
