@@ -128,11 +128,14 @@ class Board:
 
     def _line(self) -> str:
         records = self._records.records
+        elapsed = f"{self._title}: {time.monotonic() - self._started_s:4.0f} s"
+        if not records:
+            return f"{elapsed}, no request has ended yet"
         recent = latency_summary(records[-_WINDOW:])
         late = sum(not in_time(record) for record in records)
         mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
         return (
-            f"{self._title}: {time.monotonic() - self._started_s:4.0f} s, {len(records)} answered, {late} late, "
+            f"{elapsed}, {len(records)} answered, {late} late, "
             f"P50 {recent.p50_ms:.1f} ms, P99 {recent.p99_ms:.1f} ms of {self._budget_ms}; {mix}"
         )
 
