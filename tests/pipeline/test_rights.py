@@ -24,13 +24,10 @@ from confluent_kafka.admin import (
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-import relaygr.devbroker.kafka
 from relaygr.client import RelayClient
 from relaygr.client.outcome import DeliveryReport
 from relaygr.client.publisher import EventPublisher
-from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
-from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.local import free_ports
+from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.admin_process import AdminProcess
 from relaygr.kafka.clients import make_admin
@@ -39,6 +36,7 @@ from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, Secur
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.topics import Topic
+from tests.worlds.own_broker import own_broker
 from tests.worlds.relay import Relay, candidates_of, environment, history_of, jobs_done, new_user, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -99,59 +97,52 @@ class GuardedBroker:
 
 @pytest.fixture(scope="module")
 def guarded(real_broker: LocalBroker) -> Iterator[GuardedBroker]:
-    home = available_brokers().kafka_home
-    if real_broker.kind is not BrokerChoice.KAFKA or home is None:
+    if real_broker.kind is not BrokerChoice.KAFKA:
         pytest.skip("tests run on a Kafka that they did not start")
-    port, controller_port, secured_port = free_ports(3)
     scram = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
     properties = {
-        "listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{secured_port},"
-        f"CONTROLLER://127.0.0.1:{controller_port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
         "sasl.enabled.mechanisms": "SCRAM-SHA-512",
         "listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config": scram,
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         # The listener without a login is the administrator's.
         "super.users": "User:ANONYMOUS",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
-        with kafka_broker(home, "a test", properties=properties, start_timeout_s=150):
-            plain = KAFKA.model_copy(update={"bootstrap": f"127.0.0.1:{port}"})
-            admin = make_admin(plain, "test-admin")
-            credentials = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-            users = [UserScramCredentialUpsertion(role.value, credentials, PASSWORD.encode()) for role in Role]
-            for future in admin.alter_user_scram_credentials(users, request_timeout=30).values():
-                future.result(60)
-            security = Security(
-                protocol=SecurityProtocol.SASL_PLAINTEXT,
-                sasl_mechanism=SaslMechanism.SCRAM_SHA_512,
-                sasl_username="nobody",
-                sasl_password=SecretStr(PASSWORD),
-            )
-            secured = plain.model_copy(update={"bootstrap": f"127.0.0.1:{secured_port}", "security": security})
-            guarded = GuardedBroker(admin, secured)
-            guarded.grant(
-                [
-                    binding(role, right, operation)
-                    for role in Role
-                    for right in rights_of(role, KAFKA)
-                    for operation in right.operations
-                ]
-            )
-            # The administrator's role creates the topics, with its own rights.
-            created: list[bool] = []
+    with own_broker({"SASL_PLAINTEXT": "SASL_PLAINTEXT"}, properties) as broker:
+        plain = KAFKA.model_copy(update={"bootstrap": broker.bootstrap})
+        admin = make_admin(plain, "test-admin")
+        credentials = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+        users = [UserScramCredentialUpsertion(role.value, credentials, PASSWORD.encode()) for role in Role]
+        for future in admin.alter_user_scram_credentials(users, request_timeout=30).values():
+            future.result(60)
+        security = Security(
+            protocol=SecurityProtocol.SASL_PLAINTEXT,
+            sasl_mechanism=SaslMechanism.SCRAM_SHA_512,
+            sasl_username="nobody",
+            sasl_password=SecretStr(PASSWORD),
+        )
+        secured = plain.model_copy(update={"bootstrap": broker.others["SASL_PLAINTEXT"], "security": security})
+        guarded = GuardedBroker(admin, secured)
+        guarded.grant(
+            [
+                binding(role, right, operation)
+                for role in Role
+                for right in rights_of(role, KAFKA)
+                for operation in right.operations
+            ]
+        )
+        # The administrator's role creates the topics, with its own rights.
+        created: list[bool] = []
 
-            def creates() -> bool:
-                try:
-                    created.append(create_topics(guarded.settings(Role.ADMIN), repair=True).ok)
-                except RelayError:
-                    return False
-                return True
+        def creates() -> bool:
+            try:
+                created.append(create_topics(guarded.settings(Role.ADMIN), repair=True).ok)
+            except RelayError:
+                return False
+            return True
 
-            wait_until("the administrator's rights are in effect", creates, 60)
-            assert created == [True]
-            yield guarded
+        wait_until("the administrator's rights are in effect", creates, 60)
+        assert created == [True]
+        yield guarded
 
 
 def publish_history(kafka: KafkaSettings, user: str) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-import relaygr.devbroker.kafka
 import relaygr.kafka.admin
 from relaygr.consumer.membership import holder_of
-from relaygr.devbroker import available_brokers
-from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.admin_process import AdminProcess, ask
 from relaygr.kafka.clients import make_group_consumer
@@ -26,8 +22,7 @@ from relaygr.kafka.topic_identity import identify_topics
 from relaygr.lag import LagMonitor, LagSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
-from tests.promised import unavailable
-from tests.worlds.broker_proxy import BrokerProxy
+from tests.worlds.broker_proxy import BrokerProxy, broker_behind_proxy
 
 NOBODY = KafkaSettings(bootstrap="127.0.0.1:1")
 OUTAGES = 20
@@ -89,29 +84,16 @@ def test_closing_ends_a_call_of_another_thread() -> None:
         assert isinstance(call.exception(10), KafkaException)
 
 
-@pytest.fixture
-def behind_a_proxy() -> Iterator[tuple[KafkaSettings, BrokerProxy]]:
-    """Settings whose every connection goes through the proxy."""
-    home = available_brokers().kafka_home
-    if home is None:
-        unavailable("broker", "KAFKA_HOME is not set")
-    port, controller_port, proxy_port = free_ports(3)
-    advertised = {"advertised.listeners": f"PLAINTEXT://127.0.0.1:{proxy_port}"}
-    with pytest.MonkeyPatch.context() as patch, BrokerProxy(proxy_port, port) as proxy:
-        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
-        with kafka_broker(home, "a test", properties=advertised):
-            bootstrap = f"127.0.0.1:{proxy_port}"
-            yield KafkaSettings(bootstrap=bootstrap, topic_prefix="outage", partitions=2, connect_timeout_s=30), proxy
-
-
 @pytest.mark.kafka
 @pytest.mark.outage
 @pytest.mark.timeout(300)
-def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(
-    behind_a_proxy: tuple[KafkaSettings, BrokerProxy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_in_flight_across_each_of_twenty_outages_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """librdkafka aborted 9 of 18 processes that asked for a group across an outage, and a worker in 1 of 14."""
-    kafka, proxy = behind_a_proxy
+    with broker_behind_proxy("outage") as behind:
+        require_no_abort(behind.proxied.model_copy(update={"connect_timeout_s": 30}), behind.proxy, monkeypatch)
+
+
+def require_no_abort(kafka: KafkaSettings, proxy: BrokerProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     create_topics(kafka)
     # The first request to the coordinator makes the broker create its internal topic.
     with contextlib.closing(make_group_consumer(kafka, kafka.workers_group, "test")) as consumer:

@@ -14,11 +14,8 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 from pydantic import SecretStr
 
-import relaygr.devbroker.kafka
 from relaygr.consumer.leave import leave
-from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers
-from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.local import free_ports
+from relaygr.devbroker import BrokerChoice, LocalBroker
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import (
     ProducerKind,
@@ -31,6 +28,7 @@ from relaygr.kafka.clients import (
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from tests.streams.test_security import token
+from tests.worlds.own_broker import own_broker
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -62,24 +60,18 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
-    home = available_brokers().kafka_home
-    if real_broker.kind is not BrokerChoice.KAFKA or home is None:
+    if real_broker.kind is not BrokerChoice.KAFKA:
         pytest.skip("tests run on a Kafka that they did not start")
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
     cert, keystore = certificate(folder)
-    port, controller_port, secured_port, mutual_port, token_port = free_ports(5)
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
     scram = "org.apache.kafka.common.security.scram.ScramLoginModule required"
     bearer = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
     token_file = folder / "token"
     token_file.write_text(token(time.time() + 600))
     properties = {
-        "listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_SSL://127.0.0.1:{secured_port},"
-        f"MUTUAL://127.0.0.1:{mutual_port},TOKEN://127.0.0.1:{token_port},CONTROLLER://127.0.0.1:{controller_port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,MUTUAL:SSL,TOKEN:SASL_SSL,"
-        "CONTROLLER:PLAINTEXT",
         "listener.name.mutual.ssl.client.auth": "required",
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": str(cert),
@@ -91,37 +83,35 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(keystore),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
-        with kafka_broker(home, "a test", properties=properties):
-            by_password = KafkaSettings(
-                bootstrap=f"127.0.0.1:{secured_port}",
-                topic_prefix="secured",
-                partitions=2,
-                connect_timeout_s=15,
-                security=Security(
-                    protocol=SecurityProtocol.SASL_SSL,
-                    ca_file=cert,
-                    sasl_mechanism=SaslMechanism.PLAIN,
-                    sasl_username="gateway",
-                    sasl_password=SecretStr(PASSWORD),
-                ),
-            )
-            mutual = Security(
-                protocol=SecurityProtocol.SSL, ca_file=cert, certificate_file=cert, key_file=folder / "key.pem"
-            )
-            bearing = Security(
+    with own_broker({"SASL_SSL": "SASL_SSL", "MUTUAL": "SSL", "TOKEN": "SASL_SSL"}, properties) as started:
+        by_password = KafkaSettings(
+            bootstrap=started.others["SASL_SSL"],
+            topic_prefix="secured",
+            partitions=2,
+            connect_timeout_s=15,
+            security=Security(
                 protocol=SecurityProtocol.SASL_SSL,
                 ca_file=cert,
-                sasl_mechanism=SaslMechanism.OAUTHBEARER,
-                sasl_token_file=token_file,
-            )
-            yield SecuredBroker(
-                by_password,
-                by_password.model_copy(update={"bootstrap": f"127.0.0.1:{mutual_port}", "security": mutual}),
-                by_password.model_copy(update={"bootstrap": f"127.0.0.1:{token_port}", "security": bearing}),
-                with_scram(by_password),
-            )
+                sasl_mechanism=SaslMechanism.PLAIN,
+                sasl_username="gateway",
+                sasl_password=SecretStr(PASSWORD),
+            ),
+        )
+        mutual = Security(
+            protocol=SecurityProtocol.SSL, ca_file=cert, certificate_file=cert, key_file=folder / "key.pem"
+        )
+        bearing = Security(
+            protocol=SecurityProtocol.SASL_SSL,
+            ca_file=cert,
+            sasl_mechanism=SaslMechanism.OAUTHBEARER,
+            sasl_token_file=token_file,
+        )
+        yield SecuredBroker(
+            by_password,
+            by_password.model_copy(update={"bootstrap": started.others["MUTUAL"], "security": mutual}),
+            by_password.model_copy(update={"bootstrap": started.others["TOKEN"], "security": bearing}),
+            with_scram(by_password),
+        )
 
 
 def with_scram(kafka: KafkaSettings) -> KafkaSettings:

@@ -14,17 +14,13 @@ from confluent_kafka.admin import ResourceType as Kind
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-import relaygr.devbroker.kafka
-from relaygr.devbroker import available_brokers
-from relaygr.devbroker.kafka import kafka_broker
-from relaygr.devbroker.local import free_ports
 from relaygr.kafka.admin import create_topics
 from relaygr.kafka.clients import make_admin
 from relaygr.kafka.settings import KafkaSettings, SaslMechanism, Security, SecurityProtocol
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.app import TriggerApp
 from relaygr.trigger.settings import TriggerSettings
-from tests.promised import unavailable
+from tests.worlds.own_broker import own_broker
 
 pytestmark = [pytest.mark.kafka, pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -55,33 +51,24 @@ class Rights:
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[tuple[KafkaSettings, KafkaSettings]]:
     """A broker with access rules: the settings of the super user, and those of the user `trigger`."""
-    home = available_brokers().kafka_home
-    if home is None:
-        unavailable("broker", "KAFKA_HOME is not set")
-    port, controller_port, guarded_port = free_ports(3)
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
     properties = {
-        "listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{guarded_port},"
-        f"CONTROLLER://127.0.0.1:{controller_port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
         "sasl.enabled.mechanisms": "PLAIN",
         "listener.name.sasl_plaintext.plain.sasl.jaas.config": f'{jaas} user_trigger="secret";',
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relaygr.devbroker.kafka, "free_ports", lambda _: [port, controller_port])
-        with kafka_broker(home, "a test", start_timeout_s=180, properties=properties):
-            owner = KafkaSettings(bootstrap=f"127.0.0.1:{port}", topic_prefix="guarded", partitions=2)
-            create_topics(owner)
-            security = Security(
-                protocol=SecurityProtocol.SASL_PLAINTEXT,
-                sasl_mechanism=SaslMechanism.PLAIN,
-                sasl_username="trigger",
-                sasl_password=SecretStr("secret"),
-            )
-            place = {"bootstrap": f"127.0.0.1:{guarded_port}", "security": security, "connect_timeout_s": 30}
-            yield owner, owner.model_copy(update=place)
+    with own_broker({"SASL_PLAINTEXT": "SASL_PLAINTEXT"}, properties) as broker:
+        owner = KafkaSettings(bootstrap=broker.bootstrap, topic_prefix="guarded", partitions=2)
+        create_topics(owner)
+        security = Security(
+            protocol=SecurityProtocol.SASL_PLAINTEXT,
+            sasl_mechanism=SaslMechanism.PLAIN,
+            sasl_username="trigger",
+            sasl_password=SecretStr("secret"),
+        )
+        place = {"bootstrap": broker.others["SASL_PLAINTEXT"], "security": security, "connect_timeout_s": 30}
+        yield owner, owner.model_copy(update=place)
 
 
 @contextlib.asynccontextmanager

@@ -1,22 +1,32 @@
-"""A TCP proxy before a Kafka broker, which can keep a request from the broker and drop every connection."""
+"""A Kafka broker behind a TCP proxy, which can hold requests, lose answers and drop every connection."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from relaygr.devbroker.local import free_ports
+from relaygr.kafka.settings import KafkaSettings
+from tests.worlds.own_broker import own_broker
 
 _API_KEY = slice(4, 6)
 """A request begins with its length and the key of its kind, in network order."""
 
 
 class BrokerProxy:
-    """Forwards connections to the broker's port. The broker must advertise the port of the proxy."""
+    """Forwards connections to a listener of the broker, which must advertise the port of the proxy."""
 
-    def __init__(self, port: int, broker_port: int) -> None:
+    def __init__(self, port: int, listener: str) -> None:
         self.port = port
-        self._broker_port = broker_port
+        self.swallows = False
+        """Whether all bytes from the broker are lost, until `cut`."""
+        host, broker_port = listener.split(":")
+        self._broker = (host, int(broker_port))
         self._lock = threading.Lock()
         self._held: tuple[Collection[int], threading.Event] | None = None
         self._sockets: set[socket.socket] = set()
@@ -35,7 +45,7 @@ class BrokerProxy:
         return came
 
     def cut(self) -> None:
-        """Drops every connection and refuses new ones, until `listen`. Nothing is held after that."""
+        """Drops every connection and refuses new ones, until `listen`. Nothing is held or lost after that."""
         listener, self._listener = self._listener, None
         if listener is not None:
             _shut(listener)
@@ -45,11 +55,19 @@ class BrokerProxy:
             sockets, self._sockets = self._sockets, set()
         for each in sockets:
             _shut(each)
+        self.swallows = False
         for thread in self._threads:
             thread.join(10)
         for each in sockets:
             each.close()
         self._threads = []
+
+    def drop(self, after_s: float, duration_s: float) -> None:
+        """Drops every connection `after_s` from now, and refuses new ones for `duration_s`."""
+        time.sleep(after_s)
+        self.cut()
+        time.sleep(duration_s)
+        self.listen()
 
     def __enter__(self) -> BrokerProxy:
         self.listen()
@@ -67,7 +85,7 @@ class BrokerProxy:
         while True:
             try:
                 client, _ = listener.accept()
-                broker = socket.create_connection(("127.0.0.1", self._broker_port))
+                broker = socket.create_connection(self._broker)
             except OSError:
                 return
             with self._lock:
@@ -89,7 +107,8 @@ class BrokerProxy:
     def _forward_answers(self, broker: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := broker.recv(65536):
-                client.sendall(data)
+                if not self.swallows:
+                    client.sendall(data)
         _shut(client)
 
 
@@ -97,3 +116,23 @@ def _shut(connection: socket.socket) -> None:
     """Wakes the threads that read from it; closing alone would not."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A real broker, directly and through the proxy."""
+
+    direct: KafkaSettings
+    proxied: KafkaSettings
+    proxy: BrokerProxy
+
+
+@contextmanager
+def broker_behind_proxy(topic_prefix: str) -> Iterator[Behind]:
+    """Starts a broker of its own from KAFKA_HOME. A client of the proxy is sent back to the proxy for each request."""
+    (proxy_port,) = free_ports(1)
+    address = f"127.0.0.1:{proxy_port}"
+    with own_broker({"PROXIED": "PLAINTEXT"}, advertised={"PROXIED": address}) as broker:
+        direct = KafkaSettings(bootstrap=broker.bootstrap, topic_prefix=topic_prefix, partitions=2)
+        with BrokerProxy(proxy_port, broker.others["PROXIED"]) as proxy:
+            yield Behind(direct, direct.model_copy(update={"bootstrap": address}), proxy)
