@@ -21,9 +21,9 @@ How the schema changes:
   after the reader's upgrade. So a new version is deployed to readers before writers.
 * Tests in `tests/schemas/` compare the wire form with recorded bytes.
 
-`decode` bounds each length before it allocates, and bounds the number of maps and lists, so that a message
-cannot expand into much more memory than it takes on the wire. `decode` refuses a map with a repeated field. It
-raises `DecodeError` for invalid bytes, and no other exception.
+`decode` bounds each length before it allocates, and bounds the number of maps and lists and of their entries, so
+that a message cannot expand into much more memory than it takes on the wire. `decode` refuses a map with a repeated
+field. It raises `DecodeError` for invalid bytes, and no other exception.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from __future__ import annotations
 import enum
 import types
 import typing
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -39,10 +40,15 @@ import msgpack
 from relaygr.schemas.fields import FieldError, FieldKind
 
 SCHEMA_VERSION = 1
+_VERSION_BYTE = bytes((SCHEMA_VERSION,))
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_MAP_ENTRIES = 64
 MAX_LIST_ENTRIES = 4096
 MAX_TEXT_BYTES = 4096
+SHORT_ENTRIES = 32
+"""Maps and lists of at most this length are decoded at once: 1,024 of them, msgpack's deepest nesting, take 0.3 MB."""
+MAX_ENTRIES = 2 * MAX_LIST_ENTRIES
+"""The largest number of entries in all maps and lists of a message with a longer one. The longest status has 4,400."""
 SMALL_MESSAGE_BYTES = 16 * 1024
 """The longest message whose containers are not counted: empty maps alone would take about a megabyte in memory."""
 MAX_CONTAINERS = 64
@@ -137,16 +143,54 @@ def _read_specs(message: type[Any]) -> tuple[FieldSpec, ...]:
     return tuple(specs)
 
 
+_Plan = tuple[tuple[str, bool, Callable[[Any], Any], Callable[[Any], Any]], ...]
+_PLANS: dict[type[Any], _Plan] = {}
+"""The fields of each message class as (name, optional, pack, unpack): plain tuples, since every message passes here."""
+
+
+def _plan(message: type[Any]) -> _Plan:
+    plan = tuple((spec.name, spec.optional, spec.kind.pack, spec.kind.unpack) for spec in field_specs(message))
+    _PLANS[message] = plan
+    return plan
+
+
 def encode(message: Any) -> bytes:
     """The wire form of a message. Raises EncodeError, which names the field."""
     try:
         body = _pack(message)
     except FieldError as error:
         raise EncodeError(f"{type(message).__name__}{error}") from error
-    data = bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body))
+    data = _VERSION_BYTE + typing.cast(bytes, msgpack.packb(body))
     if len(data) > MAX_MESSAGE_BYTES:
         raise EncodeError(f"{type(message).__name__} takes {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
     return data
+
+
+class Template:
+    """Encodes messages that differ only in the fields `varying`; the other fields are checked and packed once."""
+
+    def __init__(self, message: Any, varying: Collection[str]) -> None:
+        """Raises the errors of `encode`."""
+        encode(message)
+        self._name = type(message).__name__
+        self._varying = [spec for spec in field_specs(type(message)) if spec.name in varying]
+        self._body = {name: value for name, value in _pack(message).items() if name not in varying}
+
+    def encode(self, **values: Any) -> bytes:
+        """The wire form with these values of the varying fields; None leaves an optional one out. Raises EncodeError.
+
+        Rules over several fields are not checked.
+        """
+        body = self._body.copy()
+        for spec in self._varying:
+            value = values[spec.name]
+            if value is None and spec.optional:
+                continue
+            try:
+                body[spec.name] = spec.kind.pack(value)
+            except FieldError as error:
+                raise EncodeError(f"{self._name}.{spec.name}: {error}") from error
+        return _VERSION_BYTE + typing.cast(bytes, msgpack.packb(body))
 
 
 def decode(message: type[M], data: bytes | None) -> M:
@@ -162,22 +206,8 @@ def decode(message: type[M], data: bytes | None) -> M:
             DecodeReason.UNSUPPORTED_VERSION,
             f"{message.__name__}: schema version byte is {data[0]}, this reader supports {SCHEMA_VERSION}",
         )
-    containers = _Containers()
-    # The containers of a short message take little memory, so they are not counted.
-    is_short = len(data) <= SMALL_MESSAGE_BYTES
     try:
-        body = msgpack.unpackb(
-            memoryview(data)[1:],
-            raw=False,
-            strict_map_key=True,
-            max_str_len=MAX_TEXT_BYTES,
-            max_bin_len=MAX_MESSAGE_BYTES,
-            max_array_len=MAX_LIST_ENTRIES,
-            max_map_len=MAX_MAP_ENTRIES,
-            max_ext_len=0,
-            object_pairs_hook=_unique if is_short else containers.map,
-            list_hook=containers.list,
-        )
+        body = _unpack_body(memoryview(data)[1:])
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         text = str(error)[:200] or type(error).__name__
         raise DecodeError(DecodeReason.MALFORMED, f"{message.__name__}: not MessagePack: {text}") from error
@@ -185,6 +215,83 @@ def decode(message: type[M], data: bytes | None) -> M:
         return _unpack(message, body)
     except FieldError as error:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"{message.__name__}{error}") from error
+
+
+def _unpack_body(packed: memoryview) -> Any:
+    """The decoded bytes. Raises ValueError and msgpack's exceptions.
+
+    msgpack allocates a map or list at its header, for as many entries as the header claims, and accepts 1,024 of them
+    inside each other. So only short ones are accepted at first, which is enough for all messages but a long status.
+    """
+    try:
+        return _unpack_bounded(packed, SHORT_ENTRIES, SHORT_ENTRIES)
+    except ValueError:
+        # Either the bytes are invalid, or a map or list is longer: the next lines find out.
+        pass
+    _check_entries(packed)
+    return _unpack_bounded(packed, MAX_MAP_ENTRIES, MAX_LIST_ENTRIES)
+
+
+def _unpack_bounded(packed: memoryview, max_map_entries: int, max_list_entries: int) -> Any:
+    containers = _Containers()
+    # The maps of a short message take little memory, so they are not counted.
+    is_short = len(packed) < SMALL_MESSAGE_BYTES
+    return msgpack.unpackb(
+        packed,
+        raw=False,
+        strict_map_key=True,
+        max_str_len=MAX_TEXT_BYTES,
+        max_bin_len=MAX_MESSAGE_BYTES,
+        max_array_len=max_list_entries,
+        max_map_len=max_map_entries,
+        max_ext_len=0,
+        object_pairs_hook=_unique if is_short else containers.map,
+        list_hook=containers.list,
+    )
+
+
+_FIXED_BYTES: dict[int, int] = (
+    dict.fromkeys((*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)), 0)
+    | {0xA0 + length: length for length in range(32)}
+    | {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+)
+"""Header byte of a number, a truth, nil or a short text -> the number of bytes that follow."""
+_LENGTH_BYTES: dict[int, int] = (
+    dict.fromkeys(range(0x80, 0xA0), 0)
+    | {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+    | {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+)
+"""Header byte of bytes, a text, a list or a map -> the number of bytes of its length."""
+_LISTS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+_MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+
+
+def _check_entries(packed: memoryview) -> None:
+    """Reads the headers only. Raises ValueError if all maps and lists together claim more than `MAX_ENTRIES`.
+
+    It ends at the first header that msgpack refuses.
+    """
+    at = claimed = 0
+    unread = 1
+    while unread and at < len(packed):
+        code = packed[at]
+        at += 1
+        unread -= 1
+        if code in _FIXED_BYTES:
+            at += _FIXED_BYTES[code]
+            continue
+        if code not in _LENGTH_BYTES:
+            return
+        width = _LENGTH_BYTES[code]
+        length = int.from_bytes(packed[at : at + width], "big") if width else code & 0x0F
+        at += width
+        if code not in _LISTS and code not in _MAPS:
+            at += length
+            continue
+        claimed += length
+        if claimed > MAX_ENTRIES:
+            raise ValueError(f"maps and lists of more than {MAX_ENTRIES} entries")
+        unread += 2 * length if code in _MAPS else length
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -218,16 +325,16 @@ class _Containers:
 
 def _pack(message: Any) -> dict[str, Any]:
     body = {}
-    for spec in field_specs(type(message)):
-        value = getattr(message, spec.name)
+    for name, is_optional, pack, _ in _PLANS.get(type(message)) or _plan(type(message)):
+        value = getattr(message, name)
         if value is None:
-            if not spec.optional:
-                raise FieldError(f".{spec.name}: is required")
+            if not is_optional:
+                raise FieldError(f".{name}: is required")
             continue
         try:
-            body[spec.name] = spec.kind.pack(value)
+            body[name] = pack(value)
         except FieldError as error:
-            raise _within(spec.name, error) from error
+            raise _within(name, error) from error
     _check_whole(message)
     return body
 
@@ -236,16 +343,16 @@ def _unpack(message: type[M], raw: Any) -> M:
     if not isinstance(raw, dict):
         raise FieldError(f": expected a map, got {type(raw).__name__}")
     values = {}
-    for spec in field_specs(message):
-        value = raw.get(spec.name)
+    for name, is_optional, _, unpack in _PLANS.get(message) or _plan(message):
+        value = raw.get(name)
         if value is None:
-            if not spec.optional:
-                raise FieldError(f".{spec.name}: is required")
+            if not is_optional:
+                raise FieldError(f".{name}: is required")
             continue
         try:
-            values[spec.name] = spec.kind.unpack(value)
+            values[name] = unpack(value)
         except FieldError as error:
-            raise _within(spec.name, error) from error
+            raise _within(name, error) from error
     decoded = message(**values)
     _check_whole(decoded)
     return decoded

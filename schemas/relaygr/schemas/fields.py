@@ -56,6 +56,8 @@ class Text(FieldKind):
         return self.unpack(value)
 
     def unpack(self, raw: Any) -> str:
+        if type(raw) is str and raw.isascii() and raw.isprintable() and 1 <= len(raw) <= self.max_bytes:
+            return raw  # Almost every text: a byte a character, and no control character.
         if not isinstance(raw, str):
             raise FieldError(f"expected text, got {type(raw).__name__}")
         try:
@@ -81,11 +83,11 @@ class UInt(FieldKind):
     minimum: int = 0
 
     def pack(self, value: Any) -> Any:
-        if isinstance(value, np.integer):
-            value = int(value)
-        return self.unpack(value)
+        return self.unpack(int(value) if isinstance(value, np.integer) else value)
 
     def unpack(self, raw: Any) -> int:
+        if type(raw) is int and self.minimum <= raw <= self.maximum:
+            return raw
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise FieldError(f"expected a whole number, got {type(raw).__name__}")
         if not self.minimum <= raw <= self.maximum:
@@ -168,6 +170,8 @@ class Choice(FieldKind):
     is_open: bool = False
 
     def pack(self, value: Any) -> Any:
+        if type(value) is self.members:
+            return value.value
         if self.is_open and isinstance(value, Other):
             return _OTHER_TEXT.pack(value.value)
         return self._member(value).value

@@ -8,6 +8,7 @@ skip each other's results without decoding them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from relaygr.schemas.codec import DecodeError, DecodeReason
@@ -65,8 +66,8 @@ class RankingHeaders:
         values = _values(raw)
         return cls(
             request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
-            gateway_id=_text(values, GATEWAY_ID),
-            reply_topic=_text(values, REPLY_TOPIC),
+            gateway_id=_repeated_text(GATEWAY_ID, values.get(GATEWAY_ID, b"")),
+            reply_topic=_repeated_text(REPLY_TOPIC, values.get(REPLY_TOPIC, b"")),
             reply_partition=_whole(values, REPLY_PARTITION, 2**31 - 1),
             deadline_us=_whole(values, DEADLINE_US, INT64_MAX),
         )
@@ -119,6 +120,12 @@ def _text(values: dict[str, bytes], name: str, kind: Text = _HEADER_TEXT) -> str
         raise DecodeError(DecodeReason.MALFORMED, f"header {name} is not UTF-8") from error
     except FieldError as error:
         raise DecodeError(DecodeReason.INVALID_FIELD, f"header {name}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _repeated_text(name: str, data: bytes) -> str:
+    """`_text` for a header that is the same in most messages."""
+    return _text({name: data}, name)
 
 
 def _whole(values: dict[str, bytes], name: str, maximum: int) -> int:

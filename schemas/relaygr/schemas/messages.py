@@ -323,7 +323,8 @@ class RankingResult:
     backlog_us: Annotated[
         int | None,
         UInt("µs"),
-        "hint of overload: predicted time of the admitted ranking work, with this request if refused; absent: none",
+        "hint of overload: the time that a new request needs because of admitted work, with its own if refused; "
+        "absent: none",
     ] = None
 
     def __eq__(self, other: object) -> bool:
@@ -423,7 +424,9 @@ class WorkerStatus:
     latency: Annotated[LatencyCoefficients, "the device's latency model, corrected while the worker runs"]
     full_path: Annotated[FullPathReport | None, "how full inference ends at this worker"] = None
     ranking_backlog_us: Annotated[
-        int | None, UInt("µs"), "hint of overload: predicted time of the admitted ranking work; absent: not known"
+        int | None,
+        UInt("µs"),
+        "hint of overload: the time that a new request needs because of admitted work; absent: not known",
     ] = None
 
 

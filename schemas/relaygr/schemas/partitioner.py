@@ -8,6 +8,7 @@ gateway can route without a Kafka library. Source: `org.apache.kafka.common.util
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Container
 from typing import Final
 
 _SEED: Final = 0x9747B28C
@@ -38,3 +39,8 @@ def partition_for(key: bytes, partition_count: int) -> int:
     if partition_count < 1:
         raise ValueError("the partition count must be at least 1")
     return (murmur2(key) & _SIGN) % partition_count
+
+
+def users_in(partitions: Container[int], partition_count: int) -> Callable[[str], bool]:
+    """Whether a user, given by its id, belongs to one of these partitions."""
+    return lambda user_id: partition_for(user_id.encode(), partition_count) in partitions

@@ -66,19 +66,24 @@ class TopicSpec:
     partitions: int | None = None
     """A fixed partition count; None: the deployment's partition count."""
     max_compaction_lag_ms: int | None = None
+    durable: bool = False
+    """Whether an acknowledged message must survive the loss of a broker. The others are useless after minutes, and are
+    rather accepted by the last broker than refused.
+    """
 
     def partition_count(self, partitions: int) -> int:
         """The topic's partition count in a deployment whose partition count is `partitions`."""
         return self.partitions if self.partitions is not None else partitions
 
-    def config(self) -> dict[str, str]:
-        """The topic's settings, by Kafka's names."""
+    def config(self, min_insync_replicas: int = 1) -> dict[str, str]:
+        """The topic's settings, by Kafka's names. `min_insync_replicas`: of the durable topics; the others have 1."""
         config = {
             "cleanup.policy": self.cleanup.value,
             "retention.ms": str(self.retention_ms),
             "segment.ms": str(self.segment_ms),
             "segment.bytes": str(self.segment_bytes),
             "max.message.bytes": str(self.max_message_bytes),
+            "min.insync.replicas": str(min_insync_replicas if self.durable else 1),
         }
         if self.max_compaction_lag_ms is not None:
             config["max.compaction.lag.ms"] = str(self.max_compaction_lag_ms)
@@ -104,7 +109,7 @@ CATALOGUE: dict[Topic, TopicSpec] = {
             Topic.HISTORY, "user id", "feature pipeline", "workers (assign, no group)", "History",
             Cleanup.COMPACT, retention_ms=-1, segment_ms=60 * _MINUTE_MS, segment_bytes=256 * _MIB,
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=True,
-            max_compaction_lag_ms=2 * 60 * _MINUTE_MS,
+            max_compaction_lag_ms=2 * 60 * _MINUTE_MS, durable=True,
         ),
         _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a separate group)", "RankingRequest", False),
         TopicSpec(
@@ -115,7 +120,7 @@ CATALOGUE: dict[Topic, TopicSpec] = {
         TopicSpec(
             Topic.DEAD_LETTERS, "none", "all", "operators", "reason, origin and digest in headers; bodies by a setting",
             Cleanup.DELETE, retention_ms=7 * _DAY_MS, segment_ms=_DAY_MS, segment_bytes=256 * _MIB,
-            max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES,
+            max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, durable=True,
         ),
     )
 }  # fmt: skip

@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -44,9 +45,6 @@ class Stage(enum.StrEnum):
     PRE = "pre"
     HIT = "hit"
     RELOAD = "reload"
-
-
-_STAGES = (Stage.FULL, Stage.PRE, Stage.HIT, Stage.RELOAD)
 
 
 @record(frozen=True, slots=True)
@@ -141,8 +139,8 @@ class LatencyModel:
     def scaled(self, factors: dict[Stage, float], extra_us: dict[Stage, float] | None = None) -> LatencyModel:
         """The model with each stage's times multiplied by its factor (absent: 1), plus its extra (absent: 0)."""
         c = self.coefficients
-        full, pre, hit, reload = (factors.get(stage, 1.0) for stage in _STAGES)
-        more_full, more_pre, more_hit, more_reload = ((extra_us or {}).get(stage, 0.0) for stage in _STAGES)
+        full, pre, hit, reload = (factors.get(stage, 1.0) for stage in Stage)
+        more_full, more_pre, more_hit, more_reload = ((extra_us or {}).get(stage, 0.0) for stage in Stage)
         return LatencyModel(
             LatencyCoefficients(
                 c.a0 * full + more_full, c.a1 * full, c.a2 * full, c.b0 * pre + more_pre, c.b1 * pre, c.b2 * pre,
@@ -242,9 +240,11 @@ class _Correction:
     regression of measured / calibrated on 1 / calibrated gives both.
     """
 
-    __slots__ = ("_covariance", "_inverse", "_variance", "extra_us", "ratio")
+    __slots__ = ("_covariance", "_inverse", "_variance", "extra_us", "ratio", "recent")
 
     def __init__(self) -> None:
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_MEASUREMENTS)
+        """Measured / calibrated, and predicted / measured, of the last measurements."""
         self.ratio = 1.0
         """The moving average of measured / calibrated."""
         self.extra_us = 0.0
@@ -261,6 +261,7 @@ class _Correction:
         if self._inverse is None:
             self._inverse = inverse
         expected = self.factor + self.extra_us * inverse
+        self.recent.append((measured_us * inverse, expected / max(measured_us * inverse, _LEAST_RATIO)))
         ratio = min(max(measured_us * inverse, expected / 2), expected * 2)
         off_inverse, off_ratio = inverse - self._inverse, ratio - self.ratio
         self._inverse += weight * off_inverse
@@ -272,6 +273,21 @@ class _Correction:
         self.extra_us = min(max(slope, 0.0), (self.ratio - 1 / max_factor) / self._inverse)
 
 
+@record(frozen=True, slots=True)
+class PredictionQuality:
+    """How one stage's last measured times compare with the calibration and with the predictions of that moment."""
+
+    slowdown: float
+    """The median of measured / calibrated: what the worker around the engine, and the machine's other work, add."""
+    ratio_p10: float
+    """Predicted / measured: the 10th percentile."""
+    ratio_p50: float
+    ratio_p90: float
+
+
+RECENT_MEASUREMENTS = 512
+"""The measurements of each stage that `Corrector.quality` looks at."""
+_LEAST_RATIO = 1e-6
 _SAME_SIZE = 0.1
 """Work whose calibrated times differ by less than this share counts as of one size."""
 
@@ -314,6 +330,15 @@ class Corrector:
     def factor(self, stage: Stage) -> float:
         """The average of measured / calibrated of one stage."""
         return self._corrections[stage].ratio
+
+    def quality(self, stage: Stage) -> PredictionQuality | None:
+        """None before the first measurement. Any thread may call it."""
+        recent = self._corrections[stage].recent.copy()
+        if not recent:
+            return None
+        slowdowns, ratios = np.array(recent).T
+        p10, p50, p90 = (float(value) for value in np.percentile(ratios, (10, 50, 90)))
+        return PredictionQuality(float(np.median(slowdowns)), p10, p50, p90)
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
         """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it."""

@@ -260,8 +260,8 @@ def at_risk(
 ) -> bool:
     """Whether full inference would miss the ranking budget more than rarely. `margins`: by length bucket."""
     outside_us = owner.ranking_queue_p99_us if owner.outside_us is None else owner.outside_us
-    factors = [ratio * margin for ratio, margin in zip(owner.full_path_ratios, margins, strict=True)]
-    return outside_us + risky_us(owner.latency, factors, prefix_tokens, scored_tokens) > ranking_budget_us
+    full_us = risky_us(owner.latency, owner.full_path_ratios, margins, prefix_tokens, scored_tokens)
+    return outside_us + full_us > ranking_budget_us
 
 
 def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_fraction: float) -> bool:

@@ -54,12 +54,15 @@ def full_path_us(latency: LatencyModel, prefix_tokens: int, scored_tokens: int) 
     return max(latency.full_us(prefix_tokens, scored_tokens), planned_us)
 
 
-def risky_us(latency: LatencyModel, factors: Sequence[float], prefix_tokens: int, scored_tokens: int) -> float:
-    """Device time that full inference exceeds rarely. `factors`: ratio × margin by bucket.
+def risky_us(
+    latency: LatencyModel, ratios: Sequence[float], margins: Sequence[float], prefix_tokens: int, scored_tokens: int
+) -> float:
+    """Device time that full inference exceeds rarely. `ratios` and `margins`: by bucket.
 
     It never falls with the length: a bucket counts with its longest prefix for all longer prefixes.
     """
     own = length_bucket(prefix_tokens)
+    factors = [ratio * margin for ratio, margin in zip(ratios[: own + 1], margins[: own + 1], strict=True)]
     worst_us = factors[own] * full_path_us(latency, prefix_tokens, scored_tokens)
     for bucket in range(own):
         if factors[bucket] > factors[own]:

@@ -86,7 +86,7 @@ class GatewayLink:
         self.results_partition = -1
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
-        self._dead_letters: DeadLetterWriter | None = None
+        self._dead_letters = DeadLetterWriter(kafka, self._client_id)
         self._reachable = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self._client_id, daemon=True)
@@ -146,7 +146,7 @@ class GatewayLink:
 
     def _check_topics(self) -> None:
         known = require_broker(self._kafka).topics
-        # Without a login there are hardly rights to lack, and one request less.
+        # Without authentication a cluster rarely has ACLs, and the check starts a child process.
         if self._kafka.security.protocol is not SecurityProtocol.PLAINTEXT:
             require_rights(self._kafka, Role.GATEWAY)
         for topic in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS):
@@ -186,9 +186,7 @@ class GatewayLink:
 
     def _close_clients(self, timeout_s: float) -> None:
         self.events.close(timeout_s)
-        if self._dead_letters is not None:
-            self._dead_letters.flush(timeout_s)
-            self._dead_letters = None
+        self._dead_letters.flush(timeout_s)
         if self._producer is not None:
             # No caller waits for these requests any more.
             self._producer.purge()
@@ -219,8 +217,7 @@ class GatewayLink:
                 self._take(message)
         self._producer.poll(0)
         self.events.poll()
-        if self._dead_letters is not None:
-            self._dead_letters.poll()
+        self._dead_letters.poll()
 
     def _take(self, message: Message) -> None:
         error = message.error()
@@ -245,9 +242,6 @@ class GatewayLink:
         self._ledger.answered(result)
 
     def _write_dead_letter(self, message: Message, problem: DecodeError) -> None:
-        if self._dead_letters is None:
-            # Made on first use: most gateways never need it.
-            self._dead_letters = DeadLetterWriter(self._kafka, self._client_id)
         _log.warning(
             "a result could not be decoded", client_id=self._client_id, reason=problem.reason, detail=str(problem)
         )

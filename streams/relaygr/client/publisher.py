@@ -15,6 +15,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
 from relaygr.client.outcome import DeliveryReport, MessageRefused, NotRunning, QueueFull
+from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -119,7 +120,7 @@ def delivery_report(error: KafkaError | None, message: Message) -> DeliveryRepor
         topic=message.topic() or "",
         partition=message.partition(),
         offset=message.offset() if error is None else None,
-        error=error.str() if error is not None else None,
+        error=why_undelivered(error) if error is not None else None,
     )
 
 

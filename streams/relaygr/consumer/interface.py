@@ -78,10 +78,13 @@ class Membership:
 
 
 class Handler(Protocol):
-    """Callbacks on the poll thread. They must neither compute nor block."""
+    """Callbacks on the poll thread. They must not block, and their work must be short."""
 
     def on_message(self, message: Received) -> None:
         """Takes a new message. The handler must pass its token to `finish` when the work is done."""
+
+    def on_batch(self) -> None:
+        """Called after the messages of one poll."""
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
         """Takes all partitions that this process owns now."""

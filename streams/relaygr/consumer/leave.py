@@ -3,7 +3,7 @@
 A static member sends no leave request when it closes, and librdkafka has none for it. The broker accepts a LeaveGroup
 request of version 3 with an empty member id and the `group.instance.id`, from any client. aiokafka sends it: it has
 the connection with TLS and every SASL mechanism, and the look-up of the coordinator, but only versions 0 and 1 of the
-request, so version 3 is declared here. (kafka-python would be one more client; confluent-kafka cannot send it.)
+request, so version 3 is declared here.
 
 Only import this module where it is used: aiokafka is not needed otherwise.
 """
@@ -22,7 +22,7 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Int16, Int32, Schema, String
 
 from relaygr.kafka.security import password_of, read_token
-from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
+from relaygr.kafka.settings import KafkaSettings, Security
 from relaygr.runtime.errors import RelayError
 
 _TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ def leave(kafka: KafkaSettings, group: str, instance_id: str, timeout_s: float =
     """
     try:
         return asyncio.run(asyncio.wait_for(_leave(kafka, group, instance_id), timeout_s))
-    except (KafkaError, OSError, TimeoutError) as error:
+    except (KafkaError, OSError) as error:
         cause = str(error) or type(error).__name__
         raise RelayError(
             f"{instance_id} did not leave {group}: {cause}. Its partitions move to other workers at the end of its "
@@ -77,7 +77,7 @@ async def _leave(kafka: KafkaSettings, group: str, instance_id: str) -> bool:
 def _security(security: Security) -> dict[str, Any]:
     """The settings section as keyword arguments of aiokafka's client. Raises RelayError or OSError for a bad file."""
     options: dict[str, Any] = {"security_protocol": security.protocol.value}
-    if security.protocol in (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL):
+    if security.uses_tls:
         options["ssl_context"] = _ssl_context(security)
     if security.sasl_mechanism is None:
         return options

@@ -1,12 +1,12 @@
-"""The worker's consumer loop: one thread owns the Kafka consumer, and never computes.
+"""The worker's consumer loop: one thread owns the Kafka consumer.
 
 Contract:
 
 * `start()` subscribes and starts the poll thread. That thread makes all calls of the `Handler`, so they must not
-  block: they queue work for other threads, or answer at once.
-* The loop hands over each message once (`on_message`), with a `token`. When the work is done, with any outcome, any
-  thread calls `finish(token)`. The loop gives the contiguous watermark of finished offsets
-  (`relaygr.consumer.watermark`) to the client's auto-commit a few times a second.
+  block: they queue work for other threads, or do it at once if it is short.
+* The loop hands over each message once (`on_message`), with a `token`, and calls `on_batch` after those of one poll.
+  When the work is done, with any outcome, any thread calls `finish(token)`. The loop gives the contiguous watermark of
+  finished offsets (`relaygr.consumer.watermark`) to the client's auto-commit a few times a second.
 * In a rebalance the loop commits the watermark before the partitions are revoked, and keeps their state. If a
   partition is assigned again, messages that are in flight or finished here are skipped. Work for lost partitions may
   go on, but never changes an offset. A message that is unfinished when the process dies is delivered again to the
@@ -54,7 +54,7 @@ from relaygr.consumer.finished import FinishedLog, is_plausible
 from relaygr.consumer.interface import Handler, LoopState, LoopStatus, Membership, Received, Token
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.consumer.watermark import Begin, Progress, TopicPartition, WatermarkTracker, split_partitions
-from relaygr.kafka.client_errors import ErrorCallback, cause_of
+from relaygr.kafka.client_errors import GROUP_REFUSALS, ErrorCallback, cause_of
 from relaygr.kafka.message_headers import headers_of
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
@@ -64,12 +64,12 @@ T = TypeVar("T")
 ConsumerFactory = Callable[[ErrorCallback], Consumer]
 
 _UNKNOWN_TOPIC: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC))
-_UNREACHABLE: Final = frozenset((KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE))
+# `ClientErrors` logs these; the other brokers may answer.
+_OF_ONE_BROKER: Final = frozenset((KafkaError._TRANSPORT, KafkaError._RESOLVE))
 _REFUSED: Final = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "give this user the right to read the topics",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "give this user the right to read as this group",
-    KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
-    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to the broker's minimum (6000 by default)",
+    **GROUP_REFUSALS,
 }
 _PROBE_INTERVAL_US: Final = 1_000_000
 # While the broker is away the poll thread has nothing to read, and may wait this long for metadata.
@@ -79,6 +79,8 @@ _LOG_INTERVAL_US: Final = 10_000_000
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))
 # A running member learns from its heartbeats that it was replaced. A process that was suspended for longer must check.
 _ABSENCE_US: Final = 1_000_000
+# A client that wakes up from a suspension learns within this time that its session has expired.
+_AFTER_ABSENCE_US: Final = 10_000_000
 _POSITION_TRIES: Final = 3
 _POSITION_RETRY_S: Final = 0.05
 _REPLACED: Final = "Another process took over this group.instance.id. This process must exit and must not be restarted"
@@ -148,7 +150,7 @@ class ConsumerLoop:
         self._state = LoopState.NEW
         self._error: BaseException | None = None
         self._assigned = False
-        self._may_rejoin = False
+        self._may_rejoin = self._rejoin_needs_answer = False
         self._partitions: frozenset[int] = frozenset()
         self._owner_split: frozenset[int] = frozenset()
         self._epoch = 0
@@ -161,7 +163,9 @@ class ConsumerLoop:
         self._paused: set[TopicPartition] = set()
 
         self._received: Tally[str] = Tally()
+        self._messages = {topic: _MESSAGES.labels(name, topic) for topic in topics}
         self._last_poll_us = self._tick_at_us = self._store_at_us = self._probe_at_us = 0
+        self._absent_us = -_AFTER_ABSENCE_US
         self._message_at_us = self._drain_until_us = 0
         self._missing_topic: str | None = None
         self._missing_since_us = 0
@@ -276,8 +280,10 @@ class ConsumerLoop:
 
     def _step(self) -> None:
         message = self._call(self._client.poll, self._settings.poll_timeout_ms / 1000)
-        if self._was_absent() and self._is_replaced():
-            self._fail(LoopState.FENCED, RelayError(_REPLACED))
+        if self._was_absent():
+            self._absent_us = self._clock.monotonic_us()
+            if self._is_replaced():
+                self._fail(LoopState.FENCED, RelayError(_REPLACED))
         if self._state not in _ALIVE:
             return
         if message is not None:
@@ -286,6 +292,7 @@ class ConsumerLoop:
             # that are there with one release of the interpreter lock.
             for message in self._call(self._client.consume, self._settings.batch_messages - 1, 0) or ():
                 self._receive(message)
+            self._handler.on_batch()
         self._take_finished()
         while self._commands:
             self._commands.popleft()()
@@ -345,7 +352,7 @@ class ConsumerLoop:
         if self._received:
             self._broker_is(True)
             for topic, count in self._received.items():
-                _MESSAGES.labels(self._name, topic).inc(count)
+                self._messages[topic].inc(count)
             self._received.clear()
         if now_us >= self._store_at_us:
             self._store_at_us = now_us + self._settings.store_interval_ms * 1000
@@ -404,6 +411,7 @@ class ConsumerLoop:
     # Rebalances: called by the client inside poll() and consume(), on the poll thread.
 
     def _on_assign(self, consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        was_absent = self._was_absent()
         positions = self._positions(consumer, partitions)
         self._tracker.assign(positions)
         if self._finished_log is not None:
@@ -432,6 +440,9 @@ class ConsumerLoop:
                 partitions=sorted(self._owner_split)[:20],
             )
         self._log.info("assigned", partitions=len(self._partitions), assignment_epoch=self._epoch)
+        if not was_absent:
+            # The requests above may take seconds while a coordinator is away, and are no suspension.
+            self._last_poll_us = self._clock.monotonic_us()
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         gone = _from_kafka(partitions)
@@ -447,9 +458,11 @@ class ConsumerLoop:
         gone = _from_kafka(partitions)
         self._let_go(gone)
         self._paused.difference_update(gone)
+        # The coordinator was away, perhaps alone of all brokers; or this process was suspended.
+        suspended = self._was_absent() or self._clock.monotonic_us() - self._absent_us < _AFTER_ABSENCE_US
+        self._rejoin_needs_answer = suspended and self._broker_reachable
+        self._may_rejoin = True
         self._assigned = False
-        # False after a suspension of this process: another process may have replaced it.
-        self._may_rejoin = not self._broker_reachable
         self._note_ownership()
         self._log.warning("lost the assignment: the membership expired", partitions=len(partitions))
         self._handler.on_lost(frozenset(tp.partition for tp in gone))
@@ -558,9 +571,9 @@ class ConsumerLoop:
     # Errors.
 
     def _on_client_error(self, error: KafkaError) -> None:
-        if error.code() in _UNREACHABLE:
+        if error.code() == KafkaError._ALL_BROKERS_DOWN:
             self._broker_is(False)
-        else:
+        elif error.code() not in _OF_ONE_BROKER:
             self._count_error(error)
 
     def _on_error(self, error: KafkaError) -> None:
@@ -574,14 +587,14 @@ class ConsumerLoop:
             self._count_error(error)
         elif code in _REFUSED:
             self._fail(LoopState.FAILED, RelayError(f"Kafka refuses the consumer: {cause_of(error)}. {_REFUSED[code]}"))
-        elif code in _UNREACHABLE:
+        elif code == KafkaError._ALL_BROKERS_DOWN:
             self._broker_is(False)
         else:
             self._count_error(error)
 
     def _on_fatal(self, error: KafkaError) -> None:
         if "fenced" in error.str().lower() or error.code() == KafkaError.FENCED_INSTANCE_ID:
-            if self._may_rejoin and not self._is_replaced():
+            if self._may_rejoin and self._fenced_itself():
                 self._rejoin()
                 return
             self._fail(LoopState.FENCED, RelayError(_REPLACED))
@@ -599,11 +612,18 @@ class ConsumerLoop:
         holder = self._membership.holder() if self._member_id is not None else None
         return holder is not None and holder != self._member_id
 
+    def _fenced_itself(self) -> bool:
+        """Whether no other process has the static id. After a suspension this must be known for sure."""
+        if not self._membership.may_own():
+            return False
+        holder = self._membership.holder()
+        return holder == self._member_id or (holder is None and not self._rejoin_needs_answer)
+
     def _rejoin(self) -> None:
         """Joins again with a new consumer, after the old one was fenced by its own late commit.
 
-        This happens when the broker was away for longer than a session: the client sends a pending commit without the
-        member id, which it dropped with the membership, and the broker treats the commit as that of another holder.
+        This happens when the coordinator was away for longer than a session: the client sends a pending commit without
+        the member id, which it dropped with the membership, and the broker treats the commit as that of another holder.
         The client is unusable then. Allowed once until the next assignment: a second fencing comes from another
         process.
         """

@@ -5,9 +5,12 @@ It is run as a script, by its path and with the standard library alone:
     python guard.py FOLDER LOG COMMAND [ARGUMENT ...] [--then-- COMMAND [ARGUMENT ...]]...
 
 Every command but the last must succeed; the last one keeps running. The guard writes "started PID" for each command and
-"exited CODE" when a command fails or the last one ends. When standard input ends, the guard kills the process group of
-the running command, removes FOLDER and ends. Standard input ends when the parent closes the pipe or dies, even by
-kill -9. Killing loses nothing, because all data is in FOLDER.
+"exited CODE" when a command fails or the last one ends. For a line "kill" on standard input the guard kills the running
+command; for a line "start" it starts the last command again.
+
+When standard input ends, the guard kills the process group of the running command, removes FOLDER and ends. Standard
+input ends when the parent closes the pipe or dies, even by kill -9. Killing loses nothing, because all data is in
+FOLDER.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import threading
 from collections.abc import Sequence
 
 THEN = "--then--"
+KILL = b"kill\n"
+START = b"start\n"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,10 +58,10 @@ class _Guarded:
         _say(f"started {process.pid}")
         return process.wait()
 
-    def end(self) -> None:
-        """Kills the running command. No command starts after that."""
+    def kill(self, for_good: bool) -> None:
+        """Kills the running command. `for_good`: no command starts after that."""
         with self._lock:
-            self._ended = True
+            self._ended |= for_good
             if self._process is not None and self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -78,17 +83,23 @@ def main(arguments: list[str]) -> None:
     commands = [list(group) for is_then, group in itertools.groupby(rest, lambda word: word == THEN) if not is_then]
     guarded = _Guarded()
 
-    def run_all() -> None:
+    def run(commands: Sequence[Sequence[str]]) -> None:
         for command in commands:
             code = guarded.run(command, log)
             if code != 0 or command is commands[-1]:
                 _say(f"exited {code}")
                 return
 
-    runner = threading.Thread(target=run_all)
+    runner = threading.Thread(target=run, args=(commands,))
     runner.start()
-    sys.stdin.buffer.read()
-    guarded.end()
+    for line in sys.stdin.buffer:
+        if line == KILL:
+            guarded.kill(for_good=False)
+        elif line == START:
+            runner.join()
+            runner = threading.Thread(target=run, args=(commands[-1:],))
+            runner.start()
+    guarded.kill(for_good=True)
     runner.join()
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -42,8 +42,9 @@ _ATTEMPTS: Final = 3
 _MEMORY_FOLDER: Final = "/dev/shm"
 _MEMORY_FREE_BYTES: Final = 4 * 1024**3
 _LOG_TAIL_BYTES: Final = 3000
+_EXIT_POLL_S: Final = 0.02
 
-_PROPERTIES: Final[dict[str, str | int]] = {
+PROPERTIES: Final[dict[str, str | int]] = {
     "process.roles": "broker,controller",
     "node.id": 1,
     "controller.listener.names": "CONTROLLER",
@@ -113,6 +114,7 @@ def kafka_broker(
             delete_topics,
             fetch_wait_max_ms=defaults.fetch_wait_max_ms,
             session_timeout_ms=defaults.session_timeout_ms,
+            restart=lambda: server.restart(start_timeout_s),
         )
     finally:
         server.stop()
@@ -139,16 +141,16 @@ class _Server:
     def __init__(self, home: Path, heap_mib: int, properties: Mapping[str, str | int]) -> None:
         port, controller_port = free_ports(2)
         self.bootstrap = f"127.0.0.1:{port}"
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="relaygr-kafka-", dir=_memory_folder()))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="relaygr-kafka-", dir=memory_folder()))
         self._log = folder / "broker.log"
         config = folder / "server.properties"
-        settings = _PROPERTIES | {
+        settings = PROPERTIES | {
             "controller.quorum.bootstrap.servers": f"127.0.0.1:{controller_port}",
             "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{controller_port}",
             "log.dirs": str(folder / "data"),
         }
         config.write_text("".join(f"{key}={value}\n" for key, value in {**settings, **properties}.items()))
-        format_data = [str(home / STORAGE_SCRIPT), "format", "--standalone", "-t", _cluster_id(), "-c", str(config)]
+        format_data = [str(home / STORAGE_SCRIPT), "format", "--standalone", "-t", new_cluster_id(), "-c", str(config)]
         run = [str(home / SERVER_SCRIPT), str(config)]
         environment = {"KAFKA_HEAP_OPTS": f"-Xmx{heap_mib}m", **os.environ, "LOG_DIR": str(folder / "logs")}
         self._guard = subprocess.Popen(
@@ -173,6 +175,19 @@ class _Server:
             if self._exited():
                 raise self._failure("ended while it started")
         raise self._failure(f"was not ready within {timeout_s:.0f} s")
+
+    def restart(self, timeout_s: float) -> None:
+        """Kills the broker and starts it again, on the same ports and data. Raises RelayError if it is not ready."""
+        self._tell(guard.KILL)
+        while not self._exited():
+            time.sleep(_EXIT_POLL_S)
+        self._tell(guard.START)
+        self.await_ready(timeout_s)
+
+    def _tell(self, line: bytes) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(line)
+        self._guard.stdin.flush()
 
     def stop(self) -> None:
         """Kills the broker and removes its folder."""
@@ -209,7 +224,7 @@ class _Server:
         return RelayError(f"Kafka {what}{hint}. The end of its log:\n{log[-_LOG_TAIL_BYTES:].strip() or '(empty)'}")
 
 
-def _memory_folder() -> str | None:
+def memory_folder() -> str | None:
     """A file system in memory with enough space; None: the default temporary folder, or that of TMPDIR.
 
     Creating a topic syncs several files of each partition, which takes seconds on a disk for hundreds of partitions.
@@ -223,7 +238,7 @@ def _memory_folder() -> str | None:
     return _MEMORY_FOLDER if roomy else None
 
 
-def _cluster_id() -> str:
+def new_cluster_id() -> str:
     """A Kafka id: 16 random bytes in URL-safe base 64, without a leading '-', which would look like an option."""
     while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
         pass

@@ -29,6 +29,8 @@ class LocalBroker:
     """Deletes these topics and their data."""
     fetch_wait_max_ms: int
     session_timeout_ms: int
+    restart: Callable[[], None] | None = None
+    """Kills the broker and starts it again with its data, and waits until it answers; None: not possible here."""
 
     @property
     def ours(self) -> bool:
@@ -44,6 +46,7 @@ class LocalBroker:
                 "fetch_wait_max_ms": self.fetch_wait_max_ms,
                 "session_timeout_ms": self.session_timeout_ms,
                 "replication_factor": 1 if self.ours else kafka.replication_factor,
+                "min_insync_replicas": None if self.ours else kafka.min_insync_replicas,
                 "security": Security() if self.ours else kafka.security,
             }
         )

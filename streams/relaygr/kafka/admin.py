@@ -10,7 +10,7 @@ requests, so only the existence and the partition counts of its topics are check
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -34,6 +34,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
 
 ADMIN_TIMEOUT_S: Final = 30.0
+OFFSETS_TOPIC: Final = "__consumer_offsets"
 EMBEDDED_CLUSTER_ID: Final = "mockCluster"
 """The cluster id of librdkafka's embedded cluster begins with this."""
 
@@ -44,12 +45,7 @@ _T = TypeVar("_T")
 
 def check_topics(kafka: KafkaSettings, workers: int | None = None) -> TopicReport:
     """Compares the cluster's topics with the catalogue. Raises RelayError if the cluster cannot be reached."""
-    cluster = require_broker(kafka)
-    settings = _ReadSettings()
-    if not is_embedded(cluster):
-        with AdminProcess(kafka, _CLIENT_ID) as admin:
-            settings = _ask_settings(kafka, cluster, admin, CATALOGUE)
-    return report(_observed(kafka, cluster, settings), kafka, workers)
+    return report(_ask(kafka, CATALOGUE), kafka, workers)
 
 
 def require_topics(kafka: KafkaSettings, role: Role) -> TopicReport:
@@ -57,14 +53,8 @@ def require_topics(kafka: KafkaSettings, role: Role) -> TopicReport:
 
     Raises RelayError if the role lacks a right or if a finding is an error.
     """
-    cluster = require_broker(kafka)
     topics = topics_of(role)
-    settings = _ReadSettings()
-    if not is_embedded(cluster):
-        with AdminProcess(kafka, _CLIENT_ID) as admin:
-            require_rights(kafka, role, admin)
-            settings = _ask_settings(kafka, cluster, admin, topics)
-    found = report(_observed(kafka, cluster, settings, topics), kafka, topics=topics)
+    found = report(_ask(kafka, topics, role), kafka, topics=topics)
     if not found.ok:
         lines = "; ".join(f"{error.what}: {error.mend}" for error in found.errors)
         raise RelayError(f"Topics at {kafka.bootstrap} are not usable. {lines}")
@@ -94,7 +84,7 @@ def create_topics(kafka: KafkaSettings, dry_run: bool = False, repair: bool = Fa
         if missing:
             _create(kafka, admin, missing, len(cluster.brokers))
         if repair:
-            _repair(kafka, admin, [topic for topic in CATALOGUE if topic in observed.topics])
+            _repair(kafka, admin, observed.topics)
         observed = _await_topics(kafka, admin, repaired=repair)
     else:
         observed = replace(observed, topics={**_as_created(kafka, missing), **observed.topics})
@@ -128,7 +118,9 @@ def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, Ob
     """The topics as they would be created."""
     return {
         topic: ObservedTopic(
-            CATALOGUE[topic].partition_count(kafka.partitions), kafka.replication_factor, CATALOGUE[topic].config()
+            CATALOGUE[topic].partition_count(kafka.partitions),
+            kafka.replication_factor,
+            kafka.topic_config(topic, kafka.replication_factor),
         )
         for topic in topics
     }
@@ -136,25 +128,32 @@ def _as_created(kafka: KafkaSettings, topics: Iterable[Topic]) -> dict[Topic, Ob
 
 @dataclass(frozen=True, slots=True)
 class _ReadSettings:
-    """Settings of topics by name, and the brokers' `auto.create.topics.enable`. By default nothing was readable."""
+    """Settings of topics by name, and those of a broker. By default nothing was readable."""
 
     topics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    auto_create: bool | None = None
+    broker: Mapping[str, str] = field(default_factory=dict)
 
 
 def _read_settings(admin: AdminClient, names: Iterable[str], broker_id: int) -> _ReadSettings:
     """Raises RelayError without an answer."""
-    return _ReadSettings(_topic_configs(admin, names), _auto_create(admin, broker_id))
+    return _ReadSettings(_topic_configs(admin, names), _broker_config(admin, broker_id))
 
 
-def _ask_settings(
-    kafka: KafkaSettings, cluster: ClusterMetadata, admin: AdminProcess, topics: Iterable[Topic]
-) -> _ReadSettings:
-    names = tuple(_existing(kafka, cluster, topics).values())
-    try:
-        return admin.call(3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
-    except KafkaException as error:
-        raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {error.args[0].str()}") from error
+def _ask(kafka: KafkaSettings, topics: Collection[Topic], role: Role | None = None) -> Observed:
+    """These topics, asked by a child process. `role`: raises RelayError if this user lacks a right of the role."""
+    cluster = require_broker(kafka)
+    settings = _ReadSettings()
+    if not is_embedded(cluster):
+        names = tuple(_existing(kafka, cluster, topics).values())
+        with AdminProcess(kafka, _CLIENT_ID) as admin:
+            if role is not None:
+                require_rights(kafka, role, admin)
+            try:
+                settings = admin.call(3 * ADMIN_TIMEOUT_S, _read_settings, names, min(cluster.brokers))
+            except KafkaException as error:
+                cause = error.args[0].str()
+                raise RelayError(f"Topic settings at {kafka.bootstrap} cannot be read: {cause}") from error
+    return _observed(kafka, cluster, settings, topics)
 
 
 def _existing(kafka: KafkaSettings, cluster: ClusterMetadata, topics: Iterable[Topic] = CATALOGUE) -> dict[Topic, str]:
@@ -177,9 +176,15 @@ def _observed(
     topics = {}
     for topic, name in _existing(kafka, cluster, wanted).items():
         partitions = cluster.topics[name].partitions.values()
-        replicas = min((len(partition.replicas) for partition in partitions), default=0)
-        topics[topic] = ObservedTopic(len(partitions), replicas, settings.topics.get(name))
-    return Observed(topics, is_embedded(cluster), settings.auto_create)
+        replicas = _least_replicas(cluster, name)
+        in_sync = min((len(partition.isrs) for partition in partitions), default=0)
+        topics[topic] = ObservedTopic(len(partitions), replicas, settings.topics.get(name), in_sync)
+    offsets_replicas = _least_replicas(cluster, OFFSETS_TOPIC) if OFFSETS_TOPIC in cluster.topics else None
+    return Observed(topics, is_embedded(cluster), settings.broker, offsets_replicas)
+
+
+def _least_replicas(cluster: ClusterMetadata, name: str) -> int:
+    return min((len(partition.replicas) for partition in cluster.topics[name].partitions.values()), default=0)
 
 
 def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -197,29 +202,29 @@ def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[s
     return configs
 
 
-def _auto_create(admin: AdminClient, broker_id: int) -> bool | None:
-    """A broker's `auto.create.topics.enable`; None if the broker does not report it, as on some managed clusters."""
+def _broker_config(admin: AdminClient, broker_id: int) -> dict[str, str]:
+    """A broker's settings; empty if this user may not read them, as on some managed clusters."""
     resource = ConfigResource(ConfigResource.Type.BROKER, str(broker_id))
     [future] = admin.describe_configs([resource], request_timeout=ADMIN_TIMEOUT_S).values()
     try:
-        entry = _result(future).get("auto.create.topics.enable")
+        return {entry.name: entry.value for entry in _result(future).values() if entry.value is not None}
     except KafkaException:
-        return None
-    return None if entry is None else entry.value == "true"
+        return {}
 
 
 def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], broker_count: int) -> None:
     if kafka.replication_factor > broker_count:
         raise RelayError(
             f"replication_factor is {kafka.replication_factor}, but Kafka at {kafka.bootstrap} has {broker_count} "
-            f"{'broker' if broker_count == 1 else 'brokers'}: set `replication_factor` to {broker_count} at most"
+            f"{'broker' if broker_count == 1 else 'brokers'} up: start the missing ones, or set `replication_factor` "
+            f"to {broker_count} at most"
         )
     wanted = [
         NewTopic(
             kafka.topic(topic),
             num_partitions=CATALOGUE[topic].partition_count(kafka.partitions),
             replication_factor=kafka.replication_factor,
-            config=CATALOGUE[topic].config(),
+            config=kafka.topic_config(topic, kafka.replication_factor),
         )
         for topic in topics
     ]
@@ -234,17 +239,17 @@ def _create(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic], b
                 raise RelayError(f"Topic {name} cannot be created: {error.args[0].str()}") from error
 
 
-def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Iterable[Topic]) -> None:
+def _repair(kafka: KafkaSettings, admin: AdminClient, topics: Mapping[Topic, ObservedTopic]) -> None:
     resources = [
         ConfigResource(
             ConfigResource.Type.TOPIC,
             kafka.topic(topic),
             incremental_configs=[
                 ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET)
-                for key, value in CATALOGUE[topic].config().items()
+                for key, value in kafka.topic_config(topic, seen.replication_factor).items()
             ],
         )
-        for topic in topics
+        for topic, seen in topics.items()
     ]
     if not resources:
         return

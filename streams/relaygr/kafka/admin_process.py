@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class AdminProcess:
-    """A child process with an admin client. One call at a time; `close` may be called by any thread, once."""
+    """A child process with an admin client. One call at a time. Any thread may call `close`, more than once, too."""
 
     def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
         """The first call starts the child."""

@@ -21,6 +21,15 @@ ErrorCallback = Callable[[KafkaError], None]
 LOG_INTERVAL_US: Final = 10_000_000
 # Errors that a retry cannot fix: the credentials or the protocol are wrong.
 PERMANENT: Final = frozenset((KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError.SASL_AUTHENTICATION_FAILED))
+# What to do if the coordinator refuses a member.
+GROUP_REFUSALS: Final = {
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL: "the group has members with another assignor: stop them first",
+    KafkaError.INVALID_SESSION_TIMEOUT: "raise session_timeout_ms to the broker's minimum (6000 by default)",
+}
+# A cluster without any group creates its internal topic at the first question about one.
+NO_COORDINATOR_YET: Final = frozenset(
+    (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR)
+)
 
 _WHERE = re.compile(r"^(?:\S+?://)?\S+/\S+: ")
 _STATE = re.compile(r" \(after \d+ms in state [A-Z_]+(?:, \d+ identical error\(s\) suppressed)?\)\.?$")
@@ -35,6 +44,13 @@ def cause_of(error: KafkaError) -> str:
     for noise in (_WHERE, _STATE, _CONNECT):
         text = noise.sub("", text)
     return text.strip().rstrip(".")
+
+
+def why_undelivered(error: KafkaError) -> str:
+    """The cause in a delivery report. A message that too few replicas can take waits until its time-out."""
+    if error.code() == KafkaError._MSG_TIMED_OUT:
+        return "not acknowledged in time: run `relaygr topics check`, which names topics that lack brokers"
+    return str(error.str())
 
 
 class ClientErrors:

@@ -23,7 +23,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from relaygr.kafka.client_errors import PERMANENT, ClientErrors, ErrorCallback
 from relaygr.kafka.security import librdkafka_security
-from relaygr.kafka.settings import GroupProtocol, KafkaSettings, SecurityProtocol
+from relaygr.kafka.settings import Acks, GroupProtocol, KafkaSettings, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
 
@@ -92,8 +92,8 @@ QUICK_RECONNECT: Final[dict[str, Any]] = {
 
 _BY_KIND: Final[dict[ProducerKind, dict[str, Any]]] = {
     # librdkafka itself sends a message again until its time-out.
-    ProducerKind.LATENCY: {"linger.ms": 0, "acks": "1", "message.timeout.ms": 500, **QUICK_RECONNECT},
-    ProducerKind.PREINFER: {"linger.ms": 0, "acks": "1", "message.timeout.ms": 5000},
+    ProducerKind.LATENCY: {"linger.ms": 0, "message.timeout.ms": 500, **QUICK_RECONNECT},
+    ProducerKind.PREINFER: {"linger.ms": 0, "message.timeout.ms": 5000},
     # With a shorter time-out an idempotent producer left duplicates in the log after a broker died.
     ProducerKind.DURABLE: {"linger.ms": 0, "acks": "all", "enable.idempotence": True, "message.timeout.ms": 30_000},
 }
@@ -138,7 +138,8 @@ def make_producer(
     options: Options | None = None,
 ) -> Producer:
     """A producer. The caller polls it, and flushes it with a time-out before it exits."""
-    return Producer(_config(kafka, client_id, on_error, _PRODUCER, _BY_KIND[kind], options))
+    acks = {"acks": "1" if kafka.request_acks is Acks.LEADER else "all"}
+    return Producer(_config(kafka, client_id, on_error, _PRODUCER, acks, _BY_KIND[kind], options))
 
 
 def make_group_consumer(
@@ -171,8 +172,7 @@ def make_assigned_consumer(
 ) -> Consumer:
     """A consumer for `assign()`. It joins no group and commits no offsets; the caller gives each partition's offset."""
     config = _config(kafka, client_id, on_error, _consumer(kafka), _ASSIGNED, options)
-    # librdkafka requires a group name even if the consumer joins no group.
-    config["group.id"] = f"{kafka.group_prefix}.unjoined"
+    config["group.id"] = kafka.unjoined_group
     return Consumer(config)
 
 

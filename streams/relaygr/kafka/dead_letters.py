@@ -15,9 +15,10 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from prometheus_client import Counter
 
+from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
@@ -82,14 +83,17 @@ class RawMessage(Protocol):
 class DeadLetterWriter:
     """Writes dead letters with a durable producer of its own. Only one thread may use it.
 
-    The owner calls `poll` often: `poll` and `flush` call `on_done`.
+    The producer, with its threads, is made for the first dead letter: most processes never write one. The owner calls
+    `poll` often: `poll` and `flush` call `on_done`.
     """
 
     def __init__(self, kafka: KafkaSettings, client_id: str, clock: Clock | None = None) -> None:
+        self._kafka = kafka
+        self._client_id = f"{client_id}-dead-letters"
         self._topic = kafka.topic(Topic.DEAD_LETTERS)
         self._clock = clock or SystemClock()
         self._with_bodies = kafka.dead_letter_bodies
-        self._producer = make_producer(kafka, ProducerKind.DURABLE, f"{client_id}-dead-letters")
+        self._producer: Producer | None = None
 
     def write(self, message: RawMessage, reason: str, detail: str, on_done: OnDone | None = None) -> None:
         """Writes `message` to the dead letters, whatever it contains.
@@ -110,10 +114,12 @@ class DeadLetterWriter:
             if error is None:
                 _COUNTED.labels(topic=origin, reason=reason).inc()
             else:
-                _log.error("a dead letter was not written", topic=origin, reason=reason, error=error.str())
+                _log.error("a dead letter was not written", topic=origin, reason=reason, error=why_undelivered(error))
             if on_done is not None:
                 on_done(error is None)
 
+        if self._producer is None:
+            self._producer = make_producer(self._kafka, ProducerKind.DURABLE, self._client_id)
         try:
             self._producer.produce(self._topic, value=value, key=key, headers=[*headers], on_delivery=delivered)
         except (BufferError, KafkaException) as error:
@@ -124,11 +130,11 @@ class DeadLetterWriter:
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Serves delivery reports. Returns their number."""
-        return self._producer.poll(timeout_s)
+        return self._producer.poll(timeout_s) if self._producer is not None else 0
 
     def flush(self, timeout_s: float) -> int:
         """Waits for undelivered dead letters. Returns how many are left."""
-        return self._producer.flush(timeout_s)
+        return self._producer.flush(timeout_s) if self._producer is not None else 0
 
 
 def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: int) -> Headers:
@@ -146,7 +152,7 @@ def dead_letter_headers(message: RawMessage, reason: str, detail: str, now_us: i
 
 
 def _digest_of(value: bytes | None) -> Headers:
-    """Identifies a value in the origin's log, or in a copy of it. None for a message without a value."""
+    """Identifies a value in the origin's log, or in a copy of it. No headers for a message without a value."""
     if value is None:
         return []
     digest = blake2b(value, digest_size=DIGEST_BYTES).hexdigest()

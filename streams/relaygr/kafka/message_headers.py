@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 
 
 class WithHeaders(Protocol):
-    """confluent-kafka's `Message`, or another client's message with an adapter."""
+    """confluent-kafka's `Message`, or a test's stand-in."""
 
     def headers(self) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""The least rights (ACLs) of each role, the commands that grant them, and the check at a process's start.
+"""The least rights (ACLs) of each role, and the check at a process's start.
 
 In Kafka, Read, Write and Delete include Describe, and Write on a topic is enough for an idempotent producer. A role has
 no rights on the topics of other roles.
@@ -10,19 +10,17 @@ says less, and comes later: a worker that may not read histories would run and a
 from __future__ import annotations
 
 import enum
-import re
-import shlex
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-import yaml
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient
 
 from relaygr.kafka.admin_process import AdminProcess, ask
+from relaygr.kafka.client_errors import NO_COORDINATOR_YET
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
@@ -57,9 +55,6 @@ class Right:
 
 _COORDINATOR_RETRY_S: Final = 0.1
 _ABSENT: Final = frozenset((KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.GROUP_ID_NOT_FOUND))
-_COORDINATOR_COMES: Final = frozenset(
-    (KafkaError.NOT_COORDINATOR, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.COORDINATOR_LOAD_IN_PROGRESS)
-)
 _OPERATIONS: Final = {
     "Read": AclOperation.READ,
     "Write": AclOperation.WRITE,
@@ -94,13 +89,6 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
     Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
-# librdkafka asks for the coordinator of a consumer's group even if the consumer joins none: of the group `unjoined`.
-_GROUPS: Final[dict[Role, dict[str, tuple[str, ...]]]] = {
-    Role.GATEWAY: {"unjoined": ("Describe",)},
-    Role.TRIGGER: {"trigger": ("Read",), "unjoined": ("Describe",)},
-    Role.WORKER: {"workers": ("Read",), "unjoined": ("Describe",)},
-    Role.LAG: dict.fromkeys(("trigger", "workers", "overflow", "unjoined"), ("Describe",)),
-}
 
 
 def topics_of(role: Role) -> tuple[Topic, ...]:
@@ -112,47 +100,20 @@ def rights_of(role: Role, kafka: KafkaSettings) -> tuple[Right, ...]:
     """The least rights of a role, on the topics and groups of these settings."""
     return (
         *(Right(Resource.TOPIC, kafka.topic(topic), needed) for topic, needed in _TOPICS[role].items()),
-        *(
-            Right(Resource.GROUP, f"{kafka.group_prefix}.{group}", needed)
-            for group, needed in _GROUPS.get(role, {}).items()
-        ),
+        *(Right(Resource.GROUP, name, needed) for name, needed in _groups_of(role, kafka).items()),
     )
 
 
-def acl_commands(role: Role, principal: str, kafka: KafkaSettings) -> str:
-    """The `kafka-acls.sh` commands that give the rights to a principal, such as User:x."""
-    lines = []
-    for right in rights_of(role, kafka):
-        operations = " ".join(f"--operation {operation}" for operation in right.operations)
-        lines.append(
-            f"kafka-acls.sh --bootstrap-server {shlex.quote(kafka.bootstrap)} --command-config admin.properties --add "
-            f"--allow-principal {shlex.quote(principal)} {operations} --{right.resource} {shlex.quote(right.name)}"
-        )
-    return "\n".join(lines)
-
-
-def strimzi_user(role: Role, principal: str, kafka: KafkaSettings) -> str:
-    """A KafkaUser of Strimzi with the rights, as YAML."""
-    login = principal.removeprefix("User:")
-    common_name = re.search(r"CN=([^,]+)", login)
-    name = re.sub(r"[^a-z0-9.-]+", "-", (common_name[1] if common_name else login).lower()).strip("-.")
-    acls = [
-        {
-            "resource": {"type": right.resource.value, "name": right.name, "patternType": "literal"},
-            "operations": list(right.operations),
-        }
-        for right in rights_of(role, kafka)
-    ]
-    user = {
-        "apiVersion": "kafka.strimzi.io/v1beta2",
-        "kind": "KafkaUser",
-        "metadata": {"name": name, "labels": {"strimzi.io/cluster": "my-cluster"}},
-        "spec": {
-            "authentication": {"type": "tls" if common_name else "scram-sha-512"},
-            "authorization": {"type": "simple", "acls": acls},
-        },
+def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
+    unjoined: dict[str, tuple[str, ...]] = {kafka.unjoined_group: ("Describe",)}
+    measured = (kafka.trigger_group, kafka.workers_group, kafka.overflow_group, kafka.unjoined_group)
+    groups: dict[Role, dict[str, tuple[str, ...]]] = {
+        Role.GATEWAY: unjoined,
+        Role.TRIGGER: {kafka.trigger_group: ("Read",), **unjoined},
+        Role.WORKER: {kafka.workers_group: ("Read",), **unjoined},
+        Role.LAG: dict.fromkeys(measured, ("Describe",)),
     }
-    return yaml.safe_dump(user, sort_keys=False)
+    return groups.get(role, {})
 
 
 def missing_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None = None) -> tuple[str, ...]:
@@ -170,7 +131,9 @@ def missing_rights(kafka: KafkaSettings, role: Role, admin: AdminProcess | None 
         else:
             allowed = ask(kafka, f"relaygr-{role}-rights", timeout_s, _allowed, rights, kafka.connect_timeout_s)
     except KafkaException as error:
-        raise RelayError(f"Kafka at {kafka.bootstrap} reports no rights: {error.args[0].str()}") from error
+        raise RelayError(
+            f"Kafka at {kafka.bootstrap} does not answer a question about rights: {error.args[0].str()}"
+        ) from error
     user = kafka.security.sasl_username or "This user"
     missing = []
     for right, operations in zip(rights, allowed, strict=True):
@@ -229,7 +192,7 @@ def _operations(answer: Future[Any], timeout_s: float) -> frozenset[str] | None:
             return frozenset()
         if code in _ABSENT:
             return None
-        if code in _COORDINATOR_COMES:
+        if code in NO_COORDINATOR_YET:
             raise _NoCoordinatorError from error
         raise
     return None if found is None else frozenset(name for name, each in _OPERATIONS.items() if each in found)

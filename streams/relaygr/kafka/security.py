@@ -11,16 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relaygr.kafka.settings import Security, SecurityProtocol
+from relaygr.kafka.settings import Security
 from relaygr.runtime.errors import RelayError
-
-_TLS = (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL)
 
 
 def librdkafka_security(security: Security) -> dict[str, Any]:
     """The section as options of librdkafka."""
     options: dict[str, Any] = {"security.protocol": security.protocol.value}
-    if security.protocol in _TLS:
+    if security.uses_tls:
         options |= {
             "ssl.ca.location": security.ca_file,
             "ssl.certificate.location": security.certificate_file,

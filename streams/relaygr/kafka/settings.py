@@ -10,7 +10,7 @@ from typing import Annotated, Final, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from relaygr.runtime.settings import Section
-from relaygr.schemas.topics import DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_prefix
+from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, Topic, check_prefix
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s,:/\[\]]+)(:[0-9]{1,5})?")
 
@@ -81,11 +81,16 @@ class Security(Section):
     def _files_are_used(self) -> Security:
         files = ("ca_file", "certificate_file", "key_file", "key_password")
         given = [name for name in files if getattr(self, name) is not None]
-        if given and self.protocol not in (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL):
+        if given and not self.uses_tls:
             raise ValueError(f"{given[0]} is set, but protocol is {self.protocol}: use SSL or SASL_SSL")
         if self.key_file is not None and self.certificate_file is None:
             raise ValueError("key_file is set, but its certificate is not: set certificate_file")
         return self
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.protocol in (SecurityProtocol.SSL, SecurityProtocol.SASL_SSL)
 
 
 class GroupProtocol(enum.StrEnum):
@@ -93,6 +98,14 @@ class GroupProtocol(enum.StrEnum):
 
     CLASSIC = "classic"
     CONSUMER = "consumer"
+
+
+class Acks(enum.StrEnum):
+    """Which replicas have a message before the broker acknowledges it."""
+
+    LEADER = "leader"
+    ALL = "all"
+    """All replicas in sync."""
 
 
 class KafkaSettings(Section):
@@ -105,8 +118,22 @@ class KafkaSettings(Section):
         int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking and history")
     ] = DEFAULT_PARTITIONS
     replication_factor: Annotated[
-        int, Field(ge=1, le=32, description="replication factor of the topics that we create")
+        int, Field(ge=1, le=32, description="replication factor of the topics that we create; 3 survives a broker")
     ] = 1
+    min_insync_replicas: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=32,
+            description="replicas in sync without which history and dead letters refuse messages; the other topics "
+            "need one; none: one less than replication_factor, at least 1",
+        ),
+    ] = None
+    request_acks: Acks = Field(
+        Acks.ALL,
+        description="replicas that have a job, request, result or status before it is acknowledged; leader: those "
+        "acknowledged just before the leader dies may be lost. Events, histories and dead letters always wait for all",
+    )
     group_protocol: GroupProtocol = GroupProtocol.CLASSIC
     session_timeout_ms: Annotated[
         int,
@@ -156,6 +183,20 @@ class KafkaSettings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _replicas_can_be_in_sync(self) -> Self:
+        if self.min_insync_replicas is not None and self.min_insync_replicas > self.replication_factor:
+            raise ValueError(
+                f"min_insync_replicas is {self.min_insync_replicas}, but replication_factor {self.replication_factor}: "
+                "no message could be acknowledged. Set min_insync_replicas below the replication factor"
+            )
+        return self
+
+    def topic_config(self, topic: Topic, replicas: int | None = None) -> dict[str, str]:
+        """The settings that a topic should have, by Kafka's names. `replicas`: its real number of replicas."""
+        wanted = self.min_insync_replicas or max(1, self.replication_factor - 1)
+        return CATALOGUE[topic].config(wanted if replicas is None else min(wanted, max(1, replicas)))
+
     def topic(self, topic: Topic) -> str:
         """The topic's full name."""
         return topic.named(self.topic_prefix)
@@ -171,3 +212,8 @@ class KafkaSettings(Section):
     @property
     def overflow_group(self) -> str:
         return f"{self.group_prefix}.overflow"
+
+    @property
+    def unjoined_group(self) -> str:
+        """librdkafka needs a group's name even for a consumer that joins none, and asks for its coordinator."""
+        return f"{self.group_prefix}.unjoined"

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from relaygr.kafka.settings import KafkaSettings
-from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic, TopicSpec
+from relaygr.kafka.settings import GroupProtocol, KafkaSettings
+from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 LEAST_PARTITIONS_PER_WORKER = 8
 """With fewer, one partition is more than an eighth of a worker's load."""
+_MIN_IN_SYNC = "min.insync.replicas"
 
 
 class Severity(enum.StrEnum):
@@ -46,6 +47,8 @@ class ObservedTopic:
     replication_factor: int
     config: Mapping[str, str] | None = None
     """The topic's settings by Kafka's names; None: the cluster does not report them."""
+    in_sync: int | None = None
+    """Replicas in sync of the partition that has the fewest; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,10 @@ class Observed:
     topics: Mapping[Topic, ObservedTopic]
     """The catalogue's topics that exist."""
     embedded: bool = False
-    auto_create: bool | None = None
-    """The brokers' `auto.create.topics.enable`; None: not readable."""
+    broker_config: Mapping[str, str] = field(default_factory=dict)
+    """Settings of a broker by Kafka's names; a setting that is not readable is absent."""
+    offsets_replicas: int | None = None
+    """Replicas of `__consumer_offsets`; None: the topic does not exist, or this user may not see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +118,11 @@ def compare(
     for topic, seen in observed.topics.items():
         findings += _replication(kafka.topic(topic), seen, kafka)
         if seen.config is not None:
-            findings += _settings(kafka.topic(topic), CATALOGUE[topic], seen.config)
+            wanted = kafka.topic_config(topic, seen.replication_factor)
+            findings += _settings(kafka.topic(topic), wanted, seen.config)
+            findings += _durability(kafka.topic(topic), wanted, seen, seen.config)
     findings += _cluster(observed, kafka, workers)
+    findings += _failover(observed, kafka)
     order = list(Severity)
     return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
 
@@ -170,11 +178,11 @@ def _replication(name: str, seen: ObservedTopic, kafka: KafkaSettings) -> list[F
     return [Finding(Severity.WARNING, name, what, mend)]
 
 
-def _settings(name: str, spec: TopicSpec, config: Mapping[str, str]) -> list[Finding]:
+def _settings(name: str, all_wanted: Mapping[str, str], config: Mapping[str, str]) -> list[Finding]:
     findings = []
-    for key, wanted in spec.config().items():
+    for key, wanted in all_wanted.items():
         found = config.get(key)
-        if found is None or found == wanted:
+        if found is None or found == wanted or key == _MIN_IN_SYNC:
             continue
         severity = Severity.WARNING
         if key == "max.message.bytes":
@@ -188,6 +196,58 @@ def _settings(name: str, spec: TopicSpec, config: Mapping[str, str]) -> list[Fin
     return findings
 
 
+def _durability(
+    name: str, all_wanted: Mapping[str, str], seen: ObservedTopic, config: Mapping[str, str]
+) -> list[Finding]:
+    """Whether the topic accepts messages, also without one broker, and keeps what it acknowledged."""
+    if _MIN_IN_SYNC not in config:
+        return []
+    wanted, found, replicas = int(all_wanted[_MIN_IN_SYNC]), int(config[_MIN_IN_SYNC]), seen.replication_factor
+    set_to = f"{name} has {_MIN_IN_SYNC}={found}"
+    if found > replicas:
+        what = f"{set_to}, but {replicas} {'replica' if replicas == 1 else 'replicas'}: it refuses every message"
+        return [Finding(Severity.ERROR, name, what, "run `relaygr topics create --repair`")]
+    findings = []
+    if found != wanted:
+        what = f"{set_to}, expected {wanted}"
+        findings.append(Finding(Severity.WARNING, name, what, "run `relaygr topics create --repair`"))
+    elif found == replicas > 1:
+        what = f"{set_to}, as many as it has replicas: it refuses messages while any of their brokers is away"
+        mend = f"set `min_insync_replicas` to {replicas - 1}, and run `relaygr topics create --repair`"
+        findings.append(Finding(Severity.WARNING, name, what, mend))
+    if seen.in_sync is not None and seen.in_sync < found:
+        what = f"{set_to}, but a partition with {seen.in_sync} in sync: it refuses messages"
+        findings.append(Finding(Severity.WARNING, name, what, "start the brokers that are away"))
+    return findings
+
+
+def _failover(observed: Observed, kafka: KafkaSettings) -> list[Finding]:
+    """Whether the groups survive the loss of a broker, where the topics do."""
+    if kafka.replication_factor == 1:
+        return []
+    findings = []
+    config = observed.broker_config
+    replicas = observed.offsets_replicas
+    if replicas is None and "offsets.topic.replication.factor" in config:
+        replicas = int(config["offsets.topic.replication.factor"])
+    if replicas is not None and replicas < min(3, kafka.replication_factor):
+        what = (
+            f"__consumer_offsets has {replicas} {'replica' if replicas == 1 else 'replicas'}: while a broker is away, "
+            "groups on it can neither commit nor move partitions"
+        )
+        mend = "set offsets.topic.replication.factor=3 on the brokers; add replicas with `kafka-reassign-partitions.sh`"
+        findings.append(Finding(Severity.WARNING, None, what, mend))
+    fenced_ms = int(config.get("broker.session.timeout.ms", 0))
+    if kafka.group_protocol is GroupProtocol.CLASSIC and fenced_ms >= kafka.session_timeout_ms:
+        what = (
+            f"a broker that dies is replaced after {fenced_ms} ms (broker.session.timeout.ms), and a worker's session "
+            f"is {kafka.session_timeout_ms} ms, so workers lose their partitions meanwhile"
+        )
+        mend = "set broker.session.timeout.ms on controllers and brokers to 2000, or raise `session_timeout_ms`"
+        findings.append(Finding(Severity.WARNING, None, what, mend))
+    return findings
+
+
 def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> list[Finding]:
     findings = []
     if observed.embedded:
@@ -196,7 +256,7 @@ def _cluster(observed: Observed, kafka: KafkaSettings, workers: int | None) -> l
     elif any(seen.config is None for seen in observed.topics.values()):
         what = "topic settings cannot be read (are DescribeConfigs rights missing?): only counts were checked"
         findings.append(Finding(Severity.NOTE, None, what, ""))
-    if observed.auto_create:
+    if observed.broker_config.get("auto.create.topics.enable") == "true":
         what = (
             "the brokers create unknown topics on first use (auto.create.topics.enable=true), with their own settings"
         )

@@ -1,8 +1,8 @@
 """Reads the offsets and members of groups and the ends of logs from Kafka, without joining a group or committing.
 
-Order of a poll: metadata, members, committed offsets, ends of the logs. The metadata gives the partitions, because a
-group's offsets do not include partitions without a commit. The ends come last; otherwise a group that keeps up could
-be ahead of them.
+Order of a poll: metadata, list of groups, members, committed offsets, starts and then ends of the logs. The metadata
+gives the partitions, because a group's offsets do not include partitions without a commit. The ends come last;
+otherwise a group that keeps up could be ahead of them.
 
 The requests of a poll are made in a child process (`relaygr.kafka.admin_process`), because librdkafka can abort the
 process that makes them while the broker is away.
@@ -40,6 +40,7 @@ from confluent_kafka.admin import (
 from relaygr.consumer.watermark import TopicPartition
 from relaygr.kafka.admin import is_embedded
 from relaygr.kafka.admin_process import AdminProcess
+from relaygr.kafka.client_errors import NO_COORDINATOR_YET
 from relaygr.kafka.clients import make_assigned_consumer, require_broker
 from relaygr.kafka.rights import Role, missing_rights
 from relaygr.kafka.settings import KafkaSettings
@@ -55,14 +56,6 @@ _T = TypeVar("_T")
 # Each request has its own time-out. This longer one is for a client that hangs.
 _FUTURE_TIMEOUT_S: Final = 60.0
 _CLIENT_ID: Final = "relaygr-lag"
-_NO_COORDINATOR_YET: Final = frozenset(
-    (
-        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-        KafkaError.COORDINATOR_NOT_AVAILABLE,
-        KafkaError.NOT_COORDINATOR,
-    )
-)
-"""A cluster without any group creates its internal topic at the first question about one."""
 _COORDINATOR_RETRY_S: Final = 0.2
 _REQUESTS_IN_A_ROW: Final = 8
 """A poll waits for six requests one after the other, for the coordinator, and has some time for its own work."""
@@ -188,7 +181,7 @@ class _GroupPoll:
             try:
                 return self._ask(admin)
             except KafkaException as error:
-                if error.args[0].code() not in _NO_COORDINATOR_YET or time.monotonic() >= ends_s:
+                if error.args[0].code() not in NO_COORDINATOR_YET or time.monotonic() >= ends_s:
                     raise
             time.sleep(_COORDINATOR_RETRY_S)
 

@@ -17,7 +17,8 @@ about a second of lag, and polls at the same times as the commits, or more often
 seconds count, and two at least.
 
 Until the window is full only REWIND is reported, so that a slow start raises no alarm. A partition without a commit is
-NO_COMMIT while it has no messages; if messages wait for a whole window, it is STALL with an owner, and STOP without.
+NO_COMMIT until messages beyond the bound have waited for a whole window. Then it is STALL with an owner, and STOP
+without.
 
 Source of the rules: LinkedIn's Burrow, wiki page "Consumer Lag Evaluation Rules". Pure.
 """
@@ -62,8 +63,8 @@ _EXIT_CODES = {
     LagStatus.STOP: 2,
     LagStatus.UNKNOWN: 3,
 }
-CADENCE_S = 2.0
-"""A group commits about once a second."""
+_CADENCE_S = 2.0
+"""The arrivals of this time are normal lag: twice the time between two commits of a group."""
 _LEAST_CADENCE_POLLS = 2
 _SEVERITY = {status: severity for severity, status in enumerate(LagStatus)}
 
@@ -80,7 +81,7 @@ class LagSample:
 
 def cadence_polls(interval_s: float) -> int:
     """The polls whose arrivals a group that keeps up may have as lag."""
-    return max(_LEAST_CADENCE_POLLS, math.ceil(CADENCE_S / interval_s))
+    return max(_LEAST_CADENCE_POLLS, math.ceil(_CADENCE_S / interval_s))
 
 
 def worst(statuses: Iterable[LagStatus]) -> LagStatus:

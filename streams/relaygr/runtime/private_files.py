@@ -1,12 +1,13 @@
 """Folders and files that only the user of this process can read and write.
 
 In a folder that every user can write, such as /dev/shm, another user may have created a folder or a symbolic link under
-the name that this process is about to use. So an existing folder or file is used only if it belongs to this user, is no
-link, and other users could not write it.
+the name that this process is about to use. So an existing folder or file is used only if it belongs to this user and is
+no link.
 
-    another user owns it, or every user may write it   refused: RelayError
+    another user owns it                               refused: RelayError
+    a folder that every user may write                 refused: RelayError
     a symbolic link, a special file or a hard link     refused: RelayError
-    others may read it, or the user's group write it   used with mode 0700 (folder) or 0600 (file)
+    any other folder or file with more rights          used with mode 0700 (folder) or 0600 (file)
     the root of a mount that belongs to root           used unchanged: the administrator made it for this process
 """
 

@@ -9,10 +9,15 @@ Both bodies list the checks: `{"ok": false, "checks": [{"name": "model", "ok": f
 
 The server runs on a daemon thread with its own event loop and installs no signal handler. It calls the checks on that
 thread at every request, so they must return quickly and must not block.
+
+A connection serves one request. It is closed `CONNECTION_S` after it was opened, whatever it waits for: a client that
+sends nothing, sends slowly or does not read its response. If more than `MAX_CONNECTIONS` are open, the oldest one is
+closed. So no number of idle connections keeps a probe from its answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import threading
@@ -27,12 +32,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from relaygr.runtime.errors import RelayError
 
 log = structlog.get_logger()
 
-MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 256
+BACKLOG = 128
+"""Connections accepted at once: fewer than `MAX_CONNECTIONS`, so that each is read before it can be the oldest."""
+CONNECTION_S = 10.0
+"""Prometheus waits this long for a response by default."""
 STOP_TIMEOUT_S = 2.0
 
 
@@ -106,14 +116,14 @@ class ProbeServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=_connections(),
+            backlog=BACKLOG,
+            headers=[("connection", "close")],
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="warning",
             access_log=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -151,6 +161,31 @@ class ProbeServer:
         return _answer(self._readiness)
 
 
+def _connections() -> type[H11Protocol]:
+    """The connections of one server: uvicorn's, with a bounded life and a bounded number. uvicorn has no time-out for
+    a connection that has not sent its request.
+    """
+    # A dict keeps the order in which they were opened.
+    opened: dict[H11Protocol, asyncio.TimerHandle] = {}
+
+    class Connection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(opened) >= MAX_CONNECTIONS:
+                oldest = next(iter(opened))
+                opened.pop(oldest).cancel()
+                oldest.transport.abort()
+            opened[self] = self.loop.call_later(CONNECTION_S, transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            timer = opened.pop(self, None)
+            if timer is not None:
+                timer.cancel()
+            super().connection_lost(exc)
+
+    return Connection
+
+
 def _answer(ask: Callable[[], Readiness]) -> Response:
     try:
         readiness = ask()
@@ -170,7 +205,7 @@ def _document(ask: Callable[[], object]) -> Callable[[Request], Awaitable[Respon
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=MAX_CONNECTIONS)
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RelayError(

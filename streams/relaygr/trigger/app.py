@@ -157,7 +157,7 @@ class TriggerApp:
         )
         self._counts: Tally[DecisionReason] = Tally()
         self._away_since_us: int | None = None
-        self._app = make_app(kafka, f"{name}-events")
+        self._app = make_app(kafka)
         self._events = self._app.channel()
         self._app.agent(self._events, concurrency=1)(self._consume)
         self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error)
