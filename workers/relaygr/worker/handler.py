@@ -1,6 +1,6 @@
 """The poll thread's part of a worker: decodes and checks messages, and hands them to the executor.
 
-The handler never computes and never blocks. It checks a ranking message in this order:
+The handler never blocks. It checks a ranking message in this order:
 
 1. its headers: without a reply address no result can be sent, so the message becomes a dead letter;
 2. its deadline: after an outage most of a backlog has expired, and gets its results without being decoded;
@@ -23,14 +23,13 @@ from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.headers import RankingHeaders
-from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, PreInferJob, RankingRequest
+from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, PreInferJob, RankingRequest
 from relaygr.schemas.partitioner import partition_for
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.executor.work import NO_MEMORY, JobOutcome, JobWork, RankingWork
 from relaygr.worker.results import ResultWriter
 
 REWRITE_INTERVAL_US = 1_000_000
-NO_TIME = "the work that was admitted before leaves no time for this request"
 FURTHEST_US = MAX_BUDGET_MS * 1000
 """A later time in a message is cut to this far ahead, so that no work and no offset waits for years."""
 
@@ -58,9 +57,11 @@ class WorkerHandler:
         dead_letters: DeadLetterWriter,
         clock: Clock,
         *,
+        on_work: Callable[[], None],
         on_ownership: Callable[[frozenset[int]], None],
         on_tick: Callable[[int], None],
     ) -> None:
+        """`on_work` is called after messages were given to the executor."""
         self._settings = settings
         self._executor = executor
         self._results = results
@@ -69,6 +70,7 @@ class WorkerHandler:
         self._skew_us = settings.max_clock_skew_ms * 1000
         self._furthest_us = (settings.max_deadline_ms + settings.max_clock_skew_ms) * 1000
         self._reply_margin_us = int(settings.reply_margin_ms * 1000)
+        self._on_work = on_work
         self._on_ownership = on_ownership
         self._on_tick = on_tick
         self._unwritten: deque[Callable[[], None]] = deque()
@@ -79,6 +81,9 @@ class WorkerHandler:
             self._ranking(message)
         else:
             self._preinfer(message)
+
+    def on_batch(self) -> None:
+        self._on_work()
 
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:  # noqa: ARG002
         self._on_ownership(partitions)
@@ -111,14 +116,18 @@ class WorkerHandler:
             return self._dead_letter(received, error.reason.value, f"no reply address: {error}")
         now_wall_us = self._clock.wall_us()
         if now_wall_us > reply.deadline_us + self._skew_us:
-            return self._without_work(reply, received, Outcome.EXPIRED)
+            return self._refuse(reply, received, is_expired=True)
         deadline_us = _monotonic(received, reply.deadline_us, now_wall_us)
-        answer_by_us = deadline_us - self._reply_margin_us
+        answer_by_us = deadline_us - max(self._reply_margin_us, self._results.deliveries.median_us)
         backlog = self._executor.backlog
         # A worker without a backlog decides on the device thread, when it knows the cost.
         is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up
-        if is_busy and now_wall_us <= reply.deadline_us and backlog.is_hopeless(answer_by_us, received.received_us):
-            return self._without_work(reply, received, Outcome.FAILED, FailureReason.OVERLOADED, NO_TIME)
+        if (
+            is_busy
+            and now_wall_us <= reply.deadline_us
+            and self._executor.is_hopeless(_user_of(received), reply.request_id, answer_by_us, received.received_us)
+        ):
+            return self._refuse(reply, received)
         try:
             request = decode(RankingRequest, received.value)
             if (reply.request_id, reply.deadline_us) != (request.request_id, request.deadline_us):
@@ -128,16 +137,13 @@ class WorkerHandler:
                 )
         except DecodeError as error:
             detail = f"{error.reason}: {error}"
-            answer = partial(
-                self._results.without_work, reply, received, Outcome.FAILED, FailureReason.UNDECODABLE, detail
-            )
+            answer = partial(self._results.without_work, reply, received, FailureReason.UNDECODABLE, detail)
             return self._dead_letter(received, error.reason.value, str(error), answer)
         ahead_us = request.deadline_us - now_wall_us
         if ahead_us > self._furthest_us:
             return self._results.without_work(
                 reply,
                 received,
-                Outcome.FAILED,
                 FailureReason.INVALID_DEADLINE,
                 f"the deadline lies {ahead_us / 1e6:.1f} s ahead of this worker's clock, the limit is "
                 f"{self._furthest_us / 1e6:.1f} s (worker.max_deadline_ms). The clock offset (this "
@@ -148,7 +154,6 @@ class WorkerHandler:
             return self._results.without_work(
                 reply,
                 received,
-                Outcome.FAILED,
                 FailureReason.WRONG_PARTITIONER,
                 f"user {request.user_id!r} belongs to partition {partition} of {self._settings.partitions}, the "
                 f"message came on {received.partition}: use murmur2 on the UTF-8 bytes of the user id as the key, and "
@@ -156,21 +161,13 @@ class WorkerHandler:
             )
         work = RankingWork(request, reply, received, now_wall_us, deadline_us, answer_by_us)
         if not self._executor.take_ranking(work):
-            self._results.without_work(reply, received, Outcome.FAILED, FailureReason.OVERLOADED, NO_MEMORY)
+            self._results.without_work(reply, received, FailureReason.OVERLOADED, NO_MEMORY)
         return None
 
-    def _without_work(
-        self,
-        reply: RankingHeaders,
-        received: Received,
-        outcome: Outcome,
-        reason: FailureReason | None = None,
-        detail: str | None = None,
-    ) -> None:
-        """Answers a request that is not decoded. Its user, whose prefix may be leased for it, is the message key."""
-        self._executor.note_refused((received.key or b"").decode(errors="replace"), reply.request_id)
-        backlog_us = self._executor.backlog.predicted_us or None
-        self._results.without_work(reply, received, outcome, reason, detail, backlog_us)
+    def _refuse(self, reply: RankingHeaders, received: Received, is_expired: bool = False) -> None:
+        """Answers a request that is not decoded."""
+        self._executor.note_refused(_user_of(received), reply.request_id)
+        self._results.refused(reply, received, self._executor.backlog.predicted_us or None, is_expired)
 
     # -- pre-infer ---------------------------------------------------------------------------------
 
@@ -216,6 +213,11 @@ class WorkerHandler:
 
     def _partition_of(self, user_id: str) -> int:
         return partition_for(user_id.encode(), self._settings.partitions)
+
+
+def _user_of(received: Received) -> str:
+    """The user of a request that is not decoded, whose prefix may be leased for it: the message's key."""
+    return (received.key or b"").decode(errors="replace")
 
 
 def _is_routed_to(partition: int, received: Received, user_id: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from relaygr.worker.model.interface import Engine, PrefixChunk, PrefixInputs
 
 SUFFIX_BEHAVIOURS = 16
 _RELOAD_REPEATS = 5
+_CACHES_BYTES = 256 << 20
+"""More than the last level of a processor's caches holds; Triton's `do_bench` clears as much."""
 
 
 def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> None:
@@ -69,8 +72,11 @@ class EngineMeter:
         inputs = self._inputs(cached_tokens + new_tokens)
         return self._chunk(inputs, cached_tokens, inputs.tokens, 0)
 
-    def rank(self, prefix_tokens: int, candidates: int, requests: int = 1) -> RankPoint:
-        """Ranks a batch of requests, each on its own cached prefix. The content of the pages does not matter."""
+    def rank(self, prefix_tokens: int, candidates: int, requests: int = 1, *, cold: bool = False) -> RankPoint:
+        """Ranks a batch of requests, each on its own cached prefix. The content of the pages does not matter.
+
+        `cold`: the processor's caches hold neither the pages nor the weights, as after the work of other processes.
+        """
         history = self._history(prefix_tokens)
         tokens = self._engine.layout.tokens(len(history))
         batch = [
@@ -83,7 +89,7 @@ class EngineMeter:
             )
             for request in range(requests)
         ]
-        took_us = self._timed_pass(lambda: self._engine.rank(batch))
+        took_us = self._timed_pass(lambda: self._engine.rank(batch), cold)
         return RankPoint(tokens, candidates + batch[0].suffix_tokens, took_us)
 
     def reloads(self, sizes_bytes: tuple[int, ...]) -> Iterator[ReloadPoint]:
@@ -121,11 +127,17 @@ class EngineMeter:
         chunk = PrefixChunk(inputs, start, end, self.pages_of(inputs.tokens, prefix))
         return AppendPoint(start, end - start, self._timed_pass(lambda: self._engine.pre_infer(chunk)))
 
-    def _timed_pass(self, work: Callable[[], object]) -> float:
+    def _timed_pass(self, work: Callable[[], object], cold: bool = False) -> float:
         """The duration of a forward in µs, after the warm-up passes that the engine needs."""
         for _ in range(self._engine.passes_to_warm):
             work()
+        if cold:
+            self._other_bytes.add_(1)
         return self._timed(work)
+
+    @cached_property
+    def _other_bytes(self) -> torch.Tensor:
+        return torch.zeros(_CACHES_BYTES, dtype=torch.uint8, device=self._engine.device.torch_device)
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._engine.device.synchronize()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.executor.order import WorkClass
@@ -17,6 +22,39 @@ class DiscardedWork(enum.StrEnum):
 
     PREFIX = "prefix"
     LATE = "late"
+
+
+class PredictionCollector(Collector):
+    """How good the predictions of device times were lately, read from `read` at each scrape."""
+
+    def __init__(
+        self, read: Callable[[Stage], PredictionQuality | None], registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        """Registers itself."""
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        ratios = GaugeMetricFamily(
+            "relaygr_worker_prediction_ratio",
+            "Predicted / measured device time of the last work of a stage, by quantile",
+            labels=["stage", "quantile"],
+        )
+        slowdowns = GaugeMetricFamily(
+            "relaygr_worker_slowdown_ratio",
+            "Measured / calibrated device time of the last work of a stage, median",
+            labels=["stage"],
+        )
+        for stage in Stage:
+            quality = self._read(stage)
+            if quality is not None:
+                slowdowns.add_metric([stage], quality.slowdown)
+                for quantile, ratio in (
+                    ("0.1", quality.ratio_p10), ("0.5", quality.ratio_p50), ("0.9", quality.ratio_p90),
+                ):  # fmt: skip
+                    ratios.add_metric([stage, quantile], ratio)
+        yield ratios
+        yield slowdowns
 
 
 class WorkerMetrics:
@@ -124,13 +162,15 @@ class WorkerMetrics:
         self.ranked = {path: ranked.labels(path.value) for path in Path}
         self.ranking_seconds = {path: seconds.labels(path.value) for path in Path}
         self.device_seconds = {work_class: device_seconds.labels(work_class.value) for work_class in WorkClass}
+        self._expired = self._unranked.labels("expired")
+        self._failed = {reason: self._unranked.labels(reason.value) for reason in FailureReason}
         self._by_outcome = {outcome: self._jobs.labels(outcome.value) for outcome in JobOutcome}
 
     def expired(self) -> None:
-        self._unranked.labels("expired").inc()
+        self._expired.inc()
 
     def failed(self, reason: FailureReason) -> None:
-        self._unranked.labels(reason.value).inc()
+        self._failed[reason].inc()
 
     def job_done(self, outcome: JobOutcome) -> None:
         self._by_outcome[outcome].inc()

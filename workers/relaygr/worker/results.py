@@ -1,18 +1,18 @@
-"""Builds the one result of each ranking request, and produces it until it is delivered or its deadline has passed.
+"""Builds the one result of each ranking request, and produces it until it is delivered.
 
 The offset of a ranking request is finished when the delivery report of its result is a success. After a failed report
-the result is produced again, until deadline + skew. Then the offset is finished too, and the result is counted as
-undelivered: the client has counted the request as lost by then.
+the result is produced again, until `LATE_PATIENCE_US` after deadline + skew. Then the offset is finished too, and the
+result is counted as undelivered: the client counts the request as lost.
 
-The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `without_work` and `tick`;
-delivery reports arrive inside `tick`.
+The device thread calls `ranked`, `expired`, `failed` and `job_done`. The poll thread calls `refused`, `without_work`
+and `tick`; delivery reports arrive inside `tick`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from relaygr.consumer import Received, Token
 from relaygr.runtime.clock import Clock
-from relaygr.schemas.codec import EncodeError, encode
+from relaygr.schemas.codec import EncodeError, Template, encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, RankingResult, StageTimings
 from relaygr.worker.executor.work import JobOutcome, RankingWork
@@ -32,9 +32,17 @@ log = structlog.get_logger()
 
 RESEND_INTERVAL_US = 20_000
 LONGEST_RESENDING_US = MAX_BUDGET_MS * 1000
-"""The longest time that an offset waits for its result, however late the deadline."""
+"""The longest time to a deadline that an offset waits for its result."""
+LATE_PATIENCE_US = 12_000_000
+"""How long past its deadline a result is produced again, so that no client counts its request as lost. A partition
+whose leader died has a new one after broker.session.timeout.ms, by default 9 s. A client waits `client.lost_after_ms`.
+"""
 NOWHERE_PATIENCE_US = 5_000_000
 """How long a reply topic or partition may be unknown. A broker that has just started does not know its topics yet."""
+_FEWEST_DELIVERIES: Final = 32
+_DELIVERY_MEMORY_US: Final = 2_000_000
+NO_TIME: Final = "the work that was admitted before leaves no time for this request"
+_VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us")
 _NOWHERE: Final = frozenset(
     (
         KafkaError._UNKNOWN_TOPIC,
@@ -62,6 +70,33 @@ class QueueWaits:
         return waits[min(len(waits) - 1, int(0.99 * len(waits)))] if waits else 0
 
 
+class DeliveryTimes:
+    """How long results lately took from `produce` to the broker's acknowledgement. The poll thread owns it.
+
+    A broker or a machine that is busy delays results by much more than the reply margin. The median follows it and
+    ignores single stalls.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, int]] = deque(maxlen=2 * _FEWEST_DELIVERIES)
+        self._noticed_us = 0
+        self.median_us = 0
+        """0 without enough results in the last two seconds."""
+
+    def delivered(self, produced_us: int, now_us: int) -> None:
+        """A report was noticed now. The delivery was after the reports that were noticed before."""
+        self._latest.append((now_us, max(0, self._noticed_us - produced_us)))
+
+    def update(self, now_us: int) -> None:
+        """All reports of this time were noticed."""
+        self._noticed_us, latest = now_us, self._latest
+        while latest and now_us - latest[0][0] > _DELIVERY_MEMORY_US:
+            latest.popleft()
+        self.median_us = (
+            sorted(took for _, took in latest)[len(latest) // 2] if len(latest) >= _FEWEST_DELIVERIES else 0
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Outgoing:
     """A result that is not delivered yet. Times are monotonic."""
@@ -69,6 +104,8 @@ class _Outgoing:
     reply: RankingHeaders
     value: bytes
     token: Token
+    due_us: int
+    """Deadline + skew."""
     give_up_us: int
     first_try_us: int
     next_try_us: int = 0
@@ -90,12 +127,17 @@ class ResultWriter:
         self.finish = finish
         """Finishes an offset that needs no result."""
         self.waits = QueueWaits()
+        self.deliveries = DeliveryTimes()
         self._producer = producer
         self._worker_id = worker_id
         self._skew_us = max_clock_skew_ms * 1000
         self._metrics = metrics
         self._clock = clock
         self._failed: deque[_Outgoing] = deque()
+        self._ticked_us = 0
+        # Above capacity most results are one of these two, so they must take little time.
+        self._expired = Template(self._undecoded(Outcome.EXPIRED, None, None), _VARYING)
+        self._refused = Template(self._undecoded(Outcome.FAILED, FailureReason.OVERLOADED, NO_TIME), _VARYING)
 
     # -- the device thread -------------------------------------------------------------------------
 
@@ -157,36 +199,56 @@ class ResultWriter:
 
     # -- the poll thread ---------------------------------------------------------------------------
 
-    def without_work(
-        self,
-        reply: RankingHeaders,
-        received: Received,
-        outcome: Outcome,
-        reason: FailureReason | None = None,
-        detail: str | None = None,
-        backlog_us: int | None = None,
+    def refused(
+        self, reply: RankingHeaders, received: Received, backlog_us: int | None, is_expired: bool = False
     ) -> None:
-        """Writes the result of a request that never reached the executor: expired, undecodable or misrouted."""
-        if reason is None:
+        """Writes the result of a request for which there is no time, or whose deadline has passed. It had no stages, so
+        its timings are 0.
+        """
+        if is_expired:
             self._metrics.expired()
         else:
-            self._metrics.failed(reason)
+            self._metrics.failed(FailureReason.OVERLOADED)
         now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         waited_us = max(0, now_us - received.received_us)
-        result = RankingResult(
+        value = (self._expired if is_expired else self._refused).encode(
             request_id=reply.request_id,
-            worker_id=self._worker_id,
-            outcome=outcome,
-            request_sent_at_us=0,
+            received_at_us=max(0, now_wall_us - waited_us),
+            sent_at_us=now_wall_us,
+            backlog_us=backlog_us,
+        )
+        self._send(reply, value, received.token, now_us + max(0, reply.deadline_us - now_wall_us), now_us)
+
+    def without_work(self, reply: RankingHeaders, received: Received, reason: FailureReason, detail: str) -> None:
+        """Writes the result of a request that never reached the executor: no memory, undecodable, misrouted, or with
+        an invalid deadline.
+        """
+        self._metrics.failed(reason)
+        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
+        waited_us = max(0, now_us - received.received_us)
+        result = replace(
+            self._undecoded(Outcome.FAILED, reason, detail),
+            request_id=reply.request_id,
             received_at_us=max(0, now_wall_us - waited_us),
             sent_at_us=now_wall_us,
             timings=StageTimings(total_us=waited_us),
-            reason=reason,
-            detail=_printable(detail),
-            backlog_us=backlog_us,
         )
         deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
         self._send(reply, encode(result), received.token, deadline_us, now_us)
+
+    def _undecoded(self, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> RankingResult:
+        """A result without the fields that are different for each request."""
+        return RankingResult(
+            request_id="-",
+            worker_id=self._worker_id,
+            outcome=outcome,
+            request_sent_at_us=0,
+            received_at_us=0,
+            sent_at_us=0,
+            timings=StageTimings(),
+            reason=reason,
+            detail=_printable(detail),
+        )
 
     def undecodable_job(self) -> None:
         """Counts a pre-infer job that could not be decoded. Its dead letter finishes the offset."""
@@ -194,7 +256,9 @@ class ResultWriter:
 
     def tick(self, now_us: int) -> None:
         """Takes delivery reports, and produces failed results again that still have time."""
+        self._ticked_us = now_us
         self._producer.poll(0)
+        self.deliveries.update(now_us)
         for _ in range(len(self._failed)):
             outgoing = self._failed.popleft()
             if now_us > outgoing.give_up_us:
@@ -229,8 +293,8 @@ class ResultWriter:
         self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us)
 
     def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int, now_us: int) -> None:
-        give_up_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
-        self._produce(_Outgoing(reply, value, token, give_up_us, now_us))
+        due_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
+        self._produce(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us))
 
     def _produce(self, outgoing: _Outgoing) -> None:
         reply = outgoing.reply
@@ -251,13 +315,14 @@ class ResultWriter:
     def _reported(self, outgoing: _Outgoing, error: Any, _: Any) -> None:
         """The delivery report of one result."""
         if error is None:
+            self.deliveries.delivered(outgoing.first_try_us, self._ticked_us)
             self.finish(outgoing.token)
         else:
             self._retry_later(outgoing, error)
 
     def _retry_later(self, outgoing: _Outgoing, error: KafkaError | None = None) -> None:
         if error is not None and error.code() in _NOWHERE:
-            outgoing.give_up_us = min(outgoing.give_up_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
+            outgoing.give_up_us = min(outgoing.due_us, outgoing.first_try_us + NOWHERE_PATIENCE_US)
         outgoing.next_try_us = self._clock.monotonic_us() + RESEND_INTERVAL_US
         self._failed.append(outgoing)
 

@@ -14,7 +14,7 @@ from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
 from relaygr.schemas.messages import MAX_BUDGET_MS
-from relaygr.worker.cache.policies import PolicyName
+from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
 
@@ -62,8 +62,8 @@ class WorkerSettings(Section):
     dram_min_topk_overlap: Annotated[
         float, Field(gt=0, le=1, description="smallest part of the 10 best candidates that must stay among the 10 best")
     ] = 0.95
-    hbm_policy: PolicyName = Field(PolicyName.LRU, description="eviction policy of the HBM tier")
-    dram_policy: PolicyName = Field(PolicyName.LRU, description="eviction policy of the DRAM tier")
+    hbm_policy: PolicyName = Field(DEFAULT_POLICY, description="eviction policy of the HBM tier")
+    dram_policy: PolicyName = Field(DEFAULT_POLICY, description="eviction policy of the DRAM tier")
     prefix_ttl_s: Annotated[float, Field(gt=0, description="policy ttl: how long an unused prefix stays, seconds")] = (
         600.0
     )
@@ -71,10 +71,18 @@ class WorkerSettings(Section):
         float,
         Field(
             ge=1,
-            description="how long prefixes of a partition are kept after it moved to another worker; "
+            description="how long prefixes and histories of a partition are kept after it moved to another worker; "
             "that worker alone hears when one of their users is deleted",
         ),
     ] = 300.0
+    erase_within_s: Annotated[
+        float,
+        Field(
+            ge=1,
+            description="time after which no byte of a deleted user is left in the files of the history store: "
+            "half of it after a deletion, the worker copies the live histories into new files and deletes the old ones",
+        ),
+    ] = 900.0
     shared_path: Path | None = Field(
         None,
         description="folder on tmpfs that outlives the worker, with its lock, its finished offsets and the DRAM tier; "
@@ -202,6 +210,14 @@ class WorkerSettings(Section):
     watchdog_s: Annotated[
         float, Field(ge=1, description="time without progress on the device after which the worker exits")
     ] = 10.0
+    orphan_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="how long a process of a hot standby's pair goes on after its supervisor died, until a new "
+            "supervisor of the same worker_id adopts it; 0: it stops at once",
+        ),
+    ] = 60.0
     drain_s: Annotated[float, Field(ge=0, description="time to finish received messages after SIGTERM")] = 5.0
     http_host: str = Field("127.0.0.1", description="address that the HTTP server of metrics and probes listens on")
     http_port: Annotated[

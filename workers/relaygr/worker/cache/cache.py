@@ -6,7 +6,7 @@ and the mover after it has left the lock. No call waits for free pages: if all p
 
 | operation | returns | effect |
 |---|---|---|
-| `peek` | Presence | none |
+| `peek`, `dram_behaviours`, `room` | Presence, a number, Room | none |
 | `acquire` | Hit, PendingPrefix, Miss | a hit is pinned until `release` |
 | `reserve`, `extend` | Fill, NoRoom, PendingPrefix | the caller computes, then calls `Fill.publish` or `Fill.abort` |
 | `transfers.start_reload` | PendingPrefix, NoRoom, Declined | copies DRAM to HBM; call `acquire` after PUBLISHED |
@@ -14,6 +14,7 @@ and the mover after it has left the lock. No call waits for free pages: if all p
 | `revoke_overdue` | a number | takes back handles and fills that were held far too long |
 | `lease`, `end_lease`, `expire_leases` | | an unpinned entry stays while it is leased |
 | `expire_prefixes` | a number | evicts prefixes that exceed the time to live of a policy |
+| `limit`, `shrink` | a number | bounds the pages in use; evicts prefixes above that bound |
 
 Single flight: every request for a prefix that is being filled or loaded gets the same `PendingPrefix`. If the
 prefix is ready already, `reserve` and `start_reload` return a `PendingPrefix` that has ended with PUBLISHED.
@@ -23,7 +24,7 @@ All times are monotonic microseconds and are passed in. A copy ends at the lates
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -48,6 +49,7 @@ from relaygr.worker.cache.results import (
     PendingKind,
     PendingOutcome,
     Purpose,
+    Room,
     Tier,
     WasteReason,
 )
@@ -57,6 +59,7 @@ from relaygr.worker.kv import DramGeometry, PrefixLayout
 
 _log = structlog.get_logger()
 
+LEASE_LIMIT = 65_536
 LONGEST_HOLD_US = 180_000_000
 """A handle or fill that is held for longer counts as leaked. No request, job or forward holds one nearly as long: a
 job may wait 60 s with a handle or a fill, and a device that takes 10 s for a forward is stuck."""
@@ -82,7 +85,7 @@ class CacheConfig:
     hbm_pages: int
     dram_pages: int = 0
     policies: TierPolicies = field(default_factory=TierPolicies)
-    lease_limit: int = 65_536
+    lease_limit: int = LEASE_LIMIT
     layer_wise: bool = False
     """Rankings may begin on a whole prefix while its last layers are still copied from DRAM."""
     longest_hold_us: int = LONGEST_HOLD_US
@@ -200,8 +203,8 @@ class PrefixCache:
         self._layout = config.layout
         self._is_exact = geometry.is_exact
         self._deleted_users: set[str] = set()
-        self._deleted_early: list[Callable[[str], bool]] = [self._deleted_users.__contains__]
-        """Accept the users whose prefixes `restore` must not bring back."""
+        self._deleted_early: list[Callable[[str], bool]] = []
+        """Both: the users whose prefixes `restore` must not bring back."""
         self._longest_hold_us = config.longest_hold_us
 
     def weigh_by(self, saved_us: Callable[[int], float]) -> None:
@@ -218,6 +221,17 @@ class PrefixCache:
             hbm_behaviours, hbm_state = self._hbm.index.presence(key)
             dram_behaviours, dram_state = self._dram.index.presence(key)
         return Presence(hbm_behaviours, dram_behaviours, hbm_state, dram_state)
+
+    def dram_behaviours(self, key: PrefixKey) -> int:
+        """Returns how much of `key` DRAM has. Changes and counts nothing."""
+        with self.ledger.lock:
+            found = self._dram.index.find(key)
+        return found.behaviours if found is not None else 0
+
+    def room(self) -> Room:
+        """Returns how many pages of HBM a fill or a reload could take, now and soon. Changes and counts nothing."""
+        with self.ledger.lock:
+            return self._hbm.room()
 
     def acquire(
         self,
@@ -407,6 +421,20 @@ class PrefixCache:
         with self.ledger.section(now_us):
             return sum(tier.expire(now_us) for tier in self.ledger.tiers)
 
+    def limit(self, tier: Tier, pages: int) -> None:
+        """From now on at most `pages` pages of the tier are in use. The memory stays taken.
+
+        The caller calls `shrink` until it returns 0, and then from time to time: pages that are pinned, leased or in
+        flight are evicted once nothing holds them. Raises ValueError for more pages than the tier has.
+        """
+        with self.ledger.lock:
+            self._tier(tier).limit(pages)
+
+    def shrink(self, now_us: int) -> int:
+        """Evicts some of the evictable entries by which the tiers exceed their limits. Returns their number."""
+        with self.ledger.section(now_us):
+            return sum(tier.shrink(now_us) for tier in self.ledger.tiers)
+
     def invalidate_user(self, user_id: str) -> int:
         """Removes all entries of the user from both tiers, those included that `restore` brings later. Returns the
         number of those that are there now.
@@ -425,8 +453,7 @@ class PrefixCache:
         with ledger.lock:
             if not self._dram.is_open:
                 self._deleted_early.append(deleted)
-            known = {user_id for tier in ledger.tiers for user_id in tier.index.by_user}
-        removed, remaining = 0, filter(deleted, known)
+        removed, remaining = 0, self._users_that(deleted)
         while batch := list(itertools.islice(remaining, _BATCH)):
             with ledger.section() as after:
                 entries = [(tier, each) for tier in ledger.tiers for user in batch for each in tier.index.of_user(user)]
@@ -438,9 +465,8 @@ class PrefixCache:
         """Takes free pages that may still hold bytes of a removed prefix, at most one page or `max_bytes`. The caller
         zeroes them, and calls `end_cleaning`.
         """
-        page_bytes = self.geometry.kv.page_bytes if tier is Tier.HBM else self.geometry.page_bytes
         with self.ledger.lock:
-            return self._tier(tier).begin_cleaning(max(1, max_bytes // page_bytes))
+            return self._tier(tier).begin_cleaning(max(1, max_bytes // self.page_bytes(tier)))
 
     def end_cleaning(self, tier: Tier) -> None:
         """The pages hold zeros, and are free."""
@@ -477,9 +503,7 @@ class PrefixCache:
         """Puts the entries of these users first in the order of eviction. Returns their number. They stay usable."""
         ledger = self.ledger
         if callable(users):
-            with ledger.lock:
-                known = {user_id for tier in ledger.tiers for user_id in tier.index.by_user}
-            users = filter(users, known)
+            users = self._users_that(users)
         demoted = 0
         remaining = iter(users)
         while batch := list(itertools.islice(remaining, _BATCH)):
@@ -515,17 +539,25 @@ class PrefixCache:
                 self._dram.restore(stored[start : start + _BATCH], now_us)
                 self._remove_deleted(after, {each.key.user_id for each in stored[start : start + _BATCH]})
         with self.ledger.section(now_us) as after:
-            if self._deleted_users or len(self._deleted_early) > 1:
+            if self._deleted_users or self._deleted_early:
                 # Those that were invalidated after their batch.
                 self._remove_deleted(after, self._dram.index.by_user)
             self._deleted_users.clear()
-            del self._deleted_early[1:]
+            self._deleted_early.clear()
             self._dram.open()
 
     def _remove_deleted(self, after: AfterLock, users: Iterable[str]) -> None:
         """Removes the restored entries of these users that were invalidated before."""
-        deleted = [user for user in users if any(accepts(user) for accepts in self._deleted_early)]
+        deleted = [
+            user
+            for user in users
+            if user in self._deleted_users or any(accepts(user) for accepts in self._deleted_early)
+        ]
         self.ledger.remove(after, [(self._dram, each) for user in deleted for each in self._dram.index.of_user(user)])
+
+    def page_bytes(self, tier: Tier) -> int:
+        """Bytes of a page of the tier."""
+        return self.geometry.kv.page_bytes if tier is Tier.HBM else self.geometry.page_bytes
 
     def stats(self) -> CacheStats:
         """A snapshot of the counters, and of the pages of both tiers."""
@@ -539,7 +571,13 @@ class PrefixCache:
                 leases=len(self._hbm.leases),
             )
 
-    # Helpers. `_drop_all_but`, `_unpin` and `_free` take the lock; callers of the others hold it.
+    # Helpers. `_users_that`, `_drop_all_but`, `_unpin` and `_free` take the lock; callers of the others hold it.
+
+    def _users_that(self, accepts: Callable[[str], bool]) -> Iterator[str]:
+        """The users in the cache that `accepts` accepts. The lock is held only to copy the names."""
+        with self.ledger.lock:
+            known = {user_id for tier in self.ledger.tiers for user_id in tier.index.by_user}
+        return filter(accepts, known)
 
     def _handle_of(self, entry: CacheEntry, behaviours: int, key: PrefixKey) -> Handle:
         """Pins the first `behaviours` of a ready entry, for a caller that looked up `key`."""

@@ -10,7 +10,7 @@ import enum
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from relaygr.schemas.record import record
 from relaygr.worker.cache.results import PageArray, Tier
@@ -113,6 +113,21 @@ class LayerArrival:
             raise ReloadFailedError(f"layer {layer} of a prefix was not reloaded: {error}") from error
 
 
+class QueuedCopy(Protocol):
+    """The part of a copy that its queue needs."""
+
+    @property
+    def priority(self) -> CopyPriority: ...
+
+    @property
+    def deadline(self) -> Deadline: ...
+
+    def size_bytes(self, page_bytes: int) -> int: ...
+
+
+CopyT = TypeVar("CopyT", bound=QueuedCopy)
+
+
 @record(frozen=True, slots=True, eq=False)
 class CopyRequest:
     """Copy `source_pages[i]` of one tier to `target_pages[i]` of the other, for all i or not at all.
@@ -191,7 +206,7 @@ class CopyLimits:
             raise ValueError(f"a copy queue needs room for one copy: {self}")
 
 
-class CopyQueue:
+class CopyQueue(Generic[CopyT]):
     """Copies that wait and copies under way. Not thread-safe: its owner guards it, and passes in the time.
 
     All copies share one link, so running many at once does not finish any of them earlier. At most `max_in_flight`
@@ -202,8 +217,8 @@ class CopyQueue:
     def __init__(self, page_bytes: int, limits: CopyLimits) -> None:
         self._page_bytes = page_bytes
         self._limits = limits
-        self._waiting: list[CopyRequest] = []
-        self._started_us: dict[CopyRequest, int] = {}
+        self._waiting: list[CopyT] = []
+        self._started_us: dict[CopyT, int] = {}
         self._jobs = dict.fromkeys(CopyPriority, 0)
         self._bytes = dict.fromkeys(CopyPriority, 0)
         self._spills_in_flight = 0
@@ -216,7 +231,7 @@ class CopyQueue:
         """Copies waiting and under way."""
         return sum(self._jobs.values())
 
-    def push(self, request: CopyRequest) -> bool:
+    def push(self, request: CopyT) -> bool:
         """Queues a copy. False if that would exceed a bound."""
         size_bytes = request.size_bytes(self._page_bytes)
         jobs, taken_bytes = self._jobs[CopyPriority.SPILL], self._bytes[CopyPriority.SPILL]
@@ -233,7 +248,7 @@ class CopyQueue:
         self._waiting.append(request)
         return True
 
-    def start(self, now_us: int) -> CopyRequest | None:
+    def start(self, now_us: int) -> CopyT | None:
         """Starts the next copy. None if no copy waits, or `max_in_flight` are under way."""
         if not self._waiting or len(self._started_us) >= self._limits.max_in_flight:
             return None
@@ -247,7 +262,7 @@ class CopyQueue:
         self._started_us[request] = now_us
         return request
 
-    def end(self, request: CopyRequest, now_us: int, copied: bool) -> None:
+    def end(self, request: CopyT, now_us: int, copied: bool) -> None:
         """Removes a copy under way that has ended. If it succeeded, its speed is measured."""
         started_us = self._started_us.pop(request)
         self._spills_in_flight -= request.priority is CopyPriority.SPILL
@@ -261,7 +276,7 @@ class CopyQueue:
             self._us_per_byte[request.priority] = known + _NEWEST_WEIGHS * (busy_us / size_bytes - known)
         self._last_done_us = now_us
 
-    def drain(self) -> list[CopyRequest]:
+    def drain(self) -> list[CopyT]:
         """Removes and returns all copies that wait."""
         waiting, self._waiting = sorted(self._waiting, key=_urgency), []
         for request in waiting:
@@ -274,31 +289,35 @@ class CopyQueue:
         If no copy of the priority is queued and the last measurement is old, the forecast assumes the first guess
         where that is faster.
         """
-        ahead_bytes = {each: self._bytes[each] if each <= priority else 0 for each in CopyPriority}
-        if priority is CopyPriority.RELOAD:
-            under_way = (each for each in self._started_us if each.priority is CopyPriority.SPILL)
-            ahead_bytes[CopyPriority.SPILL] = sum(each.size_bytes(self._page_bytes) for each in under_way)
-        return CopyForecast(
-            wait_us=sum(size * self._rate(each) for each, size in ahead_bytes.items()),
-            copy_us=size_bytes * self._assumed_rate(priority, now_us),
-        )
+        wait_us = 0.0
+        reload_bytes, spill_bytes = self._bytes[CopyPriority.RELOAD], self._bytes[CopyPriority.SPILL]
+        if reload_bytes:
+            wait_us += reload_bytes * self._rate(CopyPriority.RELOAD)
+        if spill_bytes and priority is CopyPriority.RELOAD:
+            under_way = [each for each in self._started_us if each.priority is CopyPriority.SPILL]
+            spill_bytes = sum([each.size_bytes(self._page_bytes) for each in under_way])
+        if spill_bytes:
+            wait_us += spill_bytes * self._rate(CopyPriority.SPILL)
+        return CopyForecast(wait_us, size_bytes * self._assumed_rate(priority, now_us))
 
     def _rate(self, priority: CopyPriority) -> float:
         """µs a byte: as measured, else as measured for the other priority, else the first guess."""
         known = self._us_per_byte
-        return known.get(priority, next(iter(known.values()), _FIRST_GUESS_US_PER_BYTE))
+        if priority in known:
+            return known[priority]
+        return next(iter(known.values()), _FIRST_GUESS_US_PER_BYTE)
 
     def _assumed_rate(self, priority: CopyPriority, now_us: int) -> float:
         known = self._rate(priority)
         is_old = now_us - self._measured_us.get(priority, now_us) > _MEASUREMENT_LIFE_US
         return min(known, _FIRST_GUESS_US_PER_BYTE) if is_old and not self._jobs[priority] else known
 
-    def _leave(self, request: CopyRequest) -> None:
+    def _leave(self, request: CopyT) -> None:
         self._jobs[request.priority] -= 1
         self._bytes[request.priority] -= request.size_bytes(self._page_bytes)
 
 
-def _urgency(request: CopyRequest) -> tuple[CopyPriority, int]:
+def _urgency(request: QueuedCopy) -> tuple[CopyPriority, int]:
     return request.priority, request.deadline.at_us
 
 

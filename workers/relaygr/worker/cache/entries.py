@@ -69,6 +69,10 @@ class CacheEntry:
     holding: Holding = Holding.EVICTABLE
     counted_pages: int = 0
     """Pages that the tier's `PageAccount` counts under `holding`."""
+    ready_us: int = 0
+    """When the entry became READY in this process."""
+    used_us: int = 0
+    """The latest use in this process; 0 before the first one."""
 
 
 @dataclass(slots=True, eq=False)

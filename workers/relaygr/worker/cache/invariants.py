@@ -1,7 +1,7 @@
 """Recounts a cache from its entries, work and pins, for tests and replays.
 
-In each tier: free + evictable + leased + pinned + in flight = capacity, with each page in exactly one of these; every
-reference has a holder; indexes, policy and leases agree with each other.
+In each tier: free + withheld + evictable + leased + pinned + in flight = capacity, with each page in exactly one of
+these; pages are withheld as the limit says; every reference has a holder; indexes, policy and leases agree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.entries import CacheEntry, EntryIndex, EntryState, Holding
 from relaygr.worker.cache.metadata import TierMetadata
 from relaygr.worker.cache.results import PageArray
+from relaygr.worker.cache.stats import HOLDINGS
 
 
 def check_invariants(cache: PrefixCache) -> None:
@@ -44,8 +45,10 @@ def check_tier(tier: TierMetadata) -> None:
     in_flight = sum(work.new_pages.size for work in tier.works) + tier.cleaned.size
     _require(in_flight == tier.account.in_flight, "pages in flight are miscounted")
     now = tier.stats()
-    total = now.free + now.evictable + now.leased + now.pinned + now.in_flight
+    total = sum(getattr(now, held) for held in HOLDINGS)
     _require(total == now.capacity, f"{total} pages of {now.capacity}")
+    unused, in_use = tier.pool.free, now.capacity - tier.pool.free - tier.cleaned.size
+    _require(now.free == max(0, min(unused, now.limit - in_use)), f"{now.free} of {unused} unused pages are free")
     visible = sum(entry.is_visible for entry in tier.index.all())
     _require(len(tier.policy) == visible, "the policy orders other entries than the visible ones")
     _require(all(lease.entry.attached for lease in tier.leases.all()), "a lease outlived its entry")

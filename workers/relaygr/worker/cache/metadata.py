@@ -8,10 +8,12 @@
 | `revoke_overdue` | | pins and work held too long | gives up the work; pages stay taken until `unpin` or `abort` |
 | `remove` | | the open work, now stale | the entry leaves the index; its pages are free once the last reader leaves |
 | `restore` | free pages | | entries of an earlier process are READY |
+| `limit`, `shrink` | | entries evicted | at most so many pages are in use from now on; evicts what exceeds that |
 
-Every page is in exactly one of free, in flight, pinned, leased, evictable. All pages of an entry count as one of these:
-pinned while the entry has readers, else leased while requests lease it, else evictable. A page that lost its entry
-but still has readers counts as pinned. `begin` evicts only evictable entries, and only if that makes enough room.
+Every page is in exactly one of free, withheld, in flight, pinned, leased, evictable. All pages of an entry count as one
+of these: pinned while the entry has readers, else leased while requests lease it, else evictable. A page that lost its
+entry but still has readers counts as pinned. Withheld pages hold no entry, and the limit keeps them from being used.
+`begin` evicts only evictable entries, and only if that makes enough room.
 A `TierJournal` records every entry that is published, used or removed.
 
 Not thread-safe: the cache's lock guards it. Every time is passed in.
@@ -41,12 +43,23 @@ from relaygr.worker.cache.entries import (
 from relaygr.worker.cache.events import StoredEntry, TierJournal
 from relaygr.worker.cache.identity import Mark, PrefixKey
 from relaygr.worker.cache.policies import EntryWeight, EvictionPolicy
-from relaygr.worker.cache.results import NoRoomReason, PageArray, PageCopy, PendingKind, Purpose, Tier, WasteReason
+from relaygr.worker.cache.results import (
+    NoRoomReason,
+    PageArray,
+    PageCopy,
+    PendingKind,
+    Purpose,
+    Room,
+    Tier,
+    WasteReason,
+)
 from relaygr.worker.cache.stats import Counters, TierStats
 from relaygr.worker.kv import PrefixLayout
 
-_EXPIRED_AT_ONCE = 256
+EXPIRED_AT_ONCE = 256
 """Most entries that `expire` examines in one call: a section under the lock is short."""
+_SHRUNK_AT_ONCE = 64
+"""Most entries that `shrink` evicts in one call."""
 _NO_PAGES: PageArray = np.empty(0, np.int32)
 _NEVER = -1
 """A generation that no entry has."""
@@ -129,9 +142,7 @@ class PagePool:
     def drop_clean(self, pages: PageArray) -> None:
         """Frees pages of `take_dirty` that hold zeros now."""
         self._dirty[pages] = False
-        more = self._may_have_dirty
         self.drop(pages)
-        self._may_have_dirty = more
 
     def mark_dirty(self) -> None:
         """Every page may hold bytes of an earlier process."""
@@ -165,7 +176,7 @@ class PagePool:
         freed = pages[left == 0][::-1]
         self._stack[self.free : self.free + freed.size] = freed
         self.free += freed.size
-        self._may_have_dirty = self._may_have_dirty or freed.size > 0
+        self._may_have_dirty = self._may_have_dirty or bool(self._dirty[freed].any())
         return int(freed.size)
 
     def free_pages(self) -> PageArray:
@@ -216,6 +227,8 @@ class TierMetadata:
         self.works: set[WorkInFlight] = set()
         self.cleaned: PageArray = _NO_PAGES
         """Free pages that are being zeroed; they count as in flight."""
+        self.limit_pages = shape.capacity_pages
+        """The most pages that may be in use. More are while they are pinned, leased or in flight."""
         self.pins: set[Pin] = set()
         self.held_until_us: dict[Pin | WorkInFlight, int] = {}
         """Pins of handles and work of fills, with the time at which each is overdue. The times may not decrease."""
@@ -231,10 +244,12 @@ class TierMetadata:
     # Reading.
 
     def stats(self) -> TierStats:
-        account = self.account
+        account, free = self.account, max(0, self._room())
         return TierStats(
             capacity=self.pool.capacity,
-            free=self.pool.free,
+            limit=self.limit_pages,
+            free=free,
+            withheld=self.pool.free - free,
             evictable=account.held[Holding.EVICTABLE],
             leased=account.held[Holding.LEASED],
             pinned=account.held[Holding.PINNED] + account.orphaned,
@@ -242,11 +257,22 @@ class TierMetadata:
             entries=len(self.index),
         )
 
+    def room(self) -> Room:
+        """The pages that `begin` could take, and those that ranking requests will give back."""
+        account = self.account
+        works = [work for work in self.works if work.purpose is Purpose.RANKING]
+        return Room(
+            free_pages=self.pool.free + account.held[Holding.EVICTABLE],
+            held_pages=account.held[Holding.PINNED] + account.orphaned + sum(work.new_pages.size for work in works),
+            reloads=sum(work.kind is PendingKind.LOAD for work in works),
+        )
+
     # Order of eviction.
 
     def touch(self, entry: CacheEntry, now_us: int) -> None:
         """Records a use of the entry, so that it is evicted later."""
         if entry.attached:
+            entry.used_us = now_us
             self.policy.touch(entry.number, now_us)
             if self._journal is not None:
                 self._journal.touched(entry, now_us)
@@ -258,7 +284,7 @@ class TierMetadata:
 
     def expire(self, now_us: int) -> int:
         """Evicts entries that are evictable and expired by the policy. Returns their number."""
-        numbers = list(itertools.islice(self.policy.expired(now_us), _EXPIRED_AT_ONCE))
+        numbers = list(itertools.islice(self.policy.expired(now_us), EXPIRED_AT_ONCE))
         entries = [entry for entry in map(self.index.__getitem__, numbers) if self._is_evictable(entry)]
         for entry in entries:
             self._evict(entry)
@@ -269,6 +295,21 @@ class TierMetadata:
         if entry.unused_pre_infer:
             entry.unused_pre_infer = False
             self._counters.wasted[reason] += 1
+
+    # Limit.
+
+    def limit(self, pages: int) -> None:
+        """From now on at most `pages` pages are in use; the caller then calls `shrink`. Raises ValueError for a number
+        that is negative or above the capacity.
+        """
+        if not 0 <= pages <= self.pool.capacity:
+            raise ValueError(f"a tier of {self.pool.capacity} pages cannot be limited to {pages}")
+        self.limit_pages = pages
+
+    def shrink(self, now_us: int) -> int:
+        """Evicts entries if more pages are in use than the limit allows, at most 64. Returns their number."""
+        excess = min(-self._room(), self.account.held[Holding.EVICTABLE])
+        return self._make_room(excess, now_us, _SHRUNK_AT_ONCE) if excess > 0 else 0
 
     # Leases.
 
@@ -372,7 +413,7 @@ class TierMetadata:
         if key.length == 0 or tokens <= 0:
             return NoRoomReason.NOTHING_TO_CACHE
         needed = self.shape.pages_for(tokens)
-        if needed > self.pool.capacity:
+        if needed > self.limit_pages:
             return NoRoomReason.TOO_LARGE
         if not self.is_open:
             return NoRoomReason.FULL
@@ -400,6 +441,7 @@ class TierMetadata:
             _step(entry, EntryState.READY)
             entry.pages = work.new_pages
             entry.source = source
+            entry.ready_us = now_us
             self._demote_others(entry)
         else:
             if self._journal is not None:
@@ -413,6 +455,7 @@ class TierMetadata:
                 entry.source = source
             self.unpin(work.base)
         entry.tokens = work.tokens
+        entry.used_us = now_us
         entry.unused_pre_infer = work.purpose is Purpose.PRE_INFER
         self._show(entry, now_us)
         if self._journal is not None:
@@ -430,7 +473,7 @@ class TierMetadata:
             entry = CacheEntry(next(self._numbers), each.key, next(self._numbers), each.pages)
             _step(entry, EntryState.LOADING)
             _step(entry, EntryState.READY)
-            entry.tokens, entry.source = each.tokens, each.source
+            entry.tokens, entry.source, entry.ready_us = each.tokens, each.source, now_us
             self.index.add(entry)
             self._show(entry, now_us)
 
@@ -579,22 +622,36 @@ class TierMetadata:
         if work.entry.work is work:
             work.entry.work = None
 
+    def _room(self) -> int:
+        """Free pages that the limit lets be used. Negative while more pages are in use than the limit allows.
+
+        Pages that are being zeroed count as unused: they are free in a moment.
+        """
+        pool = self.pool
+        return min(pool.free, pool.free + self.cleaned.size - pool.capacity + self.limit_pages)
+
     def _take(self, count: int, now_us: int) -> PageArray | None:
-        missing = count - self.pool.free
+        # A growth within the last page takes none.
+        missing = count - self._room() if count else 0
         if missing > self.account.held[Holding.EVICTABLE]:
             return None
         if missing > 0:
-            chosen = []
-            for number in self.policy.victims(now_us):
-                entry = self.index[number]
-                if self._is_evictable(entry):
-                    chosen.append(entry)
-                    missing -= entry.pages.size
-                    if missing <= 0:
-                        break
-            for entry in chosen:
-                self._evict(entry)
+            self._make_room(missing, now_us)
         return self.pool.take(count)
+
+    def _make_room(self, pages: int, now_us: int, most_entries: int | None = None) -> int:
+        """Evicts entries until `pages` pages are free, at most `most_entries`. Returns their number."""
+        chosen = []
+        for number in self.policy.victims(now_us):
+            entry = self.index[number]
+            if self._is_evictable(entry):
+                chosen.append(entry)
+                pages -= entry.pages.size
+                if pages <= 0 or len(chosen) == most_entries:
+                    break
+        for entry in chosen:
+            self._evict(entry)
+        return len(chosen)
 
     def _is_evictable(self, entry: CacheEntry) -> bool:
         return entry.is_visible and entry.holding is Holding.EVICTABLE

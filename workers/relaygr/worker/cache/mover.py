@@ -27,7 +27,7 @@ class ThreadMover:
         limits = limits if limits is not None else CopyLimits()
         self._copy = copy
         self._clock = clock
-        self._queue = CopyQueue(page_bytes, limits)
+        self._queue: CopyQueue[CopyRequest] = CopyQueue(page_bytes, limits)
         self._changed = threading.Condition()
         self._closing = False
         self._threads = [

@@ -110,6 +110,17 @@ class NoRoom:
 
 
 @record(frozen=True, slots=True)
+class Room:
+    """Pages of HBM that are free or evictable, and pages that ranking requests hold and will give back. `reloads`:
+    copies from DRAM under way or queued.
+    """
+
+    free_pages: int
+    held_pages: int
+    reloads: int
+
+
+@record(frozen=True, slots=True)
 class Declined:
     """The cache did not start a reload."""
 

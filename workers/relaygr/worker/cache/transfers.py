@@ -39,7 +39,7 @@ from relaygr.worker.cache.results import (
     Tier,
 )
 
-_FAR_FUTURE_US = 2**62
+FAR_FUTURE_US = 2**62
 
 
 def reload_pays(forecast: CopyForecast, saved_us: float, groups: int = 1, rank_us: float = 0.0) -> bool:
@@ -255,7 +255,7 @@ class TierTransfers:
             source_pages=pin.pages[work.kept :],
             target_pages=work.new_pages,
             priority=CopyPriority.SPILL,
-            deadline=Deadline(_FAR_FUTURE_US),
+            deadline=Deadline(FAR_FUTURE_US),
             on_done=partial(self._spilled, work, pin),
         )
         return work, pin, request

@@ -36,6 +36,8 @@ from relaygr.worker.settings import WorkerSettings
 W = TypeVar("W")
 
 REMEMBERED_ANSWERS = 65_536
+REMEMBERED_US = 120_000_000
+"""Twice the longest life of a job."""
 MAX_UNCOUNTED_PASSES = 1024
 UNCUT_US = 1e12
 CHUNK_WEIGHT = 0.05
@@ -191,10 +193,12 @@ class ExecutorContext:
     arrivals: ExpectedArrivals = field(default_factory=ExpectedArrivals)
     held_by_requests: HeldMemory = field(init=False)
     held_by_jobs: HeldMemory = field(init=False)
-    answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
+    answered: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions that were answered. A job for one of them is dropped."""
-    prepared: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS))
+    prepared: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job was received."""
+    leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
+    """Impressions whose job has prepared their prefix. The poll thread reads it."""
     full_path: FullPathObserver = field(default_factory=FullPathObserver)
     last_progress_us: int = 0
     _ranking_passes: list[tuple[int, int]] = field(default_factory=list)

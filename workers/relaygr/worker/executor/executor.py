@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Final
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FullPathReport
@@ -15,6 +17,7 @@ from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, 
 from relaygr.worker.executor.jobs import Jobs
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.prefixes import (
+    ROOM_INTERVAL_US,
     ChunkReadiness,
     Computed,
     Failed,
@@ -34,11 +37,16 @@ LOOK_UPS_MEASURED = 8
 """Look-ups are measured in groups of this many, since a single one takes as long as the measurement."""
 CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every LEASE_CHECK_INTERVAL_US: a fraction of a millisecond."""
+MANY: Final = 8
+"""With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
+LEFT: Final = -1
+"""`step` has left a piece of device work, since it takes too long."""
 
 
 class Executor:
-    """One worker's device work. `take_ranking`, `take_job`, `post` and the properties are for any thread; all other
-    methods are for the device thread.
+    """One worker's device work. `take_ranking`, `take_job`, `is_hopeless` and `note_refused` are for the poll thread,
+    which then runs or wakes the executor (`DeviceThread.run_short_work`). `post` and the properties are for any thread;
+    all other methods are for the thread that runs the executor.
     """
 
     def __init__(self, engine: Engine, parts: ExecutorParts) -> None:
@@ -62,15 +70,23 @@ class Executor:
 
     def take_ranking(self, work: RankingWork) -> bool:
         """Takes a ranking request; its result goes to the result writer. False, without a result, if the memory of
-        unanswered requests has reached its bound. For the poll thread only.
+        unanswered requests has reached its bound.
         """
         request = work.request
         if not self._context.held_by_requests.post(work, request.candidates.size + request.suffix.items.size):
             return False
         self.backlog.handed_over += 1
         self._mailbox.append(partial(self._requests.submit, work))
-        self.mail_arrived.set()
+        if len(self._mailbox) > MANY:
+            self.mail_arrived.set()
         return True
+
+    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int) -> bool:
+        """Whether a ranking request that is still undecoded cannot be answered in time, however cheap it is, or would
+        have to wait for too long. One whose prefix was prepared for it may wait, since device time was paid for it.
+        """
+        is_new = (user_id, request_id) not in self._context.leased
+        return self.backlog.is_hopeless(must_end_us, now_us, is_new)
 
     def note_refused(self, user_id: str, request_id: str) -> None:
         """Notes, at the next step, that a ranking request was answered without work."""
@@ -81,7 +97,8 @@ class Executor:
         if not self._context.held_by_jobs.post(work):
             return False
         self._mailbox.append(partial(self._jobs.submit, work))
-        self.mail_arrived.set()
+        if len(self._mailbox) > MANY:
+            self.mail_arrived.set()
         return True
 
     def post(self, call: Callable[[], None]) -> None:
@@ -129,8 +146,11 @@ class Executor:
 
     # -- the device thread ---------------------------------------------------------------------------
 
-    def step(self) -> int | None:
-        """One round. Returns the µs until the next timer: 0 if there is work or new mail, None without a timer."""
+    def step(self, longest_us: float = math.inf) -> int | None:
+        """One round. Returns the µs until the next timer: 0 if there is work or new mail, None without a timer.
+
+        LEFT: the next piece of device work may take longer than `longest_us`, and was not begun.
+        """
         context, prefixes, backlog = self._context, self._prefixes, self.backlog
         backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
         self.take_mail()
@@ -143,6 +163,8 @@ class Executor:
                 self._look_ups = self._look_ups_us = 0
         if now_us >= context.timers.next_at_us:
             context.timers.run_due(now_us)
+        if prefixes.without_room and prefixes.find_room():
+            self.take_mail()
         if prefixes.running is not None:
             # Mail and timers ran while the device computed the last chunk.
             prefixes.settle()
@@ -154,6 +176,13 @@ class Executor:
                 return 0
             backlog.rest()
             return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
+        if longest_us < math.inf:
+            device_us = work.remaining_us
+            if isinstance(work, RankingWork):
+                # The pass may take the other requests of the queue along.
+                device_us = work.predicted_us * len(context.scheduler.ranking)
+            if device_us > longest_us:
+                return LEFT
         work_class = work.work_class
         if work_class is WorkClass.WARM_UP:
             # The device counts as idle, since warm-up delays nobody.
@@ -167,8 +196,10 @@ class Executor:
         return 0
 
     def _idle_us(self, now_us: int) -> int | None:
-        """Time until the next timer or warm-up; None without either."""
+        """Time until the next timer, warm-up or search for room; None without any."""
         timer_us, warm_up_us = self._context.timers.next_in_us(now_us), self._warm_ups.next_in_us(now_us)
+        if self._prefixes.without_room:
+            timer_us = ROOM_INTERVAL_US if timer_us is None else min(timer_us, ROOM_INTERVAL_US)
         if timer_us is None or warm_up_us is None:
             return timer_us if warm_up_us is None else warm_up_us
         return min(timer_us, warm_up_us)
@@ -192,9 +223,23 @@ class Executor:
 
     def user_deleted(self, user_id: str) -> None:
         """Handles a tombstone: removes the user's cached prefixes, and does not keep one that is being computed."""
-        self._parts.cache.invalidate_user(user_id)
+        self.drop_user(user_id)
         self._prefixes.forget_user(user_id)
+
+    def drop_user(self, user_id: str) -> int:
+        """Removes the user's cached prefixes, whose pages are zeroed soon. Returns their number.
+
+        A computation that has begun is not kept. One that is queued begins from nothing.
+        """
         self._cleans_scratch = True
+        return self._parts.cache.invalidate_user(user_id)
+
+    def limit_tier(self, tier: Tier, pages: int) -> None:
+        """Bounds the pages of a tier that may be in use. Jobs are then admitted as if HBM had no more pages."""
+        cache = self._parts.cache
+        cache.limit(tier, pages)
+        if tier is Tier.HBM:
+            self._parts.admission.set_capacity(pages * cache.geometry.kv.page_bytes)
 
     def serve_with(self, engine: Engine) -> None:
         """Serves with this model, bound to the same arena, from now on. Old prefixes no longer match.
@@ -295,6 +340,7 @@ class Executor:
         now_us, cache = self._parts.clock.monotonic_us(), self._parts.cache
         cache.expire_leases(now_us)
         cache.expire_prefixes(now_us)
+        cache.shrink(now_us)
         cache.revoke_overdue(now_us, self._completions.after_work())
         for tier in Tier:
             self._clean(tier)

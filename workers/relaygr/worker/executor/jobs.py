@@ -75,7 +75,7 @@ class Jobs:
         if now_us > work.expires_us:
             return self._end(work, JobOutcome.EXPIRED)
         impression = (job.user_id, job.request_id)
-        self._context.prepared.add(impression)
+        self._context.prepared.add(impression, now_us)
         self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us)
         if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
@@ -117,7 +117,7 @@ class Jobs:
             return self._end(work, JobOutcome.ALREADY_CACHED)
         # A job for a prefix in DRAM triggers its reload.
         pending = self._prefixes.reload(prefix, found, work.expected_ranking_us)
-        if pending is None:
+        if not isinstance(pending, PendingPrefix):
             return self._queue(work, prefix, now_us, handle)
         in_hbm = handle.tokens if handle is not None else 0
         copied = self._context.engine.layout.tokens(pending.behaviours) - in_hbm
@@ -207,6 +207,8 @@ class Jobs:
         cache, user_id, request_id = self._parts.cache, work.job.user_id, work.job.request_id
         until_us = work.expires_us + self._parts.admission_settings.lease_margin_ms * 1000
         leased = cache.lease(prefix.key, request_id, until_us)
+        if leased:
+            self._context.leased.add((user_id, request_id), self._parts.clock.monotonic_us())
         if leased and (user_id, request_id) in self._context.answered:
             # The request was ranked without the prefix. Unless another request uses it, the pre-infer was wasted.
             cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN)

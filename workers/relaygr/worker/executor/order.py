@@ -13,6 +13,11 @@ Ranking work is admitted only if it can end in time without making admitted work
 pieces that can be cut ends in time if it does so in the order of its deadlines, so the backlog adds demands in that
 order. Above capacity the queue therefore holds only work that will be answered, and goodput stays flat.
 
+Above capacity alone that is not enough: every admitted request would wait until just before its deadline, where a small
+error makes it late, and only cheap requests would find room. So the more requests are refused, the shorter is the part
+of its time that a new request may wait for admitted work, down to `_LEAST_PATIENCE`. Requests are then refused whatever
+they need, so the mix of those that are served is the mix of those that arrive.
+
 Warm-up has the least value: it runs only while no other work is queued and the device has been idle for some time, and
 gets at most a share of the time. Work that arrives runs after the warm-up chunk on the device.
 """
@@ -39,6 +44,10 @@ _MAX_PACE = 8.0
 _MISS_STEP = 0.05
 _MISS_SHARE = 0.01
 _MAX_CAUTION = 1.5
+_LEAST_PATIENCE = 0.5
+_IMPATIENT_STEP = 0.02
+_PATIENT_STEP = 0.005
+"""With these steps patience falls where more than a fifth of the requests are refused."""
 
 
 class WorkClass(enum.StrEnum):
@@ -82,6 +91,9 @@ class Backlog:
         self.caution = 1.0
         """Predictions are multiplied by this. It rises with each admitted request that was not answered in time, and
         falls with each that was, so that about `_MISS_SHARE` of them are missed when there is no room to spare."""
+        self.patience = 1.0
+        """The largest part of its time that a new request may wait for admitted work. It falls with each request that
+        is refused, and rises with each that is answered."""
         self.own_us = dict.fromkeys(Path, 0.0)
         """The worker's own time of a request: of its device thread, outside of forwards."""
         self.answer_us = 0.0
@@ -102,7 +114,7 @@ class Backlog:
         self.looked_up = 0
         """Requests that the device thread has taken out of the mailbox."""
         self.looking_up_since_us = 0
-        """When the first request was looked up since the last piece of device work; 0 if none was."""
+        """When the first request of this step was looked up; 0 if none was."""
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
 
@@ -126,22 +138,35 @@ class Backlog:
             # Sums of floats drift: an empty backlog begins anew.
             self.total_us = self.total_us - entry[2] if self._entries else 0.0
 
-    def room_us(self, must_end_us: int, now_us: int, preinfer_share: float = 0.0) -> float:
-        """The largest demand of new work that then ends by `must_end_us` and makes no admitted work late.
+    def room_us(
+        self,
+        must_end_us: int,
+        now_us: int,
+        preinfer_share: float = 0.0,
+        *,
+        is_new: bool = False,
+        unread_us: float = 0.0,
+    ) -> float:
+        """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
-        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. Work that is late already is not
-        considered.
+        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. `is_new`: no time was spent on the
+        work before, and it has no room (less than 0) if it would wait for longer than `patience` allows. `unread_us`:
+        demand that is ahead of it and not admitted. Work that is late already is not considered.
         """
-        if not self._entries:
+        left_us = must_end_us - now_us
+        if not self._entries and not unread_us:
             # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
-            return must_end_us - now_us
+            return left_us
         slowness = self.caution * max(self.pace, 1 / (1 - preinfer_share))
         later = self._by_deadline[bisect.bisect_left(self._by_deadline, (must_end_us + 1,)) :]
-        ahead_us = self.total_us
+        ahead_us = self.total_us + unread_us
         for entry in later:
             ahead_us -= entry[2]
+        wait_us = slowness * max(0.0, ahead_us)
+        if is_new and wait_us > self.patience * left_us:
+            return -wait_us
         # The share of pre-infer delays what is ahead, not the new work, which is more urgent than pre-infer by then.
-        room_us = (must_end_us - now_us - slowness * max(0.0, ahead_us)) / self.caution
+        room_us = (left_us - wait_us) / self.caution
         for entry in later:
             ahead_us += entry[2]
             spare_us = (entry[0] - now_us - slowness * ahead_us) / self.caution
@@ -151,20 +176,28 @@ class Backlog:
 
     @property
     def predicted_us(self) -> int:
-        """Time until the admitted work is done. For any thread."""
-        return int(self.total_us * self.caution * self.pace)
+        """The time that a new request must have left, beside its own: until the admitted work is done, and more while
+        many requests are refused. For any thread.
+        """
+        return int(self.total_us * self.caution * self.pace / self.patience)
 
-    def is_hopeless(self, must_end_us: int, now_us: int) -> bool:
-        """Whether a request that is still undecoded cannot be answered in time, however cheap it is.
+    def is_hopeless(self, must_end_us: int, now_us: int, is_new: bool = True) -> bool:
+        """Whether a request that is still undecoded cannot be answered in time, however cheap it is. `is_new`: or would
+        have to wait for longer than `patience` allows.
 
         Requests in the mailbox are looked up first. For any thread.
         """
-        unread_us = (self.handed_over - self.looked_up) * self.expected_us * self.caution * self.pace
-        return self.room_us(must_end_us, now_us) - unread_us < self.own_us[Path.HBM]
+        unread_us = (self.handed_over - self.looked_up) * self.expected_us
+        return self.room_us(must_end_us, now_us, is_new=is_new, unread_us=unread_us) < self.own_us[Path.HBM]
+
+    def refused(self) -> None:
+        """Notes a request that was refused, or cut short, because other work leaves no time for it."""
+        self.patience = max(_LEAST_PATIENCE, self.patience - _IMPATIENT_STEP)
 
     def observe(self, path: Path, demand_us: float, answer_us: float, in_time: bool) -> None:
         """Notes a request that was ranked: the time to write its result, and whether it ended in time."""
         self.done_us += demand_us
+        self.patience = min(1.0, self.patience + _PATIENT_STEP)
         # Written out: a call for each average would be most of the cost.
         own_us, moved_us = self.own_us[path], self.prepare_us + answer_us
         self.own_us[path] = own_us + OWN_WEIGHT * (min(moved_us, 2 * own_us + _OWN_MAX_STEP_US) - own_us)
@@ -193,7 +226,7 @@ class Backlog:
         self.pace += _PACE_WEIGHT * (1.0 - self.pace)
 
     def missed(self) -> None:
-        """Notes that an admitted request was not answered, since it would have ended too late."""
+        """Notes that an admitted request was answered late, or not at all because it would have been late."""
         self.caution = min(_MAX_CAUTION, self.caution + _MISS_STEP)
 
 

@@ -151,8 +151,10 @@ class ExpectedArrivals:
         if announcement is None:
             self._decay(at_us)
             self._others += 1.0
-        elif announcement[1] > announcement[0]:
-            part = (at_us - announcement[0]) / (announcement[1] - announcement[0])
+            return
+        announced_us, expected_us, _ = announcement
+        if expected_us > announced_us:
+            part = (at_us - announced_us) / (expected_us - announced_us)
             moved = self._part + _EARLY_STEP * (_EARLY_SHARE - 1 if part < self._part else _EARLY_SHARE)
             self._part = min(max(moved, 0.0), 1.0)
 

@@ -4,6 +4,11 @@ A prefix is computed once for all requests and jobs that need it (single flight)
 pages, and then published; between two chunks more urgent work may run. If the cache has no room, the prefix is
 computed into the scratch pages, which serve one request at a time.
 
+If a request's prefix is in DRAM, and other requests' prefixes fill HBM, the request waits for room (`wait_for_room`):
+the other requests will be ranked and give their pages back. Without this wait, most prefixes of a backlog would be
+computed although DRAM has them. `find_room` ends the waits in the order of the requests' latest start. A wait ends
+without room if no ranking request holds pages any more.
+
     compute -> (prepare -> run -> settle) for each chunk -> published | lost | failed | abandoned
 
 This module never calls the requests and jobs that wait for a prefix. It appends an event for each change that concerns
@@ -17,6 +22,7 @@ when its call returns.
 from __future__ import annotations
 
 import enum
+from bisect import insort
 from collections import deque
 from dataclasses import replace
 
@@ -25,7 +31,20 @@ import structlog
 from relaygr.admission.latency import LatencyModel, Stage
 from relaygr.schemas.messages import Path, PrefixSource
 from relaygr.schemas.record import record
-from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Purpose
+from relaygr.worker.cache import (
+    Declined,
+    Fill,
+    Handle,
+    Hit,
+    Miss,
+    MissReason,
+    NoRoom,
+    PendingKind,
+    PendingOutcome,
+    PendingPrefix,
+    PrefixKey,
+    Purpose,
+)
 from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.device import Event
 from relaygr.worker.executor.context import ExecutorContext
@@ -126,12 +145,29 @@ class Chunk:
 
 
 @record(frozen=True, slots=True)
+class RoomWait:
+    """A request that waits for `pages` pages of HBM, to reload its prefix. `pending` ends when the wait ends."""
+
+    latest_start_us: int
+    user_id: str
+    pages: int
+    pending: PendingPrefix
+
+
+@record(frozen=True, slots=True)
 class _Running:
     """A chunk that was started on the device, and the event that completes with it."""
 
     chunk: Chunk
     started_us: int
     event: Event
+
+
+MOST_RELOADS = 16
+"""Reloads under way up to which requests that wait for room begin theirs. More would end no earlier, and the queue of
+copies is bounded."""
+ROOM_INTERVAL_US = 1_000
+"""How often an idle device thread looks for room: a copy to DRAM gives its pages back without a notice."""
 
 
 class Prefixes:
@@ -148,10 +184,14 @@ class Prefixes:
         """The user of the scratch pages: a computation, and after it its request."""
         self.running: _Running | None = None
         """The chunk that was started on the device and is not settled."""
+        self.without_room: list[RoomWait] = []
+        """Waits for room in HBM, the earliest latest start first."""
+        self.reloads_awaited = 0
+        """Requests that wait for a reload. Until it has looked up its prefix, such a request leases it."""
 
     @property
     def preinfer_backlog_us(self) -> int:
-        """Predicted device time of the prefixes that no request waits for yet. From any thread."""
+        """Predicted device time of the prefixes that only jobs wait for. From any thread."""
         return int(
             sum(work.remaining_us for work in list(self.by_user.values()) if work.work_class is WorkClass.PREINFER)
         )
@@ -166,8 +206,9 @@ class Prefixes:
 
     def reload(
         self, prefix: ResolvedPrefix, found: Hit | Miss, deadline_us: int, rank_us: float = 0.0
-    ) -> PendingPrefix | None:
-        """Starts a reload if DRAM holds more of the prefix than HBM does, and copying is faster than computing.
+    ) -> PendingPrefix | NoRoom | Declined | None:
+        """Starts a reload if DRAM holds more of the prefix than HBM does, and copying ends earlier than computing,
+        which waits for the ranking work on the device. None if DRAM holds no more.
 
         A ranking pass of `rank_us` may run beside the copy.
         """
@@ -180,9 +221,53 @@ class Prefixes:
         layout = self._context.engine.layout
         cached, stored = (layout.tokens(in_hbm) if in_hbm else 0), layout.tokens(in_dram)
         saved_us = self._context.chunking.duration_us(cached, stored, self._parts.corrector.model)
+        saved_us += self._context.scheduler.backlog.predicted_us
         now_us = self._parts.clock.monotonic_us()
-        pending = self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
-        return pending if isinstance(pending, PendingPrefix) else None
+        return self._parts.cache.transfers.start_reload(prefix.key, deadline_us, now_us, saved_us, rank_us)
+
+    def is_behind(self, latest_start_us: int) -> bool:
+        """Whether more urgent requests wait for room."""
+        return bool(self.without_room) and self.without_room[0].latest_start_us <= latest_start_us
+
+    def wait_for_room(self, work: RankingWork, dram_behaviours: int) -> PendingPrefix | None:
+        """A wait of a request for room in HBM. None if no more urgent request waits, and no ranking request holds pages
+        that it will give back.
+        """
+        engine = self._context.engine
+        pages = engine.geometry.pages_for(engine.layout.tokens(dram_behaviours))
+        if not (self.is_behind(work.latest_start_us) or self.reloads_awaited or self._parts.cache.room().held_pages):
+            return None
+        # The request loses no prefix by this wait.
+        work.lookups = max(1, work.lookups - 1)
+        pending = PendingPrefix(PendingKind.LOAD, dram_behaviours)
+        wait = RoomWait(work.latest_start_us, work.request.user_id, pages, pending)
+        insort(self.without_room, wait, key=lambda each: each.latest_start_us)
+        return pending
+
+    def find_room(self) -> bool:
+        """Ends the waits that may go on: there is room, or room can not come. Returns whether a wait ended."""
+        room = self._parts.cache.room()
+        free_pages, reloads, is_open = room.free_pages, room.reloads, True
+        may_come = room.held_pages > 0 or self.reloads_awaited > 0
+        if may_come and (reloads >= MOST_RELOADS or self.without_room[0].pages > free_pages):
+            return False
+        users, kept = set(), []
+        for wait in self.without_room:
+            if wait.user_id not in users and may_come:
+                # A long prefix is not passed by shorter ones, which could keep it waiting for ever.
+                is_open = is_open and reloads < MOST_RELOADS and wait.pages <= free_pages
+                if not is_open:
+                    kept.append(wait)
+                    continue
+                free_pages, reloads = free_pages - wait.pages, reloads + 1
+            users.add(wait.user_id)
+            wait.pending.finish(PendingOutcome.PUBLISHED)
+        has_ended, self.without_room = len(kept) < len(self.without_room), kept
+        return has_ended
+
+    def end_wait_for_room(self, pending: PendingPrefix) -> None:
+        """The request gave up this wait. Does nothing if it was no wait for room."""
+        self.without_room = [wait for wait in self.without_room if wait.pending is not pending]
 
     def compute(
         self,
@@ -283,7 +368,7 @@ class Prefixes:
         if not isinstance(work, PrefixWork):
             return None
         latency, chunking = self._parts.corrector.model, self._context.chunking
-        chunking = replace(chunking, chunk_us=min(self._parts.settings.chunk_ms * 1000, slack_us))
+        chunking = replace(chunking, chunk_us=min(self._chunk_us, slack_us))
         if self._next_chunk(work, chunking).predicted_us(latency) > slack_us:
             return None
         if self.prepare(work, now_us) is not ChunkReadiness.READY:
@@ -359,6 +444,10 @@ class Prefixes:
     def _take_pages(self, work: PrefixWork, now_us: int) -> ChunkReadiness:
         """Reserves cache pages, or the scratch pages if the cache has no room."""
         if not work.on_scratch:
+            if self._reloads_instead(work):
+                self.discard(work)
+                self.events.append(Undone(work.waiters, work.jobs, work.prefix))
+                return ChunkReadiness.DROPPED
             reserved = self._reserve(work, now_us)
             if isinstance(reserved, Fill):
                 work.fill, work.pages, work.done_tokens = reserved, reserved.pages, reserved.start_tokens
@@ -378,11 +467,30 @@ class Prefixes:
         if self.scratch_user is not None:
             self._context.scheduler.push(work)
             return ChunkReadiness.SCRATCH_BUSY
+        # A request that joined may have a longer prefix. From the cache it would take this part and compute the rest.
+        work.waiters.sort(key=lambda waiter: _is_longer(waiter, work))
+        if _is_longer(work.waiters[0], work):
+            self.discard(work)
+            self.events.append(Undone(work.waiters, [], work.prefix))
+            return ChunkReadiness.DROPPED
         if len(work.waiters) > 1:
             self.events.append(OnScratch(work))
         self.scratch_user = work
         work.pages = self._parts.scratch_pages[: self._context.engine.geometry.pages_for(work.total_tokens)]
         return ChunkReadiness.READY
+
+    def _reloads_instead(self, work: PrefixWork) -> bool:
+        """Starts a reload of a prefix that DRAM holds by now, or for which HBM had no room when it was queued."""
+        if work.base is not None or not (work.waiters or work.jobs):
+            return False
+        in_dram = self._parts.cache.dram_behaviours(work.prefix.key)
+        if not in_dram:
+            return False
+        deadline_us = min(
+            [waiter.deadline_us for waiter in work.waiters] or [job.expected_ranking_us for job in work.jobs]
+        )
+        found = Miss(MissReason.IN_DRAM, in_dram)
+        return isinstance(self.reload(work.prefix, found, deadline_us), PendingPrefix)
 
     def _reserve(self, work: PrefixWork, now_us: int) -> object:
         purpose = Purpose.RANKING if work.waiters else Purpose.PRE_INFER
@@ -512,3 +620,8 @@ class Prefixes:
     def _predict(self, work: PrefixWork) -> None:
         latency = self._parts.corrector.model
         work.remaining_us = self._context.chunking.duration_us(work.done_tokens, work.total_tokens, latency)
+
+
+def _is_longer(waiter: RankingWork, work: PrefixWork) -> bool:
+    """Whether the request needs more than this computation of a part of its prefix."""
+    return waiter.prefix is not None and waiter.prefix.tokens > work.total_tokens

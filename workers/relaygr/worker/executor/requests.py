@@ -2,7 +2,7 @@
 
     received -> looked up -> ready ------------------------------> ranked
                    |-> waits for a version of its history ----^
-                   |-> waits for a reload from DRAM ----------|
+                   |-> waits for room in HBM, and for a reload from DRAM
                    '-> waits for its prefix to be computed ---'
     in any state  -> expired | failed | truncated, then ranked
 
@@ -21,7 +21,19 @@ import structlog
 
 from relaygr.admission.latency import Stage
 from relaygr.schemas.messages import Behaviours, FailureReason, Path, PrefixSource, RankingRequest
-from relaygr.worker.cache import Handle, Hit, PendingKind, PendingPrefix, Purpose, WasteReason
+from relaygr.worker.cache import (
+    Declined,
+    DeclineReason,
+    Handle,
+    Hit,
+    Miss,
+    NoRoom,
+    NoRoomReason,
+    PendingKind,
+    PendingPrefix,
+    Purpose,
+    WasteReason,
+)
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import OWN_WEIGHT
 from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_truncation
@@ -37,6 +49,7 @@ log = structlog.get_logger()
 
 _FULL_PATHS = (Path.FULL, Path.TRUNCATED)
 _PATHS_WITHOUT_WAIT = (Path.FULL, Path.HBM)
+_LACKS_ROOM = (NoRoom(NoRoomReason.FULL), Declined(DeclineReason.QUEUE_FULL))
 MAX_LOOKUPS = 3
 """A request that lost its prefix this often is ranked on the scratch pages."""
 LEAST_KEPT_BEHIND_OTHERS = 0.2
@@ -53,6 +66,8 @@ class _PrefixWait:
     work: RankingWork
     pending: PendingPrefix
     started_us: int
+    is_reload: bool
+    """Whether the request leases the prefix: no other may take its pages between the copy's end and the look-up."""
     ended: bool = False
 
 
@@ -96,8 +111,8 @@ class Requests:
             self._failed(work, error)
 
     def start_over(self, work: RankingWork) -> None:
-        """Another model serves now: looks the request up again from the start."""
-        work.lookups = 0
+        """Another model serves now: looks the request up again from the start. Its first look-up stays counted."""
+        work.lookups = min(1, work.lookups)
         self._look_up_again(work)
 
     def prefix_computed(self, work: RankingWork, computed: Computed) -> None:
@@ -130,6 +145,8 @@ class Requests:
 
     def _look_up(self, work: RankingWork) -> None:
         now_us = self._parts.clock.monotonic_us()
+        # A backlog has thousands of look-ups in one step: on a busy machine the watchdog would take them for a hang.
+        self._context.last_progress_us = now_us
         if now_us > work.deadline_us + self._skew_us:
             return self._expire(work)
         prefix = work.prefix
@@ -139,6 +156,9 @@ class Requests:
                 return None
         self._context.arrivals.announced.pop((work.request.user_id, work.request.request_id), None)
         work.lookups += 1
+        is_new = (
+            work.looked_up_us is None and (work.request.user_id, work.request.request_id) not in self._context.leased
+        )
         work.looked_up_us = now_us
         if not self._backlog.looking_up_since_us:
             self._backlog.looking_up_since_us = now_us
@@ -146,9 +166,11 @@ class Requests:
         # Asked before anything is done for the request: later steps take the device thread's time, a reload the link's.
         if work.is_promised:
             self._backlog.drop(work)
-        if work.predicted_us + self._backlog.own_us[work.path] > self._backlog.room_us(work.answer_by_us, now_us):
+        room_us = self._backlog.room_us(work.answer_by_us, now_us, is_new=is_new)
+        if work.predicted_us + self._backlog.own_us[work.path] > room_us:
             self._backlog.expected_us *= 1 - OWN_WEIGHT
-            return self._cut_short(work, prefix, self._time_left_us(work, now_us), now_us)
+            left_us = room_us - self._backlog.own_us[work.path]
+            return self._cut_short(work, prefix, int(left_us), now_us)
         self._backlog.expected_us += OWN_WEIGHT * (work.remaining_us - self._backlog.expected_us)
         if prefix.tokens == 0:
             return self._ready(work, now_us)
@@ -167,12 +189,22 @@ class Requests:
             if handle.complete:
                 return self._rank_on_handle(work, handle, Path.HBM if handle.arrival is None else Path.DRAM, now_us)
             work.path, work.tokens_cached, work.prefix_source = Path.HBM, handle.tokens, handle.source
-        pending = self._prefixes.reload(prefix, found, work.deadline_us, work.predicted_us)
+        pending = self._reload(work, prefix, found)
         if pending is not None:
             if handle is not None:
                 cache.release(handle)
             return self._wait_for_prefix(work, prefix, pending)
         return self._plan(work, prefix, handle, now_us)
+
+    def _reload(self, work: RankingWork, prefix: ResolvedPrefix, found: Hit | Miss) -> PendingPrefix | None:
+        """Starts a reload from DRAM, or waits for room to start it. None if the request has to go without."""
+        in_dram = found.dram_behaviours if isinstance(found, Miss) else 0
+        if in_dram and self._prefixes.is_behind(work.latest_start_us):
+            return self._prefixes.wait_for_room(work, in_dram)
+        begun = self._prefixes.reload(prefix, found, work.deadline_us, work.predicted_us)
+        if isinstance(begun, PendingPrefix):
+            return begun
+        return self._prefixes.wait_for_room(work, in_dram) if in_dram and begun in _LACKS_ROOM else None
 
     def _resolve(self, work: RankingWork) -> ResolvedPrefix | None:
         """The request's prefix; None if the request waits for its history, or was answered."""
@@ -259,6 +291,8 @@ class Requests:
 
     def _serve_in_full(self, work: RankingWork, prefix: ResolvedPrefix, plan: RoutePlan, now_us: int) -> None:
         """Full inference over the whole prefix or its newest part; or a rejection."""
+        if plan.route is not Route.WHOLE and self._backlog.total_us:
+            self._backlog.refused()
         if plan.route is Route.REJECT:
             return self.reject(work)
         work.prefix_source, work.tokens_cached = PrefixSource.COMPUTED, 0
@@ -357,13 +391,17 @@ class Requests:
 
     def _wait_for_prefix(self, work: RankingWork, prefix: ResolvedPrefix, pending: PendingPrefix) -> None:
         """Waits for a reload or a fill, as long as full inference would end in time even behind another chunk."""
+        is_reload = False
         if pending.kind is PendingKind.LOAD:
             work.path, work.prefix_source = Path.DRAM, PrefixSource.DRAM
             work.tokens_cached = self._context.engine.layout.tokens(pending.behaviours)
+            # Not granted while the request waits for room: there is no entry yet.
+            is_reload = self._parts.cache.lease(prefix.key, work.request.request_id, work.deadline_us)
+            self._prefixes.reloads_awaited += is_reload
         else:
             work.path, work.prefix_source = Path.PENDING, PrefixSource.COMPUTED
         now_us = self._parts.clock.monotonic_us()
-        wait = _PrefixWait(work, pending, now_us)
+        wait = _PrefixWait(work, pending, now_us, is_reload)
         self._context.arrivals.wait((work.request.user_id, work.request.request_id), now_us, work.deadline_us)
         pending.needed_by(work.deadline_us)
         if pending.arrival is not None:
@@ -394,6 +432,7 @@ class Requests:
 
     def _end_wait(self, wait: _PrefixWait) -> None:
         wait.ended = True
+        self._prefixes.reloads_awaited -= wait.is_reload
         request = wait.work.request
         self._context.arrivals.announced.pop((request.user_id, request.request_id), None)
 
@@ -424,6 +463,7 @@ class Requests:
         if wait.ended:
             return
         self._end_wait(wait)
+        self._prefixes.end_wait_for_room(wait.pending)
         if work.prefix is None or work.prefix.revision != self._context.engine.revision:
             return self.look_up(work)
         try:
@@ -459,7 +499,7 @@ class Requests:
             self._parts.cache.invalidate_user(work.request.user_id)
             return self._fail(work, FailureReason.DEVICE_ERROR, "the model's scores are not finite numbers")
         backlog = self._backlog
-        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace) or None
+        work.backlog_us = int(backlog.total_us * backlog.caution * backlog.pace / backlog.patience) or None
         self._parts.results.ranked(work, outputs)
         if work.path is Path.FULL and work.pre_infer_us:
             self._observe_full(work)
@@ -519,8 +559,9 @@ class Requests:
         return self._fail(work, reason, str(error)[:500] or repr(error))
 
     def refused(self, user_id: str, request_id: str) -> None:
-        """Notes that the poll thread has answered this request: its prefix is not needed any more."""
-        self._context.answered.add((user_id, request_id))
+        """Notes that the poll thread has refused this request: its prefix is not needed any more."""
+        self._backlog.refused()
+        self._context.answered.add((user_id, request_id), self._parts.clock.monotonic_us())
         self._parts.cache.end_lease(user_id, request_id, WasteReason.REQUEST_EXPIRED)
 
     def _failed(self, work: RankingWork, error: Exception) -> None:
@@ -548,7 +589,8 @@ class Requests:
         self.outstanding -= 1
         self._context.held_by_requests.end(work)
         cache, user_id, request_id = self._parts.cache, work.request.user_id, work.request.request_id
-        self._context.answered.add((user_id, request_id))
+        # When it was received, which needs no look at the clock.
+        self._context.answered.add((user_id, request_id), work.received.received_us)
         self._context.arrivals.announced.pop((user_id, request_id), None)
         # Counts a wasted pre-infer: the request was ranked before it, or was not ranked in time.
         cache.end_lease(user_id, request_id, WasteReason.OVERTAKEN if ranked else WasteReason.REQUEST_EXPIRED)

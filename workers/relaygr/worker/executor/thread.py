@@ -1,5 +1,10 @@
 """The device thread: runs the executor, sleeps when there is nothing to do, and has a watchdog.
 
+On the CPU the poll thread runs the executor as well, if it is free: look-ups, refusals, jobs whose prefix is cached,
+and device work that is predicted to take less than `SHORT_US`. For so little, a change of threads is not worth its
+time. So most messages of a small model are answered on the thread that received them. The device thread does all the
+rest, and everything that arrives while it computes.
+
 A device that hangs would stop all work, while the poll thread keeps sending heartbeats and keeps the partitions. The
 device thread makes progress every second, even when idle; without progress for `watchdog_s` it hangs in a piece of
 work. A caller checks `is_stuck` a few times a second, and then the process exits. After a long gap between two checks
@@ -19,10 +24,12 @@ from relaygr.worker.executor.executor import Executor
 log = structlog.get_logger()
 
 LONGEST_SLEEP_S = 1.0
+SHORT_US = 1000
+"""The longest predicted work of the poll thread. To wake the device thread takes a fraction of it."""
 
 
 class DeviceThread:
-    """Owns the executor."""
+    """Owns the executor, which one thread at a time may run: the one that holds the lock."""
 
     def __init__(
         self,
@@ -31,15 +38,20 @@ class DeviceThread:
         clock: Clock,
         watchdog_s: float,
         on_death: Callable[[], None],
+        *,
+        shares: bool = False,
     ) -> None:
         """`bind_thread` makes the device the calling thread's device. `on_death` is called if the executor raises,
-        which is a bug.
+        which is a bug. `shares`: `run_short_work` runs the executor on the calling thread.
         """
+        self._shares = shares
+        self._running = threading.Lock()
+        self._wakes_us = 0
         self._bind_thread = bind_thread
         self._executor = executor
         self._clock = clock
         self._watchdog_us = int(watchdog_s * 1e6)
-        self._longest_sleep_s = min(LONGEST_SLEEP_S, watchdog_s / 4)
+        self._longest_sleep_us = int(min(LONGEST_SLEEP_S, watchdog_s / 4) * 1e6)
         self._asked_us = self._watched_since_us = clock.monotonic_us()
         self._on_death = on_death
         self._stopping = False
@@ -48,6 +60,11 @@ class DeviceThread:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def silent_us(self) -> int:
+        """Time since the thread made progress. At most a second or so while it is idle."""
+        return self._clock.monotonic_us() - self._executor.last_progress_us
+
     def is_stuck(self) -> bool:
         """Whether the thread made no progress for `watchdog_s`. The caller checks a few times a second."""
         now_us = self._clock.monotonic_us()
@@ -55,6 +72,28 @@ class DeviceThread:
             self._watched_since_us = now_us
         self._asked_us = now_us
         return now_us - max(self._executor.last_progress_us, self._watched_since_us) > self._watchdog_us
+
+    def run_short_work(self) -> None:
+        """Runs what was given to the executor, or wakes the device thread for it. For one thread, the poll thread.
+
+        Passes on an exception of the executor, which is a bug.
+        """
+        executor = self._executor
+        # With mail of other threads the device thread wakes up anyway, and that mail may take long.
+        is_here = self._shares and not self._stopping and not executor.mail_arrived.is_set()
+        if not is_here or not self._running.acquire(blocking=False):
+            executor.mail_arrived.set()
+            return
+        try:
+            ends_us = self._clock.monotonic_us() + SHORT_US
+            idle_us = executor.step(SHORT_US)
+            while (now_us := self._clock.monotonic_us()) < ends_us and idle_us == 0:
+                idle_us = executor.step(SHORT_US)
+            is_left = idle_us is not None and (idle_us <= 0 or now_us + idle_us < self._wakes_us)
+        finally:
+            self._running.release()
+        if is_left:
+            executor.mail_arrived.set()
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the piece of work that runs. Returns whether it ended in time."""
@@ -67,11 +106,15 @@ class DeviceThread:
         try:
             self._bind_thread()
             while not self._stopping:
-                self._executor.mail_arrived.clear()
-                idle_us = self._executor.step()
-                if idle_us != 0:
-                    longest_s = self._longest_sleep_s
-                    self._executor.mail_arrived.wait(longest_s if idle_us is None else min(idle_us / 1e6, longest_s))
+                with self._running:
+                    self._executor.mail_arrived.clear()
+                    # Read before the step, so that it is no later than the next timer.
+                    self._wakes_us = self._clock.monotonic_us()
+                    idle_us = self._executor.step()
+                    sleep_us = self._longest_sleep_us if idle_us is None else min(idle_us, self._longest_sleep_us)
+                    self._wakes_us += sleep_us
+                if sleep_us:
+                    self._executor.mail_arrived.wait(sleep_us / 1e6)
         except Exception:
             log.exception("the device thread failed")
             self._on_death()

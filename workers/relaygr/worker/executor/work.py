@@ -71,7 +71,7 @@ class HeldMemory:
     def post(self, work: JobWork | RankingWork, rows: int = 0) -> bool:
         """Counts the work's message, and the rows of its candidates. False, without counting, if there is no room."""
         size_bytes = 2 * len(work.received.value or b"") + WORK_BYTES + BYTES_PER_TOKEN * rows
-        outstanding_bytes = self.prefix_bytes + self._posted_bytes - self._ended_bytes
+        outstanding_bytes = self.outstanding_bytes
         if outstanding_bytes > 0 and outstanding_bytes + size_bytes > self.max_bytes:
             return False
         work.held_bytes = size_bytes
@@ -88,7 +88,7 @@ class HeldMemory:
         if prefix is None:
             return True
         if prefix.holders == 0:
-            outstanding_bytes = self.prefix_bytes + self._posted_bytes - self._ended_bytes
+            outstanding_bytes = self.outstanding_bytes
             if outstanding_bytes + prefix.held_bytes > self.max_bytes and outstanding_bytes > work.held_bytes:
                 return False
             prefix.held_in = self
@@ -104,24 +104,25 @@ class HeldMemory:
         work.held_bytes = 0
 
 
-class RecentIds(OrderedDict[tuple[str, str], None]):
-    """The last `capacity` requests that were added, each by its user and its id.
+class RecentIds(OrderedDict[tuple[str, str], int]):
+    """The requests of the last `kept_us`, at most `capacity`, each by its user and its id, with the time of `add`.
 
     It is an ordered dict, so that `in` costs no call in Python. A plain dict would search past the places of all
     deleted entries to find its oldest one.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, kept_us: int) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         super().__init__()
         self._capacity = capacity
+        self._kept_us = kept_us
 
-    def add(self, identity: tuple[str, str]) -> None:
-        """Adds the id as the newest, and drops the oldest beyond the capacity."""
-        self[identity] = None
+    def add(self, identity: tuple[str, str], now_us: int) -> None:
+        """Adds the id as the newest, and drops those that are too old or beyond the capacity."""
+        self[identity] = now_us
         self.move_to_end(identity)
-        if len(self) > self._capacity:
+        while len(self) > self._capacity or self[next(iter(self))] < now_us - self._kept_us:
             self.popitem(last=False)
 
 
@@ -186,9 +187,9 @@ class RankingWork:
     predicted_us: float = 0.0
     """Device time of the ranking pass."""
     remaining_us: float = 0.0
-    """`predicted_us` without the fixed part that a batch shares, and the worker's own time."""
+    """`predicted_us` plus the worker's own time, less the fixed part that a batch shares."""
     latest_start_us: int = 0
-    """`answer_by_us` less `predicted_us`."""
+    """`answer_by_us` less `predicted_us` and the worker's own time."""
     prefix: ResolvedPrefix | None = None
     ranked_prefix_tokens: int = 0
     """Tokens of the prefix that are in `pages` when it is ranked; the rest of the prefix is then a part of `suffix`.
@@ -208,7 +209,8 @@ class RankingWork:
     reload_us: int = 0
     rank_us: int = 0
     backlog_us: int | None = None
-    """Predicted time of the other admitted work when it was answered, and its own if it was refused; None: no time."""
+    """When it was answered: the predicted time of the other admitted work. When it was refused: its own time, too.
+    None: no time."""
     answered_us: int = 0
     """When its result was handed over; 0 before, and for a failed request."""
     lookups: int = 0
@@ -221,10 +223,9 @@ class RankingWork:
 class PrefixWork:
     """The computation of one prefix, or of the tail that a cached part lacks, in chunks.
 
-    A warm-up serves nobody until a job or a request joins it. It then counts as their work.
-
     It serves pre-infer jobs, ranking requests that wait for it, or both. It counts as ranking work as soon as one
-    request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages.
+    request waits. `fill` is None while no pages are reserved, and for a computation on the scratch pages. A warm-up
+    (`is_warm_up`) serves nobody until a job or a request joins the computation, which then counts as their work.
     """
 
     prefix: ResolvedPrefix

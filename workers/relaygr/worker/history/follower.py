@@ -14,6 +14,9 @@ The follower has a thread and a consumer of its own (`assign`, no group). Contra
 * If the broker is unreachable, reading continues when it is back.
 * The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block. It calls
   `on_deleting` before the commit: if the process dies between the two, its successor reads the tombstone again.
+* `forget` deletes the histories of partitions that another worker owns for good.
+* Half of `erase_within_s` after a deletion the follower begins to compact the store, a slice each turn. The follower of
+  a standby does not: it was never told to follow.
 * `on_missed` gets partitions whose deletions the follower may not have seen: they are read from the beginning, or
   another process has moved their stored offsets meanwhile.
 """
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import lmdb
 import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -42,6 +46,7 @@ from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.fields import FieldError, Text
 from relaygr.schemas.messages import History
@@ -59,7 +64,8 @@ from relaygr.worker.history.store import (
 log = structlog.get_logger()
 
 POLL_S: Final = 0.1
-# Poll interval while no partition is followed: a new worker must notice its first partitions quickly.
+# Poll interval while no partition is followed, since a new worker must notice its first partitions quickly, and between
+# the slices of a compaction.
 IDLE_POLL_S: Final = 0.01
 RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 512
@@ -71,6 +77,7 @@ CURRENT_INTERVAL_US: Final = 300 * 1_000_000
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
 METADATA_S: Final = 2.0
+ERASE_RETRY_US: Final = 30_000_000
 
 _CONSUMER_OPTIONS: Final = {
     # Offsets alone do not show the end of a compacted log.
@@ -108,6 +115,13 @@ _PARTITIONS = Gauge("relaygr_history_partitions", "Followed history partitions b
 _USERS = Gauge("relaygr_history_users", "Users in the history store")
 _BYTES = Gauge("relaygr_history_bytes", "Bytes in use in the history store")
 _CAPACITY_BYTES = Gauge("relaygr_history_capacity_bytes", "Size limit of the history store")
+_UNERASED_SECONDS = Gauge(
+    "relaygr_history_unerased_seconds",
+    "Time since the first deletion of a user whose bytes may still be in the files of the history store",
+)
+_COMPACTIONS = Counter(
+    "relaygr_history_compactions_total", "Compactions of the history store: done or failed", ["outcome"]
+)
 _UNDELIVERED = Gauge(
     "relaygr_history_undelivered_dead_letters", "Dead letters of the history topic that wait for their delivery report"
 )
@@ -200,6 +214,7 @@ class HistoryFollower:
         clock: Clock | None = None,
         on_deleting: Callable[[str], object] = lambda _: None,
         on_missed: Callable[[frozenset[int]], object] = lambda _: None,
+        erase_within_s: float = 900.0,
     ) -> None:
         self._kafka = kafka
         self._store = store
@@ -209,6 +224,7 @@ class HistoryFollower:
         self._on_deleted = on_deleted
         self._on_deleting = on_deleting
         self._on_missed = on_missed
+        self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
         self._topic = kafka.topic(Topic.HISTORY)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
@@ -216,6 +232,8 @@ class HistoryFollower:
         # Both sets are replaced as a whole, so readers need no lock.
         self._wanted: frozenset[int] = frozenset()
         self._caught_up: frozenset[int] = frozenset()
+        self._is_standby = True
+        self._to_forget: deque[frozenset[int]] = deque()
         # Only the thread uses the attributes below.
         self._followed: dict[int, _Followed] = {}
         self._reports: deque[tuple[_DeadRecord, bool]] = deque()
@@ -229,6 +247,7 @@ class HistoryFollower:
         self._gauges_at_us = 0
         self._refused = 0
         self._refused_at_us = 0
+        self._erase_at_us = 0
 
     def start(self) -> None:
         """Starts the thread, which waits for the broker."""
@@ -244,6 +263,11 @@ class HistoryFollower:
     def follow(self, partitions: frozenset[int]) -> None:
         """Replaces the set of followed partitions. Reading continues for partitions in both sets."""
         self._wanted = frozenset(partitions)
+        self._is_standby = False
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """Deletes the stored histories of these partitions, unless they are followed again."""
+        self._to_forget.append(partitions)
 
     def caught_up(self, partition: int) -> bool:
         """Whether the partition is followed and the follower has reached an end of its log."""
@@ -286,12 +310,15 @@ class HistoryFollower:
         self._collect_reports()
         self._retry_dead_letters()
         if self._undelivered < MAX_UNDELIVERED:
-            for message in _drain(consumer, POLL_S if self._followed else IDLE_POLL_S):
+            may_wait = self._followed and not self._store.is_compacting
+            for message in _drain(consumer, POLL_S if may_wait else IDLE_POLL_S):
                 self._receive(consumer, message)
         else:
             self._stopping.wait(POLL_S)
         self._flush()
         self._do_periodic_work(consumer)
+        self._forget_moved()
+        self._erase_deleted()
 
     def _origin(self) -> StoreOrigin:
         found = identify_topics(self._kafka, [self._topic], f"{self._client_id}-origin", METADATA_S)
@@ -455,6 +482,9 @@ class HistoryFollower:
             _USERS.set(self._store.user_count)
             _BYTES.set(self._store.bytes_used)
             _CAPACITY_BYTES.set(self._store.max_bytes)
+            removed_at_ms = self._store.removed_at_ms
+            unerased_ms = 0 if removed_at_ms is None else self._clock.wall_us() // 1000 - removed_at_ms
+            _UNERASED_SECONDS.set(max(0, unerased_ms) / 1000)
             _UNDELIVERED.set(self._undelivered)
         if self._refused and now_us - self._refused_at_us >= REFUSED_INTERVAL_US:
             log.error(
@@ -466,6 +496,42 @@ class HistoryFollower:
         if now_us - self._current_at_us >= CURRENT_INTERVAL_US:
             self._current_at_us = now_us
             self._mark_current(consumer)
+
+    def _forget_moved(self) -> None:
+        while self._to_forget:
+            partitions = self._to_forget[0] - self._wanted
+            if partitions & self._followed.keys():
+                return  # The next turn ends their reading first.
+            self._to_forget.popleft()
+            known = [partition for partition in sorted(partitions) if self._store.state(partition) is not None]
+            if known:
+                for partition in known:
+                    self._left_at.pop(partition, None)
+                users = self._store.forget(*known)
+                log.info("histories of moved partitions deleted", partitions=known, users=users)
+
+    def _erase_deleted(self) -> None:
+        """Compacts the store a slice at a time, so that requests and new histories need not wait."""
+        now_us = self._clock.monotonic_us()
+        if self._is_standby or now_us < self._erase_at_us:
+            return
+        if not self._store.is_compacting:
+            removed_at_ms = self._store.removed_at_ms
+            # A time in the future means that the clock was set back.
+            if removed_at_ms is None or 0 <= self._clock.wall_us() // 1000 - removed_at_ms < self._erase_after_ms:
+                return
+        try:
+            if self._store.compact():
+                _COMPACTIONS.labels("done").inc()
+                log.info("history store compacted: no byte of deleted users is left in it", path=str(self._store.path))
+        except (OSError, RelayError, lmdb.Error) as error:
+            self._erase_at_us = now_us + ERASE_RETRY_US
+            _COMPACTIONS.labels("failed").inc()
+            log.warning(
+                "bytes of deleted users are still in the history store: it needs free disk space for its live records",
+                path=str(self._store.path),
+                cause=str(error),
+            )
 
     def _mark_current(self, consumer: Consumer) -> None:
         """Asks the broker for the ends of the logs, and marks the partitions that are stored up to their end."""

@@ -12,7 +12,9 @@ Contract:
   So a wrong number, however large, blocks no later snapshot. A tombstone deletes.
 * `get` copies a record out of the map once and returns views of that copy. A lease may keep a history for seconds, and
   a read transaction of that length would prevent LMDB from reusing freed pages.
-* The file never grows past `max_bytes`, and nothing is evicted. A record for which there is no space is refused: the
+* A compaction erases the bytes of deleted users from the files (`relaygr.worker.history.files`). `removed_at_ms` is the
+  time of the oldest deletion whose bytes may still be there.
+* No file grows past `max_bytes`, and nothing is evicted. A record for which there is no space is refused: the
   refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. A partition
   with refused records can be read again from the beginning when there is free space.
 
@@ -31,8 +33,10 @@ from __future__ import annotations
 
 import heapq
 import struct
+import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -41,11 +45,13 @@ import lmdb
 import numpy as np
 import structlog
 
+from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import check_room, make_private, private_folder
+from relaygr.runtime.private_files import check_room, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
+from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, records_after
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
@@ -54,8 +60,6 @@ LAYOUT: Final = b"relaygr.history-store.2"
 LEAST_BYTES: Final = 1024 * 1024
 # The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
-_MAX_READERS: Final = 512
-_FILES: Final = ("data.mdb", "lock.mdb")
 _STATE = struct.Struct("<QQQ")
 _PARTITION_KEY = struct.Struct(">I")
 _TIME = struct.Struct("<q")
@@ -132,25 +136,21 @@ class StoreFullError(Exception):
 class HistoryStore:
     """Implements the module's contract."""
 
-    def __init__(self, env: Any, path: Path, max_bytes: int) -> None:
-        self.path = path
-        self.max_bytes = max_bytes
-        self._env = env
-        self._meta = env.open_db(
-            b"meta",
-        )
-        self._partitions = env.open_db(
-            b"partitions",
-        )
-        self._users = env.open_db(
-            b"users",
-        )
-        self._page_bytes = int(env.stat()["psize"])
-        self._value_bytes = max_bytes - max_bytes // _RESERVE_FRACTION
+    def __init__(self, files: Files, clock: Clock) -> None:
+        self.path = files.folder
+        self.max_bytes = files.max_bytes
+        self._clock = clock
+        self._page_bytes = int(files.env.stat()["psize"])
+        self._value_bytes = files.max_bytes - files.max_bytes // _RESERVE_FRACTION
         self._trusted = False
+        self._compaction: Compaction | None = None
+        # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
+        # transaction has ended and nothing refers to them.
+        self._writing = threading.RLock()
+        self._files = files
 
     @classmethod
-    def open(cls, path: Path | str, max_bytes: int) -> HistoryStore:
+    def open(cls, path: Path | str, max_bytes: int, clock: Clock | None = None) -> HistoryStore:
         """Opens or creates the store in folder `path`.
 
         Only this user can read the files. Raises RelayError if the folder cannot be written or belongs to another user,
@@ -167,54 +167,35 @@ class HistoryStore:
                 f"The history store in {folder} cannot be written ({error.strerror}): free space on its file system, "
                 "or set `worker.history_path` to a folder that this user may write."
             ) from error
-        try:
-            for name in _FILES:
-                make_private(folder / name)
-            env = lmdb.open(
-                str(folder),
-                map_size=max_bytes - max_bytes % 65536,
-                mode=0o600,
-                max_dbs=4,
-                max_readers=_MAX_READERS,
-                # A commit survives a crash of the process at once, a crash of the machine soon after; never in part.
-                metasync=False,
-            )
-        except (lmdb.Error, OSError) as error:
-            raise RelayError(f"the history store in {folder} cannot be opened: {error}. {_REMEDY}") from error
-        try:
-            _check_size(env, folder, max_bytes)
-            # Frees the pages of readers that were killed.
-            env.reader_check()
-            return cls(env, folder, max_bytes)
-        except lmdb.Error as error:
-            env.close()
-            raise RelayError(f"the history store in {folder} cannot be opened: {error}. {_REMEDY}") from error
-        except RelayError:
-            env.close()
-            raise
+        return cls(Files.open_newest(folder, max_bytes), clock or SystemClock())
 
     def close(self) -> None:
-        """Unmaps the file. No other call may be running."""
-        self._env.close()
+        """Unmaps the files. No other call may be running."""
+        self._abandon_compaction()
+        self._files.close()
 
     def trust(self, origin: StoreOrigin) -> bool:
         """Enables `get`. Empties the store first if it is a copy of another topic.
 
         Returns whether the content was kept.
         """
-        with self._env.begin() as txn:
-            layout = txn.get(b"layout", db=self._meta)
-            stored = txn.get(b"origin", db=self._meta)
+        with self._read() as (files, txn):
+            layout, stored = (
+                None if (found := txn.get(key, db=files.meta)) is None else bytes(found) for key in (LAYOUT_KEY, ORIGIN)
+            )
         if layout == LAYOUT and stored == origin.encode():
             self._trusted = True
             return True
         if stored is not None:
             log.warning("history store is emptied and read again", path=str(self.path), **_origins(stored, origin))
-        with self._env.begin(write=True) as txn:
-            for db in (self._users, self._partitions):
+        self._abandon_compaction()
+        with self._write() as txn:
+            if stored is not None:
+                self._note_removal(txn)
+            for db in (self._files.users, self._files.partitions):
                 txn.drop(db, delete=False)
-            txn.put(b"layout", LAYOUT, db=self._meta)
-            txn.put(b"origin", origin.encode(), db=self._meta)
+            txn.put(LAYOUT_KEY, LAYOUT, db=self._files.meta)
+            txn.put(ORIGIN, origin.encode(), db=self._files.meta)
         self._trusted = True
         return False
 
@@ -222,8 +203,8 @@ class HistoryStore:
         """The newest stored history of a user."""
         if not self._trusted:
             return None
-        with self._env.begin(buffers=True) as txn:
-            found = txn.get(_user_key(user_id), db=self._users)
+        with self._read() as (files, txn):
+            found = txn.get(_user_key(user_id), db=files.users)
             data = None if found is None else bytes(found)
         return None if data is None else unpack(user_id, data)
 
@@ -244,22 +225,17 @@ class HistoryStore:
         self, after: bytes, partitions: Container[int], count: int, newest: list[tuple[int, str]]
     ) -> bytes | None:
         """Adds the next users to the heap `newest`. Returns the key to continue after; None at the end."""
-        with self._env.begin(buffers=True) as txn:
-            cursor = txn.cursor(db=self._users)
-            found = cursor.set_range(after) if after else cursor.first()
-            if found and bytes(cursor.key()) == after:
-                found = cursor.next()
-            for _ in range(_SCAN_RECORDS):
-                if not found:
-                    return None
-                key, value = cursor.item()
+        with self._read() as (files, txn):
+            records = records_after(txn.cursor(db=files.users), after)
+            for scanned, (key, value) in enumerate(records):
+                if scanned == _SCAN_RECORDS:
+                    return after
                 after = bytes(key)
                 head = read_head(value)
                 if head.length and head.partition in partitions:
                     entry = (_newest_ms(value, head), after.decode())
                     (heapq.heappush if len(newest) < count else heapq.heappushpop)(newest, entry)
-                found = cursor.next()
-        return after
+        return None
 
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
@@ -271,7 +247,7 @@ class HistoryStore:
         try:
             return self._apply(batches)
         except lmdb.MapFullError:
-            self._env.reader_check()
+            self._files.env.reader_check()
         outcomes: list[ApplyOutcome] = []
         try:
             for batch in batches:
@@ -284,27 +260,34 @@ class HistoryStore:
             raise StoreFullError(text, _joined(outcomes)) from error
         return _joined(outcomes)
 
-    def forget(self, partition: int) -> int:
-        """Deletes a partition's users and its offset. Returns the number of users."""
-        with self._env.begin(write=True, buffers=True) as txn:
-            keys = [bytes(key) for key, value in txn.cursor(db=self._users) if read_head(value).partition == partition]
+    def forget(self, *partitions: int) -> int:
+        """Deletes the users of these partitions and their offsets. Returns the number of users."""
+        with self._write() as txn:
+            keys = [
+                bytes(key)
+                for key, value in txn.cursor(db=self._files.users)
+                if read_head(value).partition in partitions
+            ]
             for key in keys:
-                txn.delete(key, db=self._users)
-            txn.delete(_PARTITION_KEY.pack(partition), db=self._partitions)
+                self._delete(txn, key)
+            for partition in partitions:
+                txn.delete(_PARTITION_KEY.pack(partition), db=self._files.partitions)
+            if keys:
+                self._note_removal(txn)
         return len(keys)
 
     def rewind(self, partition: int) -> None:
         """Resets a partition's offset to the beginning and keeps its users."""
-        with self._env.begin(write=True) as txn:
-            state = self._state(txn, partition)
+        with self._write() as txn:
+            state = _state(self._files, txn, partition)
             if state is not None:
                 self._put_state(txn, partition, replace(state, next_offset=0, refused=0))
 
     def mark_current(self, partitions: Iterable[int], now_ms: int) -> None:
         """Records that these partitions are complete now, or are read without a gap from now on."""
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             for partition in partitions:
-                state = self._state(txn, partition) or PartitionState(0, 0, 0)
+                state = _state(self._files, txn, partition) or PartitionState(0, 0, 0)
                 self._put_state(txn, partition, replace(state, current_at_ms=now_ms))
 
     def next_offset(self, partition: int) -> int | None:
@@ -314,14 +297,53 @@ class HistoryStore:
 
     def state(self, partition: int) -> PartitionState | None:
         """How far a partition has been read; None if it was never read."""
-        with self._env.begin() as txn:
-            return self._state(txn, partition)
+        with self._read() as (files, txn):
+            return _state(files, txn, partition)
+
+    @property
+    def removed_at_ms(self) -> int | None:
+        """When the first user was deleted whose bytes may still be in the files; ms since the epoch. None: none was."""
+        with self._read() as (files, txn):
+            found = txn.get(REMOVED_AT, db=files.meta)
+            return None if found is None else int(bytes(found))
+
+    @property
+    def is_compacting(self) -> bool:
+        """Whether a compaction has begun and not ended."""
+        return self._compaction is not None
+
+    def compact(self) -> bool:
+        """Begins a compaction, or does its next slice of a few milliseconds. Returns whether it has ended.
+
+        After its end no deleted byte is in the files, but for those of users that were deleted since it began. Needs as
+        much disk space as the live records take. Raises OSError, RelayError or lmdb.Error if the compaction failed or
+        another process compacts; then the next call begins again.
+        """
+        with self._writing:
+            if self._compaction is None:
+                self.refresh()
+                self._compaction = Compaction(self._files)
+            try:
+                if not self._compaction.advance():
+                    return False
+            except BaseException:
+                self._abandon_compaction()
+                raise
+            self._compaction.release()
+            self._compaction = None
+            self.refresh()
+        return True
+
+    def refresh(self) -> None:
+        """Moves on to newer files of another process, so that the old ones are freed."""
+        with self._read():
+            pass
 
     @property
     def bytes_used(self) -> int:
         """Bytes of the pages that hold records, without free pages."""
-        with self._env.begin() as txn:
-            return self._pages(txn) * self._page_bytes
+        with self._read() as (files, txn):
+            return _pages(files, txn) * self._page_bytes
 
     @property
     def has_room(self) -> bool:
@@ -330,11 +352,69 @@ class HistoryStore:
 
     @property
     def user_count(self) -> int:
-        with self._env.begin() as txn:
-            return int(txn.stat(self._users)["entries"])
+        with self._read() as (files, txn):
+            return int(txn.stat(files.users)["entries"])
+
+    @contextmanager
+    def _read(self) -> Iterator[tuple[Files, Any]]:
+        """The newest files, and a read transaction on them."""
+        while True:
+            files = self._files
+            with files.env.begin(buffers=True) as txn:
+                if files.newer(txn) is None:
+                    yield files, txn
+                    return
+            self._move_on(files)
+
+    @contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction on the newest files, which are `_files` until it ends."""
+        with self._writing:
+            while True:
+                files = self._files
+                with files.env.begin(write=True, buffers=True) as txn:
+                    is_newest = files.newer(txn) is None
+                    if is_newest:
+                        yield txn
+                        txn_id = txn.id()
+                if is_newest:
+                    break
+                self._move_on(files)
+            if self._compaction is not None:
+                self._compaction.committed(txn_id)
+
+    def _move_on(self, old: Files) -> None:
+        with self._writing:
+            if self._files is not old:
+                return  # Another thread did it.
+            self._abandon_compaction()
+            self._files = old.open_newer()
+
+    def _abandon_compaction(self) -> None:
+        if self._compaction is not None:
+            self._compaction.abandon()
+            self._compaction = None
+
+    def _note_removal(self, txn: Any) -> None:
+        """In the transaction of a deletion: its bytes are in the files from now on."""
+        now_ms = self._clock.wall_us() // 1000
+        if txn.get(REMOVED_AT, db=self._files.meta) is None:
+            txn.put(REMOVED_AT, b"%d" % now_ms, db=self._files.meta)
+        if self._compaction is not None:
+            self._compaction.removed(now_ms)
+
+    def _put(self, txn: Any, key: bytes, value: bytes) -> None:
+        txn.put(key, value, db=self._files.users)
+        if self._compaction is not None:
+            self._compaction.changed(key)
+
+    def _delete(self, txn: Any, key: bytes) -> None:
+        txn.delete(key, db=self._files.users)
+        if self._compaction is not None:
+            self._compaction.changed(key)
 
     def _apply(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
-        with self._env.begin(write=True, buffers=True) as txn:
+        with self._write() as txn:
             return _joined([self._apply_batch(txn, batch) for batch in batches])
 
     def _apply_batch(self, txn: Any, batch: HistoryBatch) -> ApplyOutcome:
@@ -342,28 +422,31 @@ class HistoryStore:
         deleted: list[str] = []
         refused: list[str] = []
         older = repeated = 0
-        state = self._state(txn, batch.partition) or PartitionState(0, 0, 0)
+        state = _state(self._files, txn, batch.partition) or PartitionState(0, 0, 0)
         for entry in batch.records:
             key = _user_key(entry.user_id)
             if entry.offset < state.next_offset:
                 repeated += 1
                 continue
             if entry.history is None:
-                txn.delete(key, db=self._users)
+                self._delete(txn, key)
                 deleted.append(entry.user_id)
                 continue
-            found = txn.get(key, db=self._users)
+            found = txn.get(key, db=self._files.users)
             if found is not None and _is_older(entry.history.number, entry.written_at_ms, read_head(found)):
                 older += 1
                 continue
             value = pack(entry.history, batch.partition, entry.written_at_ms)
             freed_bytes = 0 if found is None else len(found)
-            if self._pages(txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
-                txn.delete(key, db=self._users)
+            if _pages(self._files, txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
+                self._delete(txn, key)
                 refused.append(entry.user_id)
                 continue
-            txn.put(key, value, db=self._users)
+            self._put(txn, key, value)
             changed.append(entry.user_id)
+        if deleted:
+            # An earlier version may be in a free page even if the store has no record of the user.
+            self._note_removal(txn)
         self._advance(txn, batch.partition, state, batch.next_offset, len(refused))
         return ApplyOutcome(tuple(changed), tuple(deleted), tuple(refused), older, repeated)
 
@@ -372,45 +455,33 @@ class HistoryStore:
         try:
             return self._apply((HistoryBatch(partition, (entry,), entry.offset + 1),))
         except lmdb.MapFullError:
-            pass
-        with self._env.begin(write=True) as txn:
-            state = self._state(txn, partition) or PartitionState(0, 0, 0)
-            txn.delete(_user_key(entry.user_id), db=self._users)
+            if entry.history is None:
+                raise
+        with self._write() as txn:
+            state = _state(self._files, txn, partition) or PartitionState(0, 0, 0)
+            self._delete(txn, _user_key(entry.user_id))
             self._advance(txn, partition, state, entry.offset + 1, 1)
         return ApplyOutcome(refused=(entry.user_id,))
 
     def _advance(self, txn: Any, partition: int, state: PartitionState, next_offset: int, refused: int) -> None:
         offset = max(next_offset, state.next_offset)
         if (offset, refused) != (state.next_offset, 0):
-            self._put_state(txn, partition, replace(state, next_offset=offset, refused=state.refused + refused))
-
-    def _state(self, txn: Any, partition: int) -> PartitionState | None:
-        found = txn.get(_PARTITION_KEY.pack(partition), db=self._partitions)
-        return None if found is None else PartitionState(*_STATE.unpack(found))
+            refused += state.refused
+            self._put_state(txn, partition, replace(state, next_offset=offset, refused=refused))
 
     def _put_state(self, txn: Any, partition: int, state: PartitionState) -> None:
         value = _STATE.pack(state.next_offset, state.current_at_ms, state.refused)
-        txn.put(_PARTITION_KEY.pack(partition), value, db=self._partitions)
-
-    def _pages(self, txn: Any) -> int:
-        stat = txn.stat(self._users)
-        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+        txn.put(_PARTITION_KEY.pack(partition), value, db=self._files.partitions)
 
 
-_REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
+def _state(files: Files, txn: Any, partition: int) -> PartitionState | None:
+    found = txn.get(_PARTITION_KEY.pack(partition), db=files.partitions)
+    return None if found is None else PartitionState(*_STATE.unpack(found))
 
 
-def _check_size(env: Any, folder: Path, max_bytes: int) -> None:
-    info = env.info()
-    if info["map_size"] > max_bytes:
-        raise RelayError(
-            f"the history store in {folder} holds {info['map_size']} bytes, but worker.history_max_bytes is "
-            f"{max_bytes}: raise it. Or {_REMEDY[0].lower()}{_REMEDY[1:]}"
-        )
-    needed_bytes = (info["last_pgno"] + 1) * env.stat()["psize"]
-    if (folder / "data.mdb").stat().st_size < needed_bytes:
-        # A read past the end of a truncated file would kill the process.
-        raise RelayError(f"the history store in {folder} is truncated. {_REMEDY}")
+def _pages(files: Files, txn: Any) -> int:
+    stat = txn.stat(files.users)
+    return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
 
 def _user_key(user_id: str) -> bytes:

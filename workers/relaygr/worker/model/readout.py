@@ -135,16 +135,16 @@ class Readout:
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         self._read = build_row_reader(config, tensors)
         self._head = TaskHead(config, tensors)
-        self._score = self._of_rows
+        # No bound method is kept: the cycle would keep the weights of a replaced model until a full garbage collection.
+        self._is_product = config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None
         if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
             self._items = ItemEmbeddings(len(config.dlrm_inputs.item_features), tensors)
             eps = config.readout_mlp_eps
             self._item_mlp = swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
-            self._score = self._of_products
 
     def __call__(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """rows [candidates, D], their tokens int64 [candidates, 5] -> scores float32 [candidates, tasks]."""
-        return self._score(rows, tokens)
+        return self._of_products(rows, tokens) if self._is_product else self._of_rows(rows, tokens)
 
     def user_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[candidates, D]: the normalised rows, the input of the task MLP or of the product."""

@@ -1,7 +1,7 @@
 """The worker process: builds its parts, publishes its status, serves, and stops its threads in order.
 
-Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's copy threads, and the
-probe server's thread. The main thread waits for a signal or for the end of another thread.
+Threads: the poll thread (Kafka), the device thread (compute), the history follower, the cache's copy threads, and those
+of the probe server and of the admin socket. The main thread waits for a signal or for the end of another thread.
 
 The process ends
 
@@ -27,13 +27,12 @@ when the active worker is dead.
 from __future__ import annotations
 
 from relaygr.kafka.admin import require_topics
-from relaygr.kafka.clients import require_broker
 from relaygr.kafka.rights import Role
 from relaygr.worker.exits import Exit
 from relaygr.worker.process.life import WorkerProcess
 from relaygr.worker.process.memory import queues_bytes
 from relaygr.worker.settings import WorkerConfig
-from relaygr.worker.supervisor.heartbeat import SupervisorLink
+from relaygr.worker.supervisor.link import SupervisorLink
 
 __all__ = ["WorkerProcess", "queues_bytes", "run_worker"]
 
@@ -43,6 +42,5 @@ def run_worker(config: WorkerConfig, *, is_standby: bool = False, link: Supervis
 
     Raises RelayError for a mistake that the user can correct.
     """
-    require_broker(config.kafka)
     require_topics(config.kafka, Role.WORKER)
     return WorkerProcess(config, is_standby=is_standby, link=link).run()

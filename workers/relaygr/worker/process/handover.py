@@ -12,8 +12,6 @@ runs a standby; otherwise the DRAM tier is private memory.
 
 from __future__ import annotations
 
-import getpass
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,6 @@ from confluent_kafka import KafkaException
 from relaygr.consumer import FinishedOffsets
 from relaygr.kafka.topic_identity import identify_topics
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import private_folders
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.build import DramMemory
@@ -33,7 +30,6 @@ from relaygr.worker.process.memory import arena_shape
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.arena import SharedArena
 from relaygr.worker.shared.lock import ArenaLock
-from relaygr.worker.shared.mapped_file import memory_folder
 
 log = structlog.get_logger()
 
@@ -88,17 +84,6 @@ def attach(config: WorkerConfig, engine: Engine, folder: Path, lock: ArenaLock, 
     return Handover(finished, arena)
 
 
-def shared_folder(config: WorkerConfig) -> Path:
-    """The shared folder of this worker id, which is created if needed.
-
-    Raises RelayError if it cannot be created, or if another user could control a part of its path.
-    """
-    base, own = config.worker.shared_path, [config.kafka.workers_group, config.worker.worker_id]
-    if base is None:
-        base, own = memory_folder(), [f"relaygr-{_user()}", *own]
-    return private_folders(base, *own, setting="worker.shared_path")
-
-
 def claim(lock: ArenaLock, config: WorkerConfig) -> None:
     """Acquires the lock; waits for a predecessor that is stopping. Raises RelayError if the predecessor stays."""
     if lock.try_acquire() is not None:
@@ -110,11 +95,3 @@ def claim(lock: ArenaLock, config: WorkerConfig) -> None:
             "that process, or set another `worker.worker_id`. Workers of two clusters need different values of "
             "`worker.shared_path`."
         )
-
-
-def _user() -> str:
-    """The user's name, or its number: the user of a container may have no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

@@ -15,9 +15,10 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import WORKERS_GROUP, Headers
 from relaygr.schemas.messages import WorkerState, WorkerStatus
-from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.partitioner import users_in
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.cache import PrefixCache
+from relaygr.worker.cache.stats import TierStats
 from relaygr.worker.executor.executor import Executor
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.store import HistoryStore
@@ -82,9 +83,9 @@ class StatusReport:
             contextual_tokens=engine.layout.contextual_tokens,
             tokens_per_behaviour=engine.layout.tokens_per_behaviour,
             max_prefix_behaviours=engine.limits.max_prefix_behaviours,
-            hbm_capacity_bytes=int(self._settings.hbm_bytes),
+            hbm_capacity_bytes=_usable_bytes(int(self._settings.hbm_bytes), stats.hbm, stats.hbm_page_bytes),
             hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
-            dram_capacity_bytes=int(self._settings.dram_bytes),
+            dram_capacity_bytes=_usable_bytes(int(self._settings.dram_bytes), stats.dram, stats.dram_page_bytes),
             dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
             ranking_queue_p99_us=self._sources.waits.p99_us(),
             preinfer_queue_us=executor.preinfer_backlog_us,
@@ -92,6 +93,11 @@ class StatusReport:
             latency=latency.coefficients,
             full_path=executor.full_path_report(latency),
         )
+
+
+def _usable_bytes(taken_bytes: int, tier: TierStats, page_bytes: int) -> int:
+    """The size of a tier, or its limit."""
+    return taken_bytes if tier.limit == tier.capacity else tier.limit * page_bytes
 
 
 class WarmUpOffers:
@@ -205,21 +211,21 @@ class Housekeeping:
 
     def _demote_others(self, partitions: frozenset[int]) -> None:
         """Runs on a thread of its own, since it visits every user in the cache."""
-        self._cache.demote(lambda user_id: partition_for(user_id.encode(), self._partitions) not in partitions)
+        mine = users_in(partitions, self._partitions)
+        self._cache.demote(lambda user_id: not mine(user_id))
 
     def _drop_moved(self, now_us: int) -> None:
-        """Removes the prefixes of partitions that have been another worker's for long: only that worker hears when one
-        of their users is deleted.
+        """Removes prefixes and histories of partitions that have been another worker's for long: only that worker hears
+        when one of their users is deleted.
         """
         moved = {part for part, left_us in self._left_us.items() if now_us - left_us >= self._moved_prefix_us}
         if moved:
             self._left_us = {part: left_us for part, left_us in self._left_us.items() if part not in moved}
+            self._follower.forget(frozenset(moved))
             threading.Thread(target=self._drop, args=(moved,), name="drop-moved", daemon=True).start()
 
     def _drop(self, partitions: set[int]) -> None:
-        dropped = self._cache.invalidate_users(
-            lambda user: partition_for(user.encode(), self._partitions) in partitions
-        )
+        dropped = self._cache.invalidate_users(users_in(partitions, self._partitions))
         if dropped:
             log.info("prefixes of moved partitions dropped", prefixes=dropped)
 

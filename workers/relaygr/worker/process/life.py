@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from typing import NoReturn
 
 import structlog
 
@@ -20,19 +21,21 @@ from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.worker.exits import Exit
-from relaygr.worker.process.handover import claim, shared_folder
+from relaygr.worker.process.handover import claim
 from relaygr.worker.process.memory import allocate_memory
 from relaygr.worker.process.parts import OnEnd, Parts
 from relaygr.worker.process.prepare import prepare
 from relaygr.worker.process.reloading import ModelReloading
 from relaygr.worker.settings import WorkerConfig
-from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced
-from relaygr.worker.supervisor.heartbeat import INTERVAL_S, ChildPhase, Heartbeat, SupervisorLink
+from relaygr.worker.shared.lock import ArenaLock, note_fenced, predecessor_was_fenced, shared_folder
+from relaygr.worker.supervisor.heartbeat import INTERVAL_S, ChildPhase, Heartbeat
+from relaygr.worker.supervisor.link import SupervisorLink
 
 log = structlog.get_logger()
 
 WARM_INTERVAL_S = 30.0
-WARM_TIMEOUT_S = 0.3
+WARM_TIMEOUT_S = 0.2
+"""For each of three requests: together less than the time after which a supervisor kills a silent standby."""
 RESTORE_PATIENCE_S = 0.1
 READ_AHEAD_INTERVAL_S = 5.0
 
@@ -85,6 +88,8 @@ class WorkerProcess:
             self._serve(parts)
             self._leave_if_fenced()
             self._stop(parts)
+        if self._link is not None:
+            self._link.note_exit(self._exit)
         self._close()
         return self._exit
 
@@ -100,6 +105,7 @@ class WorkerProcess:
             self._send_heartbeat(ChildPhase.STANDBY, WAITING)
             if time.monotonic() >= warm_at_s:
                 self._keep_warm()
+                self._send_heartbeat(ChildPhase.STANDBY, WAITING)
                 warm_at_s = time.monotonic() + WARM_INTERVAL_S
             if time.monotonic() >= read_at_s:
                 self._prepared.handover.read_ahead()
@@ -120,7 +126,11 @@ class WorkerProcess:
         return False
 
     def _keep_warm(self) -> None:
-        """Polls and reconnects the idle clients: brokers close idle connections, and unpolled events accumulate."""
+        """Polls and reconnects the idle clients: brokers close idle connections, and unpolled events accumulate.
+
+        Frees the files of the history store that the active worker has replaced.
+        """
+        self._prepared.store.refresh()
         self._prepared.producer.poll(0)
         if self._parts is not None:
             self._parts.loop.connect(WARM_TIMEOUT_S)
@@ -140,6 +150,7 @@ class WorkerProcess:
         with without_collection():
             self._prepared.handover.restore(parts.cache, self._prepared.engine.namespace, self._clock.monotonic_us())
         restored.set()
+        parts.open_admin_socket(self._folder)
         parts.status.state = WorkerState.READY
         log.info("activated", took_ms=round((time.monotonic() - started_s) * 1e3, 1))
         return parts
@@ -154,14 +165,15 @@ class WorkerProcess:
         return parts
 
     def _serve(self, parts: Parts) -> None:
-        """Serves until a reason to end. Sends heartbeats to the supervisor only while the worker is healthy."""
-        while not (self._end.wait(INTERVAL_S) or self._is_over()):
+        """Serves until a reason to end. The heartbeats say how long ago each thread made progress."""
+        while True:
             if parts.device.is_stuck():
                 log.critical("the device makes no progress; exiting", watchdog_s=self._settings.watchdog_s)
-                os._exit(Exit.STUCK)
+                self._leave_at_once(Exit.STUCK)
             self._reload(is_active=True)
-            if self._health().ready:
-                self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
+            self._send_heartbeat(ChildPhase.ACTIVE, self._readiness(), parts.silence_ms())
+            if self._end.wait(INTERVAL_S) or self._is_over():
+                return
 
     def _stop(self, parts: Parts) -> None:
         # After a failure the device thread finishes no work, and a successor waits for the lock.
@@ -171,6 +183,7 @@ class WorkerProcess:
         parts.loop.stop(drain_s)
         self._await_loop(parts)
         self._leave_if_fenced()
+        self._send_heartbeat(ChildPhase.STOPPING, self._readiness())
         parts.send_the_rest()
 
     def _await_loop(self, parts: Parts) -> None:
@@ -180,6 +193,7 @@ class WorkerProcess:
             self._send_heartbeat(ChildPhase.ACTIVE, self._readiness())
 
     def _close(self) -> None:
+        self._send_heartbeat(ChildPhase.STOPPING, WAITING)
         if self._parts is not None:
             self._parts.close()
         self._prepared.store.close()
@@ -202,7 +216,12 @@ class WorkerProcess:
         """Exits at once if another process has the id, so that this one produces, commits and writes nothing more."""
         if self._exit is Exit.FENCED:
             log.critical("fenced; exiting", worker_id=self._settings.worker_id)
-            os._exit(Exit.FENCED)
+            self._leave_at_once(Exit.FENCED)
+
+    def _leave_at_once(self, code: Exit) -> NoReturn:
+        if self._link is not None:
+            self._link.note_exit(code)
+        os._exit(code)
 
     def _on_signal(self, *_: object) -> None:
         # A flag, not an event: the main thread may hold the event's lock when the handler runs.
@@ -223,7 +242,7 @@ class WorkerProcess:
         self._end.set()
 
     def _is_over(self) -> bool:
-        return self._signalled or (self._link is not None and self._link.is_closed)
+        return self._signalled or (self._link is not None and self._link.is_over)
 
     # -- probes, heartbeats, logs ------------------------------------------------------------------
 
@@ -235,10 +254,11 @@ class WorkerProcess:
         parts = self._parts
         return parts.health() if parts is not None and self._lock.is_held() else Readiness()
 
-    def _send_heartbeat(self, phase: ChildPhase, readiness: Readiness) -> None:
+    def _send_heartbeat(self, phase: ChildPhase, readiness: Readiness, silence_ms: tuple[int, int] = (0, 0)) -> None:
+        """`silence_ms`: of the poll thread and of the device thread."""
         if self._link is not None:
             missing = ", ".join(check.detail or check.name for check in readiness.checks if not check.ok)
-            self._link.send(Heartbeat(phase, self._probes.port, readiness.ready, missing))
+            self._link.send(Heartbeat(phase, self._probes.port, readiness.ready, missing, *silence_ms))
 
     def _log_start(self, parts: Parts) -> None:
         engine, plan = self._prepared.engine, self._prepared.plan

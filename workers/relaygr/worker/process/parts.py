@@ -1,8 +1,9 @@
 """The parts of a worker, connected to each other, and the probes that read them.
 
-    poll thread      loop -> handler -> results and executor (its mailbox), and housekeeping between polls
+    poll thread      loop -> handler -> results and executor (mailbox, short work), and housekeeping between polls
     device thread    device -> executor -> results -> loop.finish (any thread may call it)
     follower         history topic -> store -> executor, through the executor's mailbox
+    admin            operators' requests -> cache, and executor through its mailbox
 
 The parts do nothing until `life` starts them.
 """
@@ -12,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+import structlog
 
 from relaygr.consumer import ConsumerLoop, LoopState, Membership
 from relaygr.consumer.membership import holder_of
@@ -20,8 +24,10 @@ from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
-from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.partitioner import users_in
 from relaygr.schemas.topics import Topic
+from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket, run_on
+from relaygr.worker.cache.admin import CacheAdmin, ServingModel
 from relaygr.worker.cache.arena import copy_page, zero_pages
 from relaygr.worker.cache.build import BuiltCache
 from relaygr.worker.cache.results import PageArray, Tier
@@ -34,7 +40,7 @@ from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.store import HistoryStore
-from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.metrics import PredictionCollector, WorkerMetrics
 from relaygr.worker.process.housekeeping import Housekeeping, StatusReport, StatusSources
 from relaygr.worker.process.memory import AllocatedMemory, trace_header
 from relaygr.worker.process.prepare import Prepared
@@ -42,10 +48,12 @@ from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerConfig
 from relaygr.worker.shared.lock import ArenaLock
 
+log = structlog.get_logger()
+
 # Time-out for asking the broker which process has the id. It is long, since without an answer this process joins again,
 # and it may ask right after a pause, on a busy machine.
 _HOLDER_TIMEOUT_S = 3.0
-_LONGEST_SILENCE_US = 30_000_000
+_LONGEST_SILENCE_MS = 30_000
 """A poll thread that has not polled for this long counts as hung."""
 
 
@@ -86,6 +94,7 @@ class Parts:
         kafka, settings = config.kafka, config.worker
         engine, built = prepared.engine, memory.built
         self._clock = clock
+        self._worker_id = settings.worker_id
         self._prepared = prepared
         self.metrics = WorkerMetrics()
         self.cache = built.cache
@@ -102,9 +111,8 @@ class Parts:
             on_changed=lambda users: self.executor.post(lambda: self.executor.histories_changed(users)),
             on_deleted=lambda user: self.executor.post(lambda: self.executor.user_deleted(user)),
             on_deleting=self.cache.invalidate_user,
-            on_missed=lambda partitions: self.cache.invalidate_users(
-                lambda user: partition_for(user.encode(), kafka.partitions) in partitions
-            ),
+            on_missed=lambda partitions: self.cache.invalidate_users(users_in(partitions, kafka.partitions)),
+            erase_within_s=settings.erase_within_s,
         )
         self.results = ResultWriter(
             prepared.producer,
@@ -132,7 +140,13 @@ class Parts:
             ),
         )
         self.device = DeviceThread(
-            self.executor, engine.device.bind_thread, clock, settings.watchdog_s, on_death=on_end.device_thread
+            self.executor,
+            engine.device.bind_thread,
+            clock,
+            settings.watchdog_s,
+            on_death=on_end.device_thread,
+            # An accelerator's streams belong to one thread.
+            shares=engine.device.is_cpu,
         )
         handler = WorkerHandler(
             HandlerSettings(
@@ -147,6 +161,7 @@ class Parts:
             self.results,
             prepared.dead_letters,
             clock,
+            on_work=self.device.run_short_work,
             on_ownership=lambda partitions: self.housekeeping.take_over(partitions),
             on_tick=lambda now_us: self.housekeeping.tick(now_us),
         )
@@ -177,6 +192,32 @@ class Parts:
             clock,
         )
         CacheCollector(self.cache.stats)
+        PredictionCollector(prepared.corrector.quality)
+        self._admin: AdminSocket | None = None
+
+    def open_admin_socket(self, folder: Path) -> None:
+        """Lets operators look at the cache. The caller holds the folder's lock, and the cache is restored."""
+        engine, executor = self.executor.engine, self.executor
+        admin = CacheAdmin(
+            self._worker_id,
+            self.cache,
+            executor,
+            run=partial(run_on, executor.post),
+            model=lambda: ServingModel(executor.engine.revision, executor.engine.namespace),
+            least_hbm_pages=engine.geometry.pages_for(engine.layout.tokens(engine.limits.max_prefix_behaviours)),
+            clock=self._clock,
+        )
+        self._admin = AdminSocket(folder / SOCKET_NAME, admin.answer)
+        try:
+            self._admin.start()
+        except OSError as error:
+            # A worker serves without it, also if it took over and its file system is full.
+            log.error("the admin socket cannot be opened: `relaygr cache` does not reach this worker", error=str(error))
+
+    def close_admin_socket(self) -> None:
+        """The socket is gone before the lock is: the next holder makes its own."""
+        if self._admin is not None:
+            self._admin.close()
 
     def start_device_and_follower(self) -> None:
         """Both threads wait until the worker owns partitions."""
@@ -186,6 +227,7 @@ class Parts:
 
     def send_the_rest(self) -> None:
         """After the loop has drained: ends the device thread, and sends the last status, results and dead letters."""
+        self.close_admin_socket()
         self.device.stop(2)
         self.status.publish()
         self.results.close(1)
@@ -195,6 +237,7 @@ class Parts:
 
     def close(self) -> None:
         """Ends every thread but the loop's, and the cache with its trace. Safe after `send_the_rest`."""
+        self.close_admin_socket()
         self.watch.stop()
         self.housekeeping.warm_up.stop()
         self.device.stop(2)
@@ -221,13 +264,18 @@ class Parts:
 
     def health(self) -> Readiness:
         """For `/healthz`: the device thread and the poll thread make progress."""
-        silent_us = self._clock.monotonic_us() - self.loop.status().last_poll_us
+        silent_ms, _ = self.silence_ms()
         return Readiness(
             (
                 Check("device", not self.device.is_stuck()),
-                Check("poll thread", silent_us < _LONGEST_SILENCE_US, f"last poll {silent_us // 1000} ms ago"),
+                Check("poll thread", silent_ms < _LONGEST_SILENCE_MS, f"last poll {silent_ms} ms ago"),
             )
         )
+
+    def silence_ms(self) -> tuple[int, int]:
+        """Time since the poll thread polled, and since the device thread made progress."""
+        polled_us = self.loop.status().last_poll_us
+        return (self._clock.monotonic_us() - polled_us) // 1000, self.device.silent_us // 1000
 
 
 def _zero_pages(built: BuiltCache, lock: ArenaLock, tier: Tier, pages: PageArray) -> None:

@@ -7,6 +7,8 @@
         dram-<shape>            the pages of the DRAM tier, and nothing else (`mapped_file`)
         index-<shape>           key, page table and checksums of each prefix (`index`, `record`)
         finished                the watermark of finished offsets (`relaygr.consumer.finished`)
+        admin.sock              the socket for operators (`relaygr.worker.admin_socket`); ends with the process
+        supervisor, child-*     the supervisor's lock and socket, and its children (`relaygr.worker.supervisor.records`)
 
 `arena` combines the files for a worker. All of them survive a kill -9, since the kernel's page cache holds them. They
 do not survive the machine: nothing is synced to a disk.

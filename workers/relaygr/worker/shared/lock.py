@@ -20,19 +20,26 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import open_private, private_folder, write_private
+from relaygr.runtime.private_files import open_private, private_folder, private_folders, write_private
+
+if TYPE_CHECKING:
+    # The settings are slow to import, and the lock does not need them.
+    from relaygr.worker.settings import WorkerConfig
 
 # Interval between two attempts to get the lock. Each attempt costs a system call.
 _POLL_S: Final = 0.002
 _FENCED_NAME: Final = "fenced"
+_TMPFS: Final = Path("/dev/shm")
 
 
 class ArenaLock:
@@ -186,3 +193,33 @@ def predecessor_was_fenced(folder: Path, lock: ArenaLock) -> bool:
         return int((folder / _FENCED_NAME).read_text(encoding="ascii")) == lock.arena_epoch - 1
     except (OSError, ValueError):
         return False
+
+
+def memory_folder() -> Path:
+    """A writable folder on tmpfs if the system has one; otherwise the temporary folder, which may lie on a disk."""
+    in_memory = _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK)
+    return _TMPFS if in_memory else Path(tempfile.gettempdir())
+
+
+def worker_folder(shared_path: Path | None, group: str, worker_id: str) -> tuple[Path, tuple[str, ...]]:
+    """The shared folder of a worker id: a folder that may belong to others, and the private folders in it."""
+    if shared_path is not None:
+        return shared_path, (group, worker_id)
+    return memory_folder(), (f"relaygr-{_user()}", group, worker_id)
+
+
+def shared_folder(config: WorkerConfig) -> Path:
+    """The shared folder of this worker id, which is created if needed.
+
+    Raises RelayError if it cannot be created, or if another user could control a part of its path.
+    """
+    base, own = worker_folder(config.worker.shared_path, config.kafka.workers_group, config.worker.worker_id)
+    return private_folders(base, *own, setting="worker.shared_path")
+
+
+def _user() -> str:
+    """The user's name, or its number: the user of a container may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -12,24 +12,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import open_private
-
-_TMPFS: Final = Path("/dev/shm")
-
-
-def memory_folder() -> Path:
-    """A writable folder on tmpfs if the system has one; otherwise the temporary folder, which may lie on a disk."""
-    in_memory = _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK)
-    return _TMPFS if in_memory else Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,16 @@ need the supervisor. The supervisor
 * passes SIGTERM, SIGINT and SIGHUP on. When it stops, it stops the standby first, so that the standby does not
   take over.
 
-A child stops by itself when its supervisor is gone, since nobody would replace it.
+When the supervisor itself is killed, both children go on: the active one serves, and the standby would take over from
+it. A new supervisor of the id adopts them. A child that nobody adopts for `worker.orphan_s` stops by itself.
 
 Nothing here imports torch.
 
-    heartbeat   the message from child to supervisor, and the socket that carries it
+    heartbeat   the message from child to supervisor
+    link        the child's connection to its supervisor, and its time without one
+    records     what outlives a supervisor: records of the children, the supervisor's lock and its socket
+    children    the supervisor's end of a child that it started or adopted
     policy      the settings and the pure decisions: which child is started, killed, replaced
-    supervisor  the child processes, and the loop that carries out the decisions
+    supervisor  the loop that carries out the decisions
     pages       the supervisor's HTTP pages
 """

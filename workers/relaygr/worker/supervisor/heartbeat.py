@@ -1,14 +1,12 @@
-"""Heartbeats from a child to its supervisor: the message, the child's end of the socket, and the supervisor's reader.
+"""Heartbeats from a child to its supervisor: the message, and the supervisor's reader.
 
-A child sends one line of JSON a few times a second. The child sees that its supervisor is gone when the socket
-closes.
+A child sends one line of JSON a few times a second.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-import socket
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -25,16 +23,22 @@ class ChildPhase(enum.StrEnum):
     """The child is ready to take over and waits for the lock."""
     ACTIVE = "active"
     """The child holds the lock."""
+    STOPPING = "stopping"
+    """The child has drained and ends. It may wait for the broker, and sends nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One message. `port` serves the child's probes; `ready` and `detail` are the answer of its `/readyz`."""
+    """One message. `port` serves the child's probes; `ready` and `detail` are the answer of its `/readyz`. The other
+    fields are the times since the poll thread and the device thread made progress, 0 unless the child is active.
+    """
 
     phase: ChildPhase
     port: int
     ready: bool
     detail: str
+    poll_silent_ms: int = 0
+    device_silent_ms: int = 0
 
     def encode(self) -> bytes:
         """One line, with its line feed."""
@@ -46,7 +50,15 @@ class Heartbeat:
         """None if the line is not a heartbeat."""
         try:
             fields = json.loads(line)
-            return cls(ChildPhase(fields["phase"]), int(fields["port"]), bool(fields["ready"]), str(fields["detail"]))
+            return cls(
+                ChildPhase(fields["phase"]),
+                int(fields["port"]),
+                bool(fields["ready"]),
+                str(fields["detail"]),
+                # A child that runs an earlier version does not send them.
+                int(fields.get("poll_silent_ms", 0)),
+                int(fields.get("device_silent_ms", 0)),
+            )
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -63,31 +75,3 @@ class HeartbeatReader:
         self._rest = self._rest[:LONGEST_LINE_BYTES]
         heartbeats = [heartbeat for heartbeat in map(Heartbeat.decode, lines) if heartbeat is not None]
         return heartbeats[-1] if heartbeats else None
-
-
-class SupervisorLink:
-    """The child's end of the socket. Belongs to the child's main thread; no call blocks."""
-
-    def __init__(self, descriptor: int) -> None:
-        """Takes over the inherited descriptor. Raises OSError if it is not a socket."""
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.setblocking(False)
-        # Processes that the child starts must not keep the socket open.
-        self._socket.set_inheritable(False)
-
-    def send(self, heartbeat: Heartbeat) -> None:
-        """Drops the heartbeat if the socket's buffer is full: the supervisor has not read for minutes."""
-        try:
-            self._socket.send(heartbeat.encode())
-        except OSError:
-            return
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the supervisor is gone."""
-        try:
-            return self._socket.recv(1) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True

@@ -38,7 +38,9 @@ class ChildPage:
     def of(cls, child: ChildState, pid: int) -> ChildPage:
         heartbeat = child.heartbeat
         if heartbeat is None:
-            return cls(child.number, pid, child.phase, 0, False, "loads its model")
+            waits = child.phase is not ChildPhase.PREPARING
+            detail = "adopted, has not connected yet" if waits else "loads its model"
+            return cls(child.number, pid, child.phase, 0, False, detail)
         return cls(child.number, pid, heartbeat.phase, heartbeat.port, heartbeat.ready, heartbeat.detail)
 
 

@@ -8,8 +8,18 @@
 | ended otherwise                  | more, and another child is left           | no standby until deaths expire    |
 | ended otherwise                  | more, and no child is left                | all end, with Exit.FAILED         |
 | no heartbeat for `silence_s`     | standby or active                         | killed                            |
+| also no processor time for `standstill_s` | standby or active                | killed                            |
+| poll thread silent for `poll_silence_s` | active                             | killed                            |
+| no heartbeat for `STOP_S`        | stopping                                  | killed                            |
 | no heartbeat for `start_timeout_s` | preparing, or taking over               | killed                            |
 | active                           | alone                                     | a standby is started              |
+| adopted in any phase             | its supervisor died                       | as one that was started here      |
+
+Silence counts only while the supervisor itself is on time: of the time between two decisions, at most `LATE_US`. If the
+machine was stopped or is so busy that the supervisor runs late, its children may have sent heartbeats late, too. A
+child that is silent for less than `silence_s` is killed only if it also *stands still*: the kernel reports it as
+stopped or asleep, and no thread of it used processor time. A child that computes, or waits for the processor or the
+disk, does not stand still.
 """
 
 from __future__ import annotations
@@ -23,9 +33,16 @@ from pydantic import Field
 from relaygr.runtime.settings import Section
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat
+from relaygr.worker.supervisor.records import ProcessStat
 
 CHILDREN = 2
 LONGEST_PAUSE_S = 60.0
+STOP_S = 15.0
+"""How long a child that has drained may take to send its last results and to close its files."""
+LATE_US = 300_000
+"""The longest time between two decisions of a supervisor that is on time."""
+_STILL = "ST"
+"""The kernel's states of a process that is asleep or stopped."""
 MOST_DOUBLINGS = 30
 
 
@@ -35,6 +52,22 @@ class SupervisorSettings(Section):
     silence_s: Annotated[
         float, Field(ge=2, description="a standby or active child that sends no heartbeat for this long is killed")
     ] = 3.0
+    standstill_s: Annotated[
+        float,
+        Field(
+            ge=0.5,
+            description="a standby or active child that for this long sends no heartbeat, uses no processor time, "
+            "and is stopped or asleep is killed",
+        ),
+    ] = 1.0
+    poll_silence_s: Annotated[
+        float,
+        Field(
+            ge=10,
+            description="an active child whose poll thread does not poll for this long is killed; its requests to a "
+            "broker that is away end earlier",
+        ),
+    ] = 20.0
     start_timeout_s: Annotated[
         float,
         Field(gt=0, description="a child that loads or takes over and sends no heartbeat for this long is killed"),
@@ -55,14 +88,14 @@ class ChildState:
 
     number: int
     heard_us: int
-    """Time of its last heartbeat; before the first one, its start."""
+    """Time of its last heartbeat; before the first one, its start. On the policy's clock of attention."""
+    phase: ChildPhase = ChildPhase.PREPARING
     heartbeat: Heartbeat | None = None
     killed: bool = False
     """Whether a kill was decided and the process has not ended yet."""
-
-    @property
-    def phase(self) -> ChildPhase:
-        return ChildPhase.PREPARING if self.heartbeat is None else self.heartbeat.phase
+    stat: ProcessStat | None = None
+    still_us: int = 0
+    """Since when its process stands still, on the same clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +119,30 @@ class RestartPolicy:
     """Whether a child ever became a standby or active, so the settings are valid."""
     _deaths_us: deque[int] = field(default_factory=deque)
     _end: Exit | None = None
-    _decided_us: int | None = None
+    _attended_us: int = 0
+    """The time in which this supervisor was on time."""
+    _attended_at_us: int | None = None
 
     def note_started(self, number: int, now_us: int) -> None:
-        self.children[number] = ChildState(number, now_us)
+        self.children[number] = ChildState(number, self._attend(now_us))
+
+    def note_adopted(self, number: int, phase: ChildPhase, now_us: int) -> None:
+        """A child of an earlier supervisor, which was in this phase."""
+        self.children[number] = ChildState(number, self._attend(now_us), phase)
+        self.was_well = self.was_well or phase is not ChildPhase.PREPARING
 
     def note_heartbeat(self, number: int, heartbeat: Heartbeat, now_us: int) -> None:
         child = self.children[number]
-        child.heartbeat, child.heard_us = heartbeat, now_us
+        child.phase, child.heartbeat, child.heard_us = heartbeat.phase, heartbeat, self._attend(now_us)
         if heartbeat.phase is not ChildPhase.PREPARING:
             self.was_well = True
+
+    def note_stat(self, number: int, stat: ProcessStat | None, now_us: int) -> None:
+        """The kernel's view of the child. None if it is unknown."""
+        child, attended_us = self.children[number], self._attend(now_us)
+        if stat is None or stat != child.stat or stat.state not in _STILL:
+            child.still_us = attended_us
+        child.stat = stat
 
     def note_ended(self, number: int, code: int, now_us: int) -> None:
         """`code` is negative for a signal, as in subprocess."""
@@ -110,7 +157,7 @@ class RestartPolicy:
 
     def decide(self, now_us: int) -> Action:
         """The action for `now_us`."""
-        self._restart_silence_after_own_pause(now_us)
+        attended_us = self._attend(now_us)
         while self._deaths_us and now_us - self._deaths_us[0] > self.settings.restart_window_s * 1e6:
             self._deaths_us.popleft()
         too_many = len(self._deaths_us) > self.settings.restarts_max
@@ -118,20 +165,33 @@ class RestartPolicy:
             self._end = Exit.FAILED
         if self._end is not None:
             return Action(end=self._end)
-        silent = tuple(number for number, child in self.children.items() if self._is_silent(child, now_us))
+        silent = tuple(number for number, child in self.children.items() if self._hangs(child, attended_us))
         for number in silent:
             self.children[number].killed = True
         return Action(kill=silent, start=not too_many and self._needs_child(now_us))
 
     @property
     def active(self) -> ChildState | None:
-        """The child that holds the lock."""
-        return next((child for child in self.children.values() if child.phase is ChildPhase.ACTIVE), None)
+        """The child that holds the lock: the active one, else one that stops and may still hold it."""
+        for phase in (ChildPhase.ACTIVE, ChildPhase.STOPPING):
+            for child in self.children.values():
+                if child.phase is phase:
+                    return child
+        return None
 
-    def _is_silent(self, child: ChildState, now_us: int) -> bool:
-        preparing = child.phase is ChildPhase.PREPARING
-        bound_s = self.settings.start_timeout_s if preparing else self.settings.silence_s
-        return not child.killed and now_us - child.heard_us > bound_s * 1e6
+    def _hangs(self, child: ChildState, attended_us: int) -> bool:
+        settings, heartbeat = self.settings, child.heartbeat
+        silent_s = (attended_us - child.heard_us) / 1e6
+        if child.killed:
+            return False
+        if child.phase is ChildPhase.PREPARING:
+            return silent_s > settings.start_timeout_s
+        if child.phase is ChildPhase.STOPPING:
+            return silent_s > STOP_S
+        still_s = (attended_us - child.still_us) / 1e6 if child.stat is not None else 0.0
+        stands_still = min(silent_s, still_s) > settings.standstill_s
+        polls = heartbeat is None or heartbeat.poll_silent_ms <= settings.poll_silence_s * 1000
+        return silent_s > settings.silence_s or stands_still or not polls
 
     def _needs_child(self, now_us: int) -> bool:
         if len(self.children) >= CHILDREN:
@@ -144,9 +204,8 @@ class RestartPolicy:
         pause_s = min(self.settings.restart_pause_s * 2**doublings, LONGEST_PAUSE_S)
         return bool(now_us - self._deaths_us[-1] >= pause_s * 1e6)
 
-    def _restart_silence_after_own_pause(self, now_us: int) -> None:
-        """Ignores the silence of children during a pause of the supervisor, which could not receive heartbeats."""
-        last_us, self._decided_us = self._decided_us, now_us
-        if last_us is not None and now_us - last_us > self.settings.silence_s * 0.5e6:
-            for child in self.children.values():
-                child.heard_us = now_us
+    def _attend(self, now_us: int) -> int:
+        """The clock of attention, which stands while the supervisor is late."""
+        last_us, self._attended_at_us = self._attended_at_us, now_us
+        self._attended_us += min(now_us - last_us, LATE_US) if last_us is not None else 0
+        return self._attended_us

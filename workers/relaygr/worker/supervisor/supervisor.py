@@ -1,4 +1,4 @@
-"""The child processes, and the loop that receives heartbeats, carries out the policy's actions, and stops in order.
+"""The loop that receives heartbeats, carries out the policy's actions, adopts children, and stops them in order.
 
 The loop sleeps until a child sends something or ends, a signal arrives, or `TICK_S` has passed. Everything but the
 HTTP pages runs on the main thread.
@@ -10,98 +10,35 @@ import contextlib
 import selectors
 import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 import structlog
 
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
-from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
+from relaygr.worker.shared.lock import ArenaLock
+from relaygr.worker.supervisor.children import AdoptedChild, Child, MakeCommand, StartedChild
+from relaygr.worker.supervisor.heartbeat import ChildPhase
 from relaygr.worker.supervisor.pages import ChildPage, Pages, View
 from relaygr.worker.supervisor.policy import RestartPolicy, SupervisorSettings
+from relaygr.worker.supervisor.records import (
+    ChildRecord,
+    ProcessStat,
+    SupervisorPost,
+    delete_record,
+    read_record,
+    read_records,
+)
 
 log = structlog.get_logger()
-
-MakeCommand = Callable[[int, bool], Sequence[str]]
-"""Makes the command of a child from its socket's descriptor, and from whether it is the first to get ready."""
 
 TICK_S = 0.2
 STANDBY_STOP_S = 3.0
 _DEATH_S = 5.0
 """How long the supervisor waits for the system to remove a killed process."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RECEIVE_BYTES = 65536
-
-
-class ChildProcess:
-    """One child: its process and the supervisor's end of its socket. Belongs to the main thread; only `wait` blocks."""
-
-    def __init__(self, number: int, make_command: MakeCommand, *, is_first: bool) -> None:
-        """Starts the process. Raises OSError if the system cannot start one."""
-        self.number = number
-        self._reader = HeartbeatReader()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # Each child has a process group of its own, for two reasons. The terminal's Ctrl-C goes to the
-                # supervisor alone, which stops the children in order. And when the supervisor dies, the kernel wakes
-                # stopped processes in a group that is left without a parent: the child finds its socket closed, and
-                # stops.
-                self._process = subprocess.Popen(
-                    make_command(theirs.fileno(), is_first),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    process_group=0,
-                )
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        self.socket = ours
-        self.socket_is_closed = False
-        """The process is about to end: a live process keeps its socket open."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def receive(self) -> Heartbeat | None:
-        """The newest heartbeat that has arrived since the last call."""
-        newest = None
-        while True:
-            try:
-                data = self.socket.recv(_RECEIVE_BYTES)
-            except OSError:
-                return newest
-            if not data:
-                self.socket_is_closed = True
-                return newest
-            newest = self._reader.feed(data) or newest
-
-    def exit_code(self) -> int | None:
-        """None while the process lives; negative for a signal."""
-        return self._process.poll()
-
-    def send(self, number: signal.Signals) -> None:
-        """Does nothing if the process is gone."""
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Sends SIGKILL, which ends a stopped process too."""
-        self._process.kill()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit code, or None if the process still lives after `timeout_s`."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def close(self) -> None:
-        """Closes the socket. The process has ended."""
-        self.socket.close()
 
 
 class Supervisor:
@@ -111,16 +48,20 @@ class Supervisor:
         self,
         worker: WorkerSettings,
         settings: SupervisorSettings,
+        folder: Path,
         make_command: MakeCommand,
         clock: Clock | None = None,
     ) -> None:
-        """`worker` gives the id, the address of the HTTP pages, and how long an active child may drain."""
+        """`worker` gives the id, the address of the HTTP pages, and how long an active child may drain. `folder` is
+        the shared folder of the worker id.
+        """
         self._worker_id = worker.worker_id
+        self._folder = folder
         self._make_command = make_command
         self._drain_s = worker.drain_s
         self._clock = clock or SystemClock()
         self._policy = RestartPolicy(settings)
-        self._children: dict[int, ChildProcess] = {}
+        self._children: dict[int, Child] = {}
         self._started = 0
         self._hangups: set[int] = set()
         self._signals: list[signal.Signals] = []
@@ -129,18 +70,25 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> Exit:
-        """Returns after a stop signal, or when the policy ends everything. Raises RelayError if the port is taken."""
-        self._pages.start()
-        log.info("supervisor started", worker_id=self._worker_id, port=self._pages.port)
-        try:
-            with self._woken_by_signals():
-                return self._supervise()
-        finally:
-            for child in self._children.values():
-                child.kill()
-            self._pages.stop()
+        """Returns after a stop signal, or when the policy ends everything.
 
-    def _supervise(self) -> Exit:
+        Raises RelayError if the port is taken, or if the worker id has a supervisor already.
+        """
+        with contextlib.closing(SupervisorPost(self._folder, self._worker_id)) as post:
+            self._pages.start()
+            log.info("supervisor started", worker_id=self._worker_id, port=self._pages.port)
+            try:
+                with self._woken_by_signals():
+                    return self._supervise(post)
+            finally:
+                # After an error here the children go on, as after a kill.
+                self._pages.stop()
+
+    def _supervise(self, post: SupervisorPost) -> Exit:
+        self._selector.register(post.socket, selectors.EVENT_READ, lambda: self._accept(post))
+        if self._adopt_all() is Exit.FENCED:
+            self._end_all(Exit.FENCED)
+            return Exit.FENCED
         while True:
             self._listen()
             while self._signals:
@@ -160,15 +108,17 @@ class Supervisor:
 
     def _listen(self) -> None:
         for key, _ in self._selector.select(TICK_S):
-            if isinstance(key.data, ChildProcess):
+            if isinstance(key.data, Child):
                 # A process closes its socket a little before it ends.
                 self._receive(key.data)
             else:
                 key.data()
         for child in list(self._children.values()):
             self._receive(child)
+        for child in self._children.values():
+            self._policy.note_stat(child.number, ProcessStat.of(child.pid), self._clock.monotonic_us())
 
-    def _receive(self, child: ChildProcess) -> None:
+    def _receive(self, child: Child) -> None:
         if child.number not in self._children:
             return
         heartbeat = child.receive()
@@ -189,9 +139,7 @@ class Supervisor:
                 )
         code = child.wait(0.001) if child.socket_is_closed else child.exit_code()
         if code is not None:
-            self._selector.unregister(child.socket)
-            child.close()
-            del self._children[child.number]
+            self._forget(child)
             self._hangups.discard(child.number)
             self._policy.note_ended(child.number, code, now_us)
             log.warning("child ended", number=child.number, pid=child.pid, exit_code=code)
@@ -200,20 +148,87 @@ class Supervisor:
         self._started += 1
         now_us = self._clock.monotonic_us()
         try:
-            child = ChildProcess(self._started, self._make_command, is_first=not self._policy.was_well)
+            child = StartedChild(self._started, self._make_command, is_first=not self._policy.was_well)
         except OSError as error:
             log.error("child cannot be started", error=str(error))
             self._policy.note_started(self._started, now_us)
             self._policy.note_ended(self._started, -1, now_us)
             return
         self._children[child.number] = child
-        self._selector.register(child.socket, selectors.EVENT_READ, child)
+        if child.socket is not None:
+            self._selector.register(child.socket, selectors.EVENT_READ, child)
         self._policy.note_started(child.number, now_us)
         log.info("child started", number=child.number, pid=child.pid)
 
+    def _adopt_all(self) -> Exit:
+        """Adopts the children that live. Returns FENCED if one has ended so since the last supervisor."""
+        code = Exit.DONE
+        for record in read_records(self._folder):
+            if record.is_alive:
+                self._adopt(record)
+                continue
+            delete_record(self._folder, record.pid)
+            log.warning("child ended without a supervisor", pid=record.pid, exit_code=record.exit_code)
+            if record.exit_code == Exit.FENCED:
+                code = Exit.FENCED
+        return code
+
+    def _adopt(self, record: ChildRecord) -> AdoptedChild | None:
+        """Takes over a child of an earlier supervisor, which connects soon. None if the child has just ended."""
+        self._started += 1
+        try:
+            child = AdoptedChild(self._started, self._folder, record)
+        except ProcessLookupError:
+            return None
+        self._children[child.number] = child
+        self._selector.register(child, selectors.EVENT_READ, child)
+        self._policy.note_adopted(child.number, record.phase, self._clock.monotonic_us())
+        log.warning("child adopted", number=child.number, pid=child.pid, phase=record.phase.value)
+        if record.phase is ChildPhase.ACTIVE and ArenaLock(self._folder).holder() != str(child.pid):
+            # The folder was replaced meanwhile: another process may be active too.
+            log.error("an active child does not hold the lock: killed", number=child.number, pid=child.pid)
+            child.kill()
+        return child
+
+    def _accept(self, post: SupervisorPost) -> None:
+        """A child of an earlier supervisor connects. It may have written its record only after this one looked."""
+        while (accepted := post.accept()) is not None:
+            connection, pid = accepted
+            known = next((child for child in self._children.values() if child.pid == pid), None)
+            if known is None:
+                record = read_record(self._folder, pid)
+                known = self._adopt(record) if record is not None and record.is_alive else None
+            if not isinstance(known, AdoptedChild):
+                log.error("a process that is no child connected: refused", pid=pid)
+                connection.close()
+                continue
+            if known.socket is not None:
+                self._selector.unregister(known.socket)
+            known.connect(connection)
+            self._selector.register(connection, selectors.EVENT_READ, known)
+
+    def _forget(self, child: Child) -> None:
+        """The process has ended."""
+        if child.socket is not None:
+            self._selector.unregister(child.socket)
+        if isinstance(child, AdoptedChild):
+            self._selector.unregister(child)
+        child.close()
+        delete_record(self._folder, child.pid)
+        del self._children[child.number]
+
     def _kill(self, number: int) -> None:
-        child = self._children[number]
-        log.error("child sends no heartbeat: killed", number=number, pid=child.pid)
+        child, state = self._children[number], self._policy.children[number]
+        stat, heartbeat = state.stat, state.heartbeat
+        log.error(
+            "child hangs: killed",
+            number=number,
+            pid=child.pid,
+            phase=state.phase.value,
+            process_state=stat.state if stat is not None else None,
+            poll_silent_ms=heartbeat.poll_silent_ms if heartbeat is not None else None,
+            device_silent_ms=heartbeat.device_silent_ms if heartbeat is not None else None,
+        )
         child.kill()
 
     def _pass_on_hangup(self) -> None:
@@ -239,7 +254,7 @@ class Supervisor:
                 ended = child.wait(_DEATH_S) or Exit.FAILED
             if is_active:
                 code = ended
-        self._children.clear()
+        self._forget_all()
         return Exit(code) if code in set(Exit) else Exit.FAILED
 
     def _end_all(self, code: Exit) -> None:
@@ -247,8 +262,12 @@ class Supervisor:
             child.kill()
         for child in self._children.values():
             child.wait(_DEATH_S)
-        self._children.clear()
+        self._forget_all()
         log.error("supervisor ends", worker_id=self._worker_id, exit_code=int(code))
+
+    def _forget_all(self) -> None:
+        for child in list(self._children.values()):
+            self._forget(child)
 
     def _show(self) -> None:
         children = tuple(

@@ -22,14 +22,15 @@ The idea is the correlated reference period of LRU-K (O'Neil, O'Neil, Weikum, SI
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+from relaygr.schemas.record import record
 
 VISIT_US: Final = 1_000_000
 """Longer than a lead time, shorter than the time between two impressions of a user."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EntryWeight:
     """Figures by which a policy may rank an entry."""
 

@@ -3,7 +3,8 @@
 `Slru`: a new entry enters the probation segment. An entry that is used in another visit moves to the protected
 segment, which has at most `protected_share` of the tier's pages. Entries that this pushes out of the old end of the
 protected segment return to the young end of probation. Victims come from probation in order of last use, then from
-the protected segment likewise. So a scan evicts only entries in probation.
+the protected segment likewise. So a scan evicts only entries in probation. The share is a half: with the usual four
+fifths, users who came often once and stopped keep their pages too long (`docs/cache-policies.md`).
 Source: Karedla, Love, Wherry, "Caching strategies to improve disk system performance", Computer 27(3), 1994;
 with visits instead of uses (`contract`).
 
@@ -110,7 +111,7 @@ class _SlruNode:
 class Slru:
     """An `EvictionOrder`. Raises ValueError unless 0 < protected_share < 1."""
 
-    def __init__(self, capacity_pages: int, protected_share: float = 0.8, visit_us: int = VISIT_US) -> None:
+    def __init__(self, capacity_pages: int, protected_share: float = 0.5, visit_us: int = VISIT_US) -> None:
         if not 0 < protected_share < 1:
             raise ValueError(f"a protected segment cannot take {protected_share} of a tier")
         self._protected_limit = int(capacity_pages * protected_share)

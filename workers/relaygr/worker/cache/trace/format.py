@@ -40,6 +40,9 @@ MARK_BYTES = 4
 _CHUNK_BYTES = 1 << 20
 _LARGEST_VALUE_BYTES = 1 << 16
 _LARGEST_RECORD_BYTES = 512
+_KINDS = frozenset(EventKind)
+_LATEST_US = 1 << 62
+_MOST_BEHAVIOURS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,25 @@ class Sketch:
 
     def common(self, other: Sketch) -> int:
         """Number of leading behaviours that the two histories share, as far as their marks show."""
-        shorter = min(self.behaviours, other.behaviours)
-        if self == other:
-            return shorter
-        common, length, place = 0, BLOCK, 0
-        while length <= shorter:
-            if self.marks[place : place + MARK_BYTES] != other.marks[place : place + MARK_BYTES]:
-                return common
-            common, length, place = length, 2 * length, place + MARK_BYTES
-        # Histories of equal length with different ends diverge after the last common mark.
-        return common if self.behaviours == other.behaviours else shorter
+        return common_behaviours(self.behaviours, self.marks, other.behaviours, other.marks)
+
+
+def common_behaviours(behaviours: int, marks: bytes, other_behaviours: int, other_marks: bytes) -> int:
+    """`Sketch.common` of the sketches of these behaviours and marks."""
+    if behaviours == other_behaviours and marks == other_marks:
+        return behaviours
+    shorter = min(behaviours, other_behaviours)
+    common, length, place = 0, BLOCK, 0
+    while length <= shorter:
+        if marks[place : place + MARK_BYTES] != other_marks[place : place + MARK_BYTES]:
+            return common
+        common, length, place = length, 2 * length, place + MARK_BYTES
+    # Histories of equal length with different ends diverge after the last common mark.
+    return common if behaviours == other_behaviours else shorter
+
+
+TraceRow = tuple[str, int, int, bytes, int, bytes, str]
+"""A record as plain values: kind, at_us, user, namespace, behaviours, marks, outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,12 @@ class TraceRecord:
     namespace: bytes
     sketch: Sketch
     outcome: str
+
+    @property
+    def row(self) -> TraceRow:
+        sketch = self.sketch
+        kind = self.kind.value
+        return kind, self.at_us, self.user, self.namespace, sketch.behaviours, sketch.marks, self.outcome
 
 
 class TraceFormatError(ValueError):
@@ -123,7 +141,9 @@ def decode_header(value: object) -> TraceHeader:
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         raise TraceFormatError("it does not begin with the header of a cache trace")
     if value.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
-        raise TraceFormatError(f"it has version {value.get('version')!r}, this program reads version {VERSION}")
+        raise TraceFormatError(
+            f"it has version {value.get('version')!r}, this program reads versions {_WITHOUT_CHECKSUMS} and {VERSION}"
+        )
     plain = {key: part for key, part in value.items() if key != "checksum"}
     if value.get("version") == VERSION and value.get("checksum") != _checksum(plain):
         raise TraceFormatError("its header has another checksum than it states: a byte was changed")
@@ -146,38 +166,37 @@ def decode_header(value: object) -> TraceHeader:
 
 def encode_record(record: TraceRecord) -> bytes:
     """The value of a record."""
-    sketch = record.sketch
-    plain = (
-        record.kind.value,
-        record.at_us,
-        record.user,
-        record.namespace,
-        sketch.behaviours,
-        sketch.marks,
-        record.outcome,
-    )
-    packed: bytes = msgpack.packb((*plain, _checksum(plain)))
+    row = record.row
+    packed: bytes = msgpack.packb((*row, _checksum(row)))
     return packed
 
 
-def decode_record(value: Any, *, has_checksum: bool = True) -> TraceRecord:
-    """The record of a value. Raises TraceFormatError."""
-    if has_checksum:
+def decode_row(value: Any, pack: Callable[[object], bytes] | None = msgpack.packb) -> TraceRow:
+    """The record of a value, as plain values. Raises TraceFormatError.
+
+    `pack` encodes MessagePack, to check the checksum; None for a record without one.
+    """
+    if pack is not None:
         if not isinstance(value, tuple) or not value:
             raise TraceFormatError("not a record")
         value, checksum = value[:-1], value[-1]
-        if checksum != _checksum(value):
+        if checksum != zlib.crc32(pack(value)):
             raise TraceFormatError("its checksum is wrong: a byte was changed")
     try:
         kind, at_us, user, namespace, behaviours, marks, outcome = value
-        record = TraceRecord(EventKind(kind), at_us, user, namespace, Sketch(behaviours, marks), outcome)
+        is_known = kind in _KINDS
     except (TypeError, ValueError) as error:
         raise TraceFormatError(f"not a record: {error}") from error
-    if not (isinstance(at_us, int) and isinstance(user, int) and isinstance(behaviours, int) and behaviours >= 0):
+    if not is_known:
+        raise TraceFormatError(f"not a record: {kind!r} is no operation")
+    if not (isinstance(at_us, int) and isinstance(user, int) and isinstance(behaviours, int)):
         raise TraceFormatError("not a record: a number is missing")
+    if not (0 <= at_us < _LATEST_US and 0 <= behaviours < _MOST_BEHAVIOURS):
+        raise TraceFormatError("not a record: a number is out of range")
     if not (isinstance(marks, bytes) and isinstance(namespace, bytes) and isinstance(outcome, str)):
         raise TraceFormatError("not a record: a text is missing")
-    return record
+    row: TraceRow = value
+    return row
 
 
 class TraceReader:
@@ -203,13 +222,20 @@ class TraceReader:
             raise RelayError(f"{path} is not a trace of `worker.cache_trace`: {error}.") from error
         self._records_at = unpacker.tell()
 
-    def records(self, on_progress: Callable[[int], None] | None = None) -> Iterator[TraceRecord]:
-        """All records that are complete by now. `on_progress` gets the number of bytes read so far.
+    def records(self) -> Iterator[TraceRecord]:
+        """All records that are complete by now. Raises RelayError as `rows` does."""
+        for kind, at_us, user, namespace, behaviours, marks, outcome in self.rows():
+            yield TraceRecord(EventKind(kind), at_us, user, namespace, Sketch(behaviours, marks), outcome)
+
+    def rows(self, on_progress: Callable[[int], None] | None = None) -> Iterator[TraceRow]:
+        """`records` as plain values, several times as fast. `on_progress` gets the number of bytes read so far.
 
         A torn record at the end of the file is left out. Raises RelayError, with the number of the record, for bytes
         that are not a record.
         """
         unpacker = _unpacker()
+        # A packer of its own costs half as much as `msgpack.packb`.
+        pack = msgpack.Packer().pack if self._has_checksums else None
         number = read_bytes = 0
         with self._path.open("rb") as file:
             file.seek(self._records_at)
@@ -219,7 +245,7 @@ class TraceReader:
                 try:
                     for value in unpacker:
                         number += 1
-                        yield decode_record(value, has_checksum=self._has_checksums)
+                        yield decode_row(value, pack)
                 except (TraceFormatError, ValueError, msgpack.UnpackException) as error:
                     raise RelayError(f"The trace {self._path} is damaged at record {number}: {error}.") from error
                 if on_progress is not None:

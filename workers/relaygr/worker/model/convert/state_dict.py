@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} contains more than tensors, and only tensors are loaded ({first_line}): "
             "save its state dict as .safetensors."
         ) from error
-    except (OSError, SafetensorError, *_UNREADABLE) as error:
+    except (OSError, SafetensorError, zipfile.BadZipFile, *_UNREADABLE) as error:
         raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
     found = _unwrapped(_inner(loaded, path))
     _check_sizes(path, found)
@@ -96,11 +96,8 @@ def _check_archive(path: Path) -> None:
     if not zipfile.is_zipfile(path):
         # The format before torch 1.6: its tensors are read from the file as they are.
         return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            content_bytes = sum(member.file_size for member in archive.infolist())
-    except zipfile.BadZipFile as error:
-        raise RelayError(f"{path} cannot be read as a state dict: {error}.") from error
+    with zipfile.ZipFile(path) as archive:
+        content_bytes = sum(member.file_size for member in archive.infolist())
     file_bytes = path.stat().st_size
     if content_bytes > file_bytes:
         raise RelayError(

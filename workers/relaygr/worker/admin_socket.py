@@ -1,0 +1,247 @@
+"""The Unix socket on which a worker answers its operators: one request and one answer a connection.
+
+    client    connects, sends one line of at most MAX_REQUEST_BYTES, reads one line of at most MAX_ANSWER_BYTES
+    worker    serves one connection after the other on a thread of its own; WAITING connections may wait
+
+The socket lies in the worker's private folder and has mode 0600. The worker checks the user id of each client, which
+the kernel gives (SO_PEERCRED): only its own user and root may ask. A client that does not send its request, or does not
+read the answer, is dropped after CLIENT_TIMEOUT_S; it delays other operators, and nothing else in the worker. The
+process that holds the folder's lock owns the socket: a standby has none, and replaces that of a dead process when it
+takes over.
+
+The name of a socket may have 107 bytes only, and the folder's path may be longer. So both sides open the folder, and
+name the socket by the number of the open file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.cache.admin import Caller
+
+log = structlog.get_logger()
+
+SOCKET_NAME: Final = "admin.sock"
+"""In the worker's private folder."""
+MAX_REQUEST_BYTES: Final = 4096
+MAX_ANSWER_BYTES: Final = 4 << 20
+CLIENT_TIMEOUT_S: Final = 2.0
+"""Time in which a client must send its request, and time in which it must read the answer."""
+WAITING: Final = 8
+"""Most connections that wait while another one is served."""
+
+_PIECE_TIMEOUT_S: Final = 5.0
+_PAUSE_S: Final = 0.1
+_ROOT: Final = 0
+_CREDENTIALS: Final = struct.Struct("iII")
+_MODE: Final = 0o600
+_CHUNK: Final = 65_536
+
+
+class AdminSocket:
+    """Serves from `start` to `close`."""
+
+    def __init__(
+        self, path: Path, answer: Callable[[bytes, Caller], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
+    ) -> None:
+        """`answer` is called on the socket's thread, with one request after the other."""
+        self._path = path
+        self._answer = answer
+        self._timeout_s = client_timeout_s
+        self._listener: socket.socket | None = None
+        self._client: socket.socket | None = None
+        self._thread = threading.Thread(target=self._serve, name="admin", daemon=True)
+        self._closing = False
+
+    def start(self) -> None:
+        """Replaces a socket that a dead process left: the caller holds the folder's lock. Raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # The mode that the new socket file gets, so that it has no other one for a moment.
+            os.fchmod(listener.fileno(), _MODE)
+            self._path.unlink(missing_ok=True)
+            with _address(self._path) as address:
+                listener.bind(address)
+            listener.listen(WAITING)
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the connections and removes the socket. Does nothing if it was not started. May be called again."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        self._closing = True
+        for each in (listener, self._client):
+            if each is not None:
+                # Ends `accept`, `recv` and `send` of the thread.
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+        self._thread.join(self._timeout_s)
+        listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        listener = self._listener
+        while listener is not None:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                # The process has no file number left, which may change.
+                time.sleep(_PAUSE_S)
+                continue
+            with client:
+                self._client = client
+                if self._closing:
+                    return
+                try:
+                    self._serve_one(client)
+                except OSError as error:
+                    log.debug("an operator's connection ended early", error=str(error))
+                except Exception:
+                    # The thread must go on: the next request may succeed.
+                    log.exception("an operator's request failed")
+                self._client = None
+
+    def _serve_one(self, client: socket.socket) -> None:
+        caller = _peer(client)
+        if caller.uid not in (os.geteuid(), _ROOT):
+            log.warning("an operator's request was refused: another user", uid=caller.uid, pid=caller.pid)
+            answer = _refusal("Only the worker's own user and root may ask.")
+        else:
+            line = _read_line(client, MAX_REQUEST_BYTES, self._timeout_s)
+            if line is None:
+                answer = _refusal(f"A request is one line of at most {MAX_REQUEST_BYTES} bytes.")
+            else:
+                answer = self._answer_to(line, caller)
+        client.settimeout(self._timeout_s)
+        client.sendall(answer + b"\n")
+
+    def _answer_to(self, line: bytes, caller: Caller) -> bytes:
+        try:
+            return self._answer(line, caller)
+        except Exception:
+            log.exception("an operator's request failed")
+            return _refusal("The request failed in the worker: its log has the error.")
+
+
+def ask(path: Path, request: bytes, timeout_s: float) -> bytes:
+    """Sends one request to the socket, and returns the answer. A client calls it.
+
+    Raises OSError if the socket cannot be reached (TimeoutError after `timeout_s` without an answer), and RelayError if
+    another user's process serves it, or if it does not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        with _address(path) as address:
+            _connect(connection, address, timeout_s)
+        server = _peer(connection)
+        if os.geteuid() not in (server.uid, _ROOT):
+            raise RelayError(f"The socket {path} belongs to user {server.uid}: ask as that user, or as root.")
+        connection.sendall(request + b"\n")
+        answer = _read_line(connection, MAX_ANSWER_BYTES, timeout_s)
+    if answer is None:
+        raise RelayError("The worker closed the connection without an answer: it may be stopping, so ask again.")
+    return answer
+
+
+def run_on(
+    post: Callable[[Callable[[], None]], None], call: Callable[[], Any], timeout_s: float = _PIECE_TIMEOUT_S
+) -> Any:
+    """Makes the call on the thread that runs what is posted, and returns its result.
+
+    Raises the exception of the call, and RelayError if the thread does not begin the call in time. Then it never makes
+    the call.
+    """
+    done: Future[Any] = Future()
+
+    def make() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(call())
+        except Exception as error:
+            # The caller gets it: a request of an operator must not end the worker.
+            done.set_exception(error)
+
+    post(make)
+    try:
+        return done.result(timeout_s)
+    except TimeoutError:
+        if done.cancel():
+            raise RelayError(
+                f"The worker's device thread was busy for {timeout_s:g} s, so the request was not carried out in full: "
+                "ask again, or look at the worker's /healthz."
+            ) from None
+        # It runs, or has just ended.
+        return done.result()
+
+
+def _connect(connection: socket.socket, address: str, timeout_s: float) -> None:
+    """Raises BlockingIOError if WAITING others are before this client all the time."""
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > ends_s:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def _peer(connection: socket.socket) -> Caller:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return Caller(pid, uid)
+
+
+def _read_line(connection: socket.socket, most_bytes: int, timeout_s: float) -> bytes | None:
+    """The bytes up to the first newline; None if there are more than `most_bytes`, or if the peer ends before.
+
+    Raises TimeoutError if the line is not complete in time, however slowly it comes.
+    """
+    ends_s = time.monotonic() + timeout_s
+    line = bytearray()
+    while b"\n" not in line[-_CHUNK:]:
+        if len(line) > most_bytes:
+            return None
+        connection.settimeout(max(1e-3, ends_s - time.monotonic()))
+        part = connection.recv(_CHUNK)
+        if not part:
+            return None
+        line += part
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the line was not complete in time")
+    content, _, _ = line.partition(b"\n")
+    return bytes(content) if len(content) <= most_bytes else None
+
+
+def _refusal(error: str) -> bytes:
+    return json.dumps({"error": error}).encode()
