@@ -27,7 +27,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
-    "cache": CommandSpec("relaygr.cli.cache:app", "Try eviction policies and sizes on a trace.", "worker"),
+    "cache": CommandSpec("relaygr.cli.cache:app", "Look at a worker's cache; replay traces of it.", "worker"),
     "risk": CommandSpec("relaygr.cli.risk:risk", "Replay the trigger's risk test on the records of a run.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check the model against a file of test vectors.", "worker"),

@@ -1,14 +1,14 @@
-"""`relaygr cache`: compares eviction policies and cache sizes on recorded or synthetic traffic."""
+"""`relaygr cache`: compares eviction policies and sizes on a trace; looks at the cache of a running worker."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -21,9 +21,11 @@ from rich.progress import (
 )
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.cli.cache_admin import drop, limit, show
 from relaygr.cli.cache_trace import trace
+from relaygr.cli.texts import parse_size
 from relaygr.replay.bound import HitBound
-from relaygr.replay.demand import DemandCounter, demands_of
+from relaygr.replay.demand import Demands, demands_of
 from relaygr.replay.link import LinkSpeed
 from relaygr.replay.parallel import replay_all
 from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult
@@ -33,8 +35,13 @@ from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.trace import TraceHeader, TraceReader
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compare eviction policies on a trace.")
-app.command()(trace)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Look at a running worker's cache and change it; compare eviction policies on a trace.",
+)
+for command in (show, drop, limit, trace):
+    app.command()(command)
 
 _GIB = 2**30
 _ASSUMED = LatencyCoefficients(
@@ -70,6 +77,9 @@ def replay_command(
         typer.Option(metavar="FILE", help="Calibration file with the device's latency.", show_default="as recorded"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Replay at most this many look-ups, from the first.")] = 1_000_000,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes for the candidates.", show_default="as many as cores")
+    ] = None,
 ) -> None:
     """Replay a trace against other policies and sizes, and compare.
 
@@ -93,21 +103,24 @@ def replay_command(
         if policy
         else [TierPolicies(name, name, ttl_us) for name in PolicyName]
     )
-    hbm_sizes = [_size("--hbm", text) for text in hbm] if hbm else [header.hbm_pages * header.geometry.kv.page_bytes]
-    dram_sizes = [_size("--dram", text) for text in dram] if dram else [header.dram_pages * header.geometry.page_bytes]
+    hbm_sizes = (
+        [parse_size("--hbm", text) for text in hbm] if hbm else [header.hbm_pages * header.geometry.kv.page_bytes]
+    )
+    dram_sizes = (
+        [parse_size("--dram", text) for text in dram] if dram else [header.dram_pages * header.geometry.page_bytes]
+    )
     if min(hbm_sizes) < header.geometry.kv.page_bytes:
         raise RelayError(f"--hbm has no room for a page of {header.geometry.kv.page_bytes} bytes: give a larger size.")
     candidates = [
         Candidate(policies, hbm_bytes, dram_bytes)
         for hbm_bytes, dram_bytes, policies in itertools.product(hbm_sizes, dram_sizes, pairs)
     ]
-    counter, bound = _look_through(reader, limit)
-    if not counter.demands:
+    demands = _read(reader, limit)
+    if not len(demands):
         raise RelayError(f"The trace {trace_file} contains no look-ups yet: there is nothing to replay.")
-    _describe(console, trace_file, header, counter, limit)
-    results = _replay_all(trace_file, counter.demands, environment, candidates)
-    if any(one.visits != bound.visits for one in results):
-        raise RelayError(f"The trace {trace_file} was replaced during the replay: replay a copy of it.")
+    _describe(console, trace_file, header, demands, limit)
+    bound = HitBound(demands, header.layout, header.geometry.kv.page_tokens)
+    results = _replay_all(demands, environment, candidates, jobs or os.cpu_count() or 1)
     for table in tables_of(results, bound, environment):
         console.print()
         console.print(table)
@@ -115,6 +128,7 @@ def replay_command(
         f"\n{bound.visits:,} visits, {_share(bound.with_all_room, bound.visits)} of which could reuse a cached prefix. "
         "A visit that finds all of it is a hit. "
         f"Computed: share of the {results[0].asked_tokens:,} requested tokens, including first visits and growth. "
+        "Time: their device time, as a share of that of all requested tokens. "
         "Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
         soft_wrap=True,
     )
@@ -140,22 +154,18 @@ def _coefficients(console: Console, header: TraceHeader, calibration: Path | Non
     return _ASSUMED
 
 
-def _look_through(reader: TraceReader, limit: int) -> tuple[DemandCounter, HitBound]:
-    """Reads the trace once: counts its demands, and computes the bound."""
-    counter = DemandCounter()
+def _read(reader: TraceReader, limit: int) -> Demands:
     with _progress(TaskProgressColumn()) as progress:
         task = progress.add_task("reading", total=reader.size_bytes)
-        records = reader.records(lambda done: progress.update(task, completed=done))
-        demands = counter.of(itertools.islice(demands_of(records), limit))
-        return counter, HitBound(demands, reader.header.layout, reader.header.geometry.kv.page_tokens)
+        return demands_of(reader.rows(lambda done: progress.update(task, completed=done)), limit)
 
 
 def _replay_all(
-    path: Path, demands: int, environment: ReplayEnvironment, candidates: Sequence[Candidate]
+    demands: Demands, environment: ReplayEnvironment, candidates: Sequence[Candidate], jobs: int
 ) -> list[ReplayResult]:
     with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        task = progress.add_task("replaying", total=demands * len(candidates))
-        return replay_all(path, demands, environment, candidates, lambda done: progress.update(task, completed=done))
+        task = progress.add_task("replaying", total=len(demands) * len(candidates))
+        return replay_all(demands, environment, candidates, jobs, lambda done: progress.update(task, completed=done))
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
@@ -163,14 +173,14 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(*shown, console=Console(stderr=True), transient=True)
 
 
-def _describe(console: Console, path: Path, header: TraceHeader, counter: DemandCounter, limit: int) -> None:
+def _describe(console: Console, path: Path, header: TraceHeader, demands: Demands, limit: int) -> None:
     kv = header.geometry.kv
     console.print(
-        f"{path}: {counter.demands:,} look-ups by {counter.users:,} users in {counter.seconds:,.0f} s; "
+        f"{path}: {len(demands):,} look-ups by {demands.user_count:,} users in {demands.seconds:,.0f} s; "
         f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens",
         soft_wrap=True,
     )
-    if counter.demands == limit:
+    if len(demands) == limit:
         console.print(f"Only the first {limit:,} look-ups are replayed: --limit sets another number.")
 
 
@@ -182,13 +192,6 @@ def _policies(text: str, ttl_us: int) -> TierPolicies:
         known = ", ".join(PolicyName)
         raise RelayError(f"--policy {text}: give one of {known}, or two of them as HBM/DRAM.") from None
     return TierPolicies(hbm, dram, ttl_us)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise RelayError(f"{option} {text} is not a size: write it as 512MiB or 8GiB.") from None
 
 
 def _share(count: int, of: int) -> str:

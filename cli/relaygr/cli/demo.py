@@ -42,7 +42,9 @@ def demo(
     rate: Annotated[
         float | None, typer.Option(min=0.1, help="Impressions/s.", show_default="from the calibration")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Length of each run.", show_default="24")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Length of each run.", show_default="24, longer at a low rate")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Use an existing cluster without asking.")] = False,
 ) -> None:
@@ -58,10 +60,8 @@ def demo(
     wanted = list(DEFAULTS)
     if interactions is not None:
         wanted.append(f"gateway.interactions={interactions}")
-    if seconds is not None:
-        wanted.append(f"gateway.duration_s={seconds}")
     settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    options = DemoOptions(broker, PlanOverrides(deadline_ms, lead_ms, rate), model, keep, yes)
+    options = DemoOptions(broker, PlanOverrides(deadline_ms, lead_ms, rate, seconds), model, keep, yes)
     result = run_demo(Console(highlight=False), settings, options)
     if not result.passed:
         raise typer.Exit(1)

@@ -1,6 +1,8 @@
-"""Parses option values for several commands."""
+"""Parses option values, and prints sizes, times and ids, for several commands."""
 
 from __future__ import annotations
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from relaygr.runtime.errors import RelayError
 
@@ -20,3 +22,40 @@ def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
             raise RelayError(f"{option} {text}: write NAME=VALUE.")
         pairs[name] = value
     return pairs
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes. Raises RelayError if the text is not a size."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise RelayError(f"{option} {text} is not a size: write it as 512MiB or 8GiB.") from None
+
+
+def show_size(size_bytes: int) -> str:
+    """Such as 1.5 GiB."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1023.95:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def show_age(seconds: float | None) -> str:
+    """Such as 3m 12s; "-" for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    whole = int(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what would move a terminal's cursor or change its colours."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import enum
 import json
+import re
+import shlex
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.kafka.admin import check_topics, create_topics
-from relaygr.kafka.rights import Role, acl_commands, strimzi_user
+from relaygr.kafka.rights import Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.topic_check import Severity, TopicReport, TopicRow
 from relaygr.runtime.errors import RelayError
@@ -88,9 +91,45 @@ def acls(
         raise RelayError(f"--principal {principal}: write User:NAME, such as User:worker.")
     forms = form or list(AclForm)
     if AclForm.KAFKA_ACLS in forms:
-        typer.echo(acl_commands(role, principal, settings))
+        typer.echo(_acl_commands(role, principal, settings))
     if AclForm.STRIMZI in forms:
-        typer.echo(("---\n" if len(forms) > 1 else "") + strimzi_user(role, principal, settings), nl=False)
+        typer.echo(("---\n" if len(forms) > 1 else "") + _strimzi_user(role, principal, settings), nl=False)
+
+
+def _acl_commands(role: Role, principal: str, kafka: KafkaSettings) -> str:
+    """The `kafka-acls.sh` commands that give the rights to a principal, such as User:x."""
+    lines = []
+    for right in rights_of(role, kafka):
+        operations = " ".join(f"--operation {operation}" for operation in right.operations)
+        lines.append(
+            f"kafka-acls.sh --bootstrap-server {shlex.quote(kafka.bootstrap)} --command-config admin.properties --add "
+            f"--allow-principal {shlex.quote(principal)} {operations} --{right.resource} {shlex.quote(right.name)}"
+        )
+    return "\n".join(lines)
+
+
+def _strimzi_user(role: Role, principal: str, kafka: KafkaSettings) -> str:
+    """A KafkaUser of Strimzi with the rights, as YAML."""
+    login = principal.removeprefix("User:")
+    common_name = re.search(r"CN=([^,]+)", login)
+    name = re.sub(r"[^a-z0-9.-]+", "-", (common_name[1] if common_name else login).lower()).strip("-.")
+    acls = [
+        {
+            "resource": {"type": right.resource.value, "name": right.name, "patternType": "literal"},
+            "operations": list(right.operations),
+        }
+        for right in rights_of(role, kafka)
+    ]
+    user = {
+        "apiVersion": "kafka.strimzi.io/v1beta2",
+        "kind": "KafkaUser",
+        "metadata": {"name": name, "labels": {"strimzi.io/cluster": "my-cluster"}},
+        "spec": {
+            "authentication": {"type": "tls" if common_name else "scram-sha-512"},
+            "authorization": {"type": "simple", "acls": acls},
+        },
+    }
+    return yaml.safe_dump(user, sort_keys=False)
 
 
 def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str) -> None:

@@ -14,7 +14,6 @@ def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, over
     import structlog
 
     from relaygr.kafka.admin import require_topics
-    from relaygr.kafka.clients import require_broker
     from relaygr.kafka.rights import Role
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
@@ -38,7 +37,6 @@ def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, over
             await app.run(stop)
         log.info("trigger stopped", **app.decision_counts())
 
-    require_broker(settings)
     for finding in require_topics(settings, Role.TRIGGER).findings:
         log.warning("a topic differs from the catalogue", topic=finding.topic, what=finding.what, mend=finding.mend)
     log.info(

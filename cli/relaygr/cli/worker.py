@@ -20,6 +20,7 @@ from relaygr.kafka.settings import GroupProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings, apart_from_secrets
 from relaygr.worker.exits import Exit
+from relaygr.worker.settings import WorkerConfig
 
 log = structlog.get_logger()
 
@@ -114,15 +115,17 @@ def _leave(settings: Settings, worker_id: str) -> bool:
 
 def _work(settings: Settings, supervisor_line: int | None, *, is_standby: bool) -> Exit:
     from relaygr.worker.process import run_worker
-    from relaygr.worker.settings import WorkerConfig
-    from relaygr.worker.supervisor.heartbeat import SupervisorLink
+    from relaygr.worker.shared.lock import shared_folder
+    from relaygr.worker.supervisor.link import SupervisorLink
 
-    link = SupervisorLink(supervisor_line) if supervisor_line is not None else None
-    parts = WorkerConfig(settings, settings.worker, settings.admission, settings.consumer)
+    parts, link = _config(settings), None
+    if supervisor_line is not None:
+        link = SupervisorLink(supervisor_line, shared_folder(parts), settings.worker.orphan_s)
     return run_worker(parts, is_standby=is_standby, link=link)
 
 
 def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[str]]) -> Exit:
+    from relaygr.worker.shared.lock import shared_folder
     from relaygr.worker.supervisor.supervisor import Supervisor
 
     if settings.group_protocol is GroupProtocol.CONSUMER:
@@ -130,7 +133,11 @@ def _supervise(settings: Settings, make_command: Callable[[int, bool], Sequence[
             "the standby can take over only after the broker has ended the dead process's session: the broker refuses "
             "the same group.instance.id until then. Use group_protocol=classic"
         )
-    return Supervisor(settings.worker, settings.supervisor, make_command).run()
+    return Supervisor(settings.worker, settings.supervisor, shared_folder(_config(settings)), make_command).run()
+
+
+def _config(settings: Settings) -> WorkerConfig:
+    return WorkerConfig(settings, settings.worker, settings.admission, settings.consumer)
 
 
 def _child_command(

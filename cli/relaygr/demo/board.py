@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from relaygr.admission.latency import Stage
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.processes import CommandProcess, Reading, read_metrics
 from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, in_time, latency_summary
@@ -230,7 +231,8 @@ def _used(reading: Reading, tier: str) -> str:
     total = sum(samples.values())
     if not total:
         return "-"
-    return f"{1 - samples.get('free', 0.0) / total:.0%} of {total / 2**20:.0f} MiB"
+    unused = samples.get("free", 0.0) + samples.get("withheld", 0.0)
+    return f"{1 - unused / total:.0%} of {total / 2**20:.0f} MiB"
 
 
 def _ranges(partitions: Sequence[int]) -> str:
@@ -260,6 +262,13 @@ def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> No
         f"in HBM, {plan.dram_bytes / 2**20:.0f} MiB in DRAM",
         soft_wrap=True,
     )
+    if plan.cores.is_busy:
+        console.print(
+            f"busy       other processes use {plan.cores.foreign:.1f} of {plan.cores.usable} cores: the rate is "
+            "planned for the rest, and late shares say little. Run the demo on a quiet machine for a fair comparison.",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def print_summary(
@@ -291,6 +300,10 @@ def print_summary(
     table.add_row("device seconds", *(f"{run.device_seconds:.1f}" for run in runs))
     table.add_row("of these, warm-up", *(f"{run.warm_up_seconds:.1f}" for run in runs))
     table.add_row("generator delay, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
+    table.add_section()
+    table.add_row("Device time, measured / calibrated:")
+    for stage, name in ((Stage.PRE, "pre-infer"), (Stage.HIT, "ranking on cached K,V"), (Stage.FULL, "full inference")):
+        table.add_row(name, *(f"{run.slowdowns[stage]:.2f}" if stage in run.slowdowns else "-" for run in runs))
     console.print()
     console.print(table)
     console.print(
@@ -299,7 +312,8 @@ def print_summary(
     )
     for gate in shown:
         mark = "[green]yes[/green]" if gate.passed else "[red]NO [/red]"
-        console.print(f"{mark}        {gate.name}: {gate.found}")
+        mark, note = (mark, "") if gate.judged else ("[yellow]?  [/yellow]", " (not judged: the machine is busy)")
+        console.print(f"{mark}        {gate.name}: {gate.found}{note}")
 
 
 def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:

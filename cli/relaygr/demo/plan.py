@@ -5,8 +5,8 @@ gateway, so the plan multiplies the measured times by `CROWDING`. The plan then 
 
 * The deadline is between the time of ranking on a cached prefix and the time of full inference on a typical history.
 * The lead time is long enough to compute the prefix of a long history.
-* With the relay on, the devices use about a quarter of the cores: the broker, the trigger and the gateway need cores
-  too, and queueing delays are long even at half load.
+* With the relay on, the devices use about a quarter of the free cores: the broker, the trigger and the gateway need
+  cores too, and queueing delays are long even at half load. Cores that other processes use are not free.
 * HBM holds a part of the users' prefixes, so that the rest is reloaded from DRAM, which holds all of them.
 
 Options of the command override the plan.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.demo.machine import Cores
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 
 CROWDING = 2.0
@@ -29,6 +30,9 @@ LEAST_LEAD_MS = 100
 TARGET_LOAD = 0.25
 NEW_SHARE = 0.35
 """The assumed share of impressions whose prefix is computed from its start."""
+LEAST_IMPRESSIONS = 280
+"""At a low rate the run lasts longer, up to `LONGEST_S`, so that there are enough requests to compare."""
+LONGEST_S = 60.0
 HBM_SHARE = 0.6
 """The share of all prefixes that the HBM tiers of the workers hold together."""
 
@@ -46,8 +50,10 @@ class DemoPlan:
     budget_ms: int
     lead_ms: int
     rate_per_s: float
+    duration_s: float
     hbm_bytes: int
     dram_bytes: int
+    cores: Cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class PlanOverrides:
     budget_ms: int | None = None
     lead_ms: int | None = None
     rate_per_s: float | None = None
+    duration_s: float | None = None
 
 
 def plan_demo(
@@ -66,10 +73,12 @@ def plan_demo(
     lengths: Sequence[int],
     scored_tokens: int,
     workers: int,
-    cores: int,
+    cores: Cores,
+    duration_s: float,
     overrides: PlanOverrides,
 ) -> DemoPlan:
-    """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`.
+    """A plan for users with histories of `lengths` behaviours, each ranked with `scored_tokens`. `duration_s`: the
+    least length of a run.
 
     Raises ValueError if there is no user.
     """
@@ -82,7 +91,8 @@ def plan_demo(
     budget_ms = overrides.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
     lead_ms = overrides.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
     cost_ms = (NEW_SHARE * latency.pre_us(n50) / 1000 + hit_ms) * CROWDING
-    rate_per_s = overrides.rate_per_s or min(40.0, max(2.0, TARGET_LOAD * min(workers, cores) * 1000 / cost_ms))
+    rate_per_s = overrides.rate_per_s or min(40.0, max(1.0, TARGET_LOAD * min(workers, cores.free) * 1000 / cost_ms))
+    whole_s = max(duration_s, min(LEAST_IMPRESSIONS / rate_per_s, LONGEST_S))
     pages = [geometry.pages_for(layout.tokens(length)) for length in lengths]
     per_worker = math.ceil(sum(pages) / workers)
     # The prefix of the longest history must fit, with room for others.
@@ -97,6 +107,8 @@ def plan_demo(
         budget_ms=budget_ms,
         lead_ms=lead_ms,
         rate_per_s=round(rate_per_s, 1),
+        duration_s=overrides.duration_s or round(whole_s, 1),
         hbm_bytes=max(1 << 20, hbm_pages * geometry.page_bytes),
         dram_bytes=max(1 << 20, 2 * sum(pages) * geometry.page_bytes),
+        cores=cores,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.worker.executor.order import WorkClass
-from relaygr.worker.shared.mapped_file import memory_folder
+from relaygr.worker.shared.lock import memory_folder
 
 START_TIMEOUT_S = 40.0
 _STALE_MS = 3000
@@ -83,14 +84,11 @@ class DemoStack:
     ) -> None:
         self._cleanup.close()
 
-    def play(
-        self, title: str, records: Path, watch: Callable[[], None] | None = None, overrides: Sequence[str] = ()
-    ) -> RunSummary:
-        """Plays the schedule once. `watch` is called repeatedly during the run; `overrides` are for the gateway."""
+    def play(self, title: str, records: Path, overrides: Sequence[str] = ()) -> RunSummary:
+        """Plays the schedule once. `overrides` are for the gateway."""
         before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
-        relay = f"gateway.relay={str(self._relay).lower()}"
-        gateway = self._start_gateway(records, [], [relay, *overrides])
+        gateway = self._start_relayed(records, overrides)
         board = Board(
             self._console,
             title,
@@ -101,19 +99,13 @@ class DemoStack:
             self._owners,
             self._lag.lines if self._lag is not None else tuple,
         )
-
-        def has_ended() -> bool:
-            if watch is not None:
-                watch()
-            return self._has_ended(gateway)
-
-        board.run(has_ended)
+        board.run(lambda: self._has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
-        return summarise(tail.records, self._device_seconds() - before, warm_up)
+        return summarise(tail.records, self._device_seconds() - before, warm_up, self._slowdowns())
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
-        gateway = self._start_gateway(records, [], [f"gateway.relay={str(self._relay).lower()}", *overrides])
+        gateway = self._start_relayed(records, overrides)
         while not self._has_ended(gateway):
             watch()
             time.sleep(0.1)
@@ -143,6 +135,10 @@ class DemoStack:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
+    def _start_relayed(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
+        """A gateway for which the relay is on or off, as for the workers."""
+        return self._start_gateway(records, [], [f"gateway.relay={str(self._relay).lower()}", *overrides])
+
     def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> CommandProcess:
         return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
 
@@ -161,6 +157,12 @@ class DemoStack:
 
     def _device_seconds(self, **labels: str) -> float:
         return sum(reading.total("relaygr_worker_device_seconds_total", **labels) for reading in self.worker_readings())
+
+    def _slowdowns(self) -> dict[str, float]:
+        """Measured / calibrated device time by stage, the mean of the workers that did such work."""
+        told = [reading.by_label("relaygr_worker_slowdown_ratio", "stage") for reading in self.worker_readings()]
+        stages = {stage for each in told for stage in each}
+        return {stage: statistics.mean(each[stage] for each in told if stage in each) for stage in stages}
 
     def _owners(self) -> Mapping[str, Sequence[int]]:
         now_us = self._clock.wall_us()

@@ -1,8 +1,10 @@
 """Replays recorded look-ups against a cache with other policies and sizes.
 
-    demand         the requests for prefixes (user, prefix, time), read from a trace
+    demand         the requests for prefixes (user, prefix, time), read from a trace into columns
     synthetic      makes traces without a worker, from a log of interactions or from a schedule
-    run            plays a demand against a real `PrefixCache` on a virtual clock
+    run            plays demands against the worker's policies on a virtual clock
+    tiers          what one tier holds, in numbers of pages
+    histories      which cached prefix covers how much of another
     link           the simulated link between the two tiers
     parallel       plays several candidates in parallel
     bound          an upper bound on the hits of any policy

@@ -17,33 +17,23 @@ both tiers together, it bounds the hits in HBM or DRAM, since a cached page take
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.replay.demand import Demand, Visits
+from relaygr.replay.demand import NO_VISIT, DemandKind, Demands
 from relaygr.worker.kv import PrefixLayout
 
 
 class HitBound:
     """The bound for one list of demands."""
 
-    def __init__(self, demands: Iterable[Demand], layout: PrefixLayout, page_tokens: int) -> None:
-        # Page-steps of each visit that can be a hit, eight bytes each, since a trace may be long.
-        costs = array("q")
-        visits, begun = Visits(), 0
-        for demand in demands:
-            visit = visits.begin(demand)
-            if visit is not None:
-                begun += 1
-                if visit.reusable:
-                    pages = -(-layout.tokens(visit.reusable) // page_tokens)
-                    costs.append(pages * (visit.number - visit.before))
-        self.visits = begun
-        self._lookups = visits.lookups
-        self._spent: NDArray[np.int64] = np.cumsum(np.sort(np.array(costs, np.int64)))
+    def __init__(self, demands: Demands, layout: PrefixLayout, page_tokens: int) -> None:
+        self.visits = int((demands.reusable != NO_VISIT).sum())
+        reusable = demands.reusable > 0
+        tokens = layout.contextual_tokens + demands.reusable[reusable].astype(np.int64) * layout.tokens_per_behaviour
+        steps = -(-tokens // page_tokens) * demands.waits[reusable]
+        self._lookups = int((demands.kinds != DemandKind.FORGET).sum())
+        self._spent: NDArray[np.int64] = np.cumsum(np.sort(steps))
 
     @property
     def with_all_room(self) -> int:

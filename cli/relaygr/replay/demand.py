@@ -1,43 +1,40 @@
-"""Demand: the requests for prefixes, with user and time. This part of a trace does not depend on the cache.
+"""Demands: the look-ups and removals of a trace. This part of a trace does not depend on the cache.
 
 A *visit* is a user's request for a prefix. Look-ups of the same history within `VISIT_US` belong to one visit, such as
 the look-ups of the pre-infer job and of the ranking request of one impression.
+
+A trace is read once, into columns of about 35 bytes a demand, and every candidate is played from them.
 """
 
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain
+import numpy as np
+from numpy.typing import NDArray
+
 from relaygr.worker.cache.events import EventKind
-from relaygr.worker.cache.identity import Mark, PrefixKey
 from relaygr.worker.cache.policies import VISIT_US
-from relaygr.worker.cache.trace import Sketch, TraceRecord
+from relaygr.worker.cache.trace import TraceRow, common_behaviours
 
-SEED = bytes(DIGEST_BYTES)
+SAME = -1
+"""In `Demands.shared`: the history is that of the owner's previous demand."""
+NO_VISIT = -1
+"""In `Demands.reusable`: no visit begins here."""
+_CHUNK = 8192
 
 
-class DemandKind(enum.StrEnum):
+class DemandKind(enum.IntEnum):
     """The kind of request."""
 
-    PREPARE = "prepare"
+    PREPARE = 0
     """A pre-infer job: prepare the prefix."""
-    RANK = "rank"
-    FORGET = "forget"
+    RANK = 1
+    FORGET = 2
     """The prefixes of the user are invalidated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """One request to the cache. `at_us` counts from the start of the trace."""
-
-    kind: DemandKind
-    at_us: int
-    user: int
-    namespace: bytes
-    sketch: Sketch
 
 
 _KINDS = {
@@ -46,115 +43,118 @@ _KINDS = {
     EventKind.INVALIDATE: DemandKind.FORGET,
 }
 
-
-def demands_of(records: Iterable[TraceRecord]) -> Iterator[Demand]:
-    """The demands in a trace, with times that never decrease."""
-    latest_us = 0
-    for record in records:
-        kind = _KINDS.get(record.kind)
-        if kind is not None:
-            latest_us = max(latest_us, record.at_us)
-            yield Demand(kind, latest_us, record.user, record.namespace, record.sketch)
+DemandRow = tuple[int, int, int, int, int, int]
+"""`kind`, `at_us`, `owner`, `length`, `shared` and `reusable` of one demand."""
 
 
-class DemandCounter:
-    """Counts the demands that pass through `of`. `users` and `seconds` cover those that have passed so far."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Demands:
+    """The demands of a trace, in order. Every array but `users` has the shape [demands].
 
-    def __init__(self) -> None:
-        self.demands = 0
-        self._users: set[int] = set()
-        self._first_us = self._last_us = 0
+    An *owner* is a user with one model; owners and users are numbered in the order of their first demands.
+    """
+
+    kinds: NDArray[np.uint8]
+    """`DemandKind`."""
+    at_us: NDArray[np.int64]
+    """Times from the start of the trace. They never decrease."""
+    owners: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    """Behaviours of the requested prefix."""
+    shared: NDArray[np.int32]
+    """Leading behaviours in common with the owner's previous demand, or SAME."""
+    reusable: NDArray[np.int32]
+    """Where a visit begins: leading behaviours of its prefix that were in the owner's previous visit; else NO_VISIT."""
+    waits: NDArray[np.int32]
+    """Where a visit begins: number of look-ups since the last one of the owner's previous visit; 0 without one."""
+    users: NDArray[np.int32]
+    """The user of each owner, [owners]."""
+
+    def __len__(self) -> int:
+        return self.kinds.size
 
     @property
-    def users(self) -> int:
-        return len(self._users)
+    def user_count(self) -> int:
+        return int(self.users.max()) + 1 if self.users.size else 0
 
     @property
     def seconds(self) -> float:
-        return (self._last_us - self._first_us) / 1e6
+        """Time from the first demand to the last."""
+        return float(self.at_us[-1] - self.at_us[0]) / 1e6 if len(self) else 0.0
 
-    def of(self, demands: Iterable[Demand]) -> Iterator[Demand]:
-        """Yields the demands unchanged."""
-        for demand in demands:
-            if not self.demands:
-                self._first_us = demand.at_us
-            self.demands += 1
-            self._users.add(demand.user)
-            self._last_us = demand.at_us
-            yield demand
+    @property
+    def visit_lengths(self) -> NDArray[np.int64]:
+        """Behaviours of the prefix of each visit."""
+        lengths: NDArray[np.int64] = self.lengths[self.reusable != NO_VISIT].astype(np.int64)
+        return lengths
+
+    def rows(self) -> Iterator[DemandRow]:
+        """All demands in order."""
+        for start in range(0, len(self), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            columns = (self.kinds, self.at_us, self.owners, self.lengths, self.shared, self.reusable)
+            yield from zip(*(column[part].tolist() for column in columns), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One visit, which begins with look-up `number`.
+@dataclass(slots=True)
+class _Latest:
+    """The latest demand of an owner, and its latest visit. `last`: the number of the visit's last look-up, or -1."""
 
-    `reusable` leading behaviours of its prefix were in the user's previous visit, whose last look-up was number
-    `before`; -1 without one.
-    """
-
-    number: int
+    owner: int
     behaviours: int
-    reusable: int
-    before: int
+    marks: bytes
+    begun_us: int
+    last: int
 
 
-class Visits:
-    """Finds the visits in a list of demands, and the reusable part of each."""
-
-    def __init__(self) -> None:
-        self._latest: dict[tuple[int, bytes], tuple[Sketch, int, int]] = {}
-        """(history, start, number of the last look-up) of each user's last visit."""
-        self.lookups = 0
-        """Number of look-ups so far."""
-
-    def begin(self, demand: Demand) -> Visit | None:
-        """The visit that begins with this demand, or None."""
-        who = (demand.user, demand.namespace)
-        if demand.kind is DemandKind.FORGET:
-            self._latest.pop(who, None)
-            return None
-        number = self.lookups
-        self.lookups += 1
-        reusable, before = 0, -1
-        latest = self._latest.get(who)
-        if latest is not None:
-            sketch, begun_us, before = latest
-            if sketch == demand.sketch and demand.at_us - begun_us < VISIT_US:
-                self._latest[who] = (sketch, begun_us, number)
-                return None
-            reusable = sketch.common(demand.sketch)
-        self._latest[who] = (demand.sketch, demand.at_us, number)
-        return Visit(number, demand.sketch.behaviours, reusable, before)
-
-
-class PrefixKeyMaker:
-    """Makes keys for the cache from sketches: with invented digest chains that diverge where the sketches do."""
-
-    def __init__(self) -> None:
-        self._latest: dict[tuple[int, bytes], tuple[Sketch, PrefixKey]] = {}
-        self._made = 0
-
-    def key(self, demand: Demand) -> PrefixKey:
-        """The key of the demand's prefix. It agrees with the user's previous key as far as their sketches agree."""
-        who = (demand.user, demand.namespace)
-        before = self._latest.get(who)
-        if before is not None and before[0] == demand.sketch:
-            return before[1]
-        length = demand.sketch.behaviours
-        blocks: tuple[bytes, ...] = ()
-        marks: tuple[Mark, ...] = ()
-        if before is not None:
-            sketch, key = before
-            common = sketch.common(demand.sketch)
-            blocks = key.chain.blocks[: common // BLOCK]
-            known = (*key.marks, Mark(key.length, key.chain.digest))
-            marks = tuple(mark for mark in known if mark.length <= common and mark.length < length)
-        count = -(-length // BLOCK)
-        chain = DigestChain(SEED, blocks + tuple(self._digest() for _ in range(count - len(blocks))), length)
-        made = PrefixKey(f"{demand.user:016x}", demand.namespace or b"-", chain, marks=marks).held()
-        self._latest[who] = (demand.sketch, made)
-        return made
-
-    def _digest(self) -> bytes:
-        self._made += 1
-        return self._made.to_bytes(DIGEST_BYTES, "big")
+def demands_of(rows: Iterable[TraceRow], limit: int | None = None) -> Demands:
+    """The first `limit` demands in the rows of a trace."""
+    kinds, times, owners = array("B"), array("q"), array("i")
+    lengths, shared, reusable, waits, users = (array("i") for _ in range(5))
+    user_numbers: dict[int, int] = {}
+    by_owner: dict[tuple[int, bytes], _Latest] = {}
+    now_us = lookups = 0
+    for name, at_us, user, namespace, behaviours, marks, _ in rows:
+        kind = _KINDS.get(name)  # type: ignore[call-overload]
+        if kind is None:
+            continue
+        if len(kinds) == limit:
+            break
+        if at_us > now_us:
+            now_us = at_us
+        who = (user, namespace)
+        latest = by_owner.get(who)
+        common = 0
+        if latest is None:
+            by_owner[who] = latest = _Latest(len(by_owner), behaviours, marks, now_us, -1)
+            users.append(user_numbers.setdefault(user, len(user_numbers)))
+        elif latest.behaviours == behaviours and latest.marks == marks:
+            common = SAME
+        else:
+            common = common_behaviours(latest.behaviours, latest.marks, behaviours, marks)
+            latest.behaviours, latest.marks = behaviours, marks
+        kinds.append(kind)
+        times.append(now_us)
+        owners.append(latest.owner)
+        lengths.append(behaviours)
+        shared.append(common)
+        reused, wait = NO_VISIT, 0
+        if kind is DemandKind.FORGET:
+            latest.last = -1
+        else:
+            if latest.last < 0:
+                reused = 0
+                latest.begun_us = now_us
+            elif common != SAME or now_us - latest.begun_us >= VISIT_US:
+                reused = behaviours if common == SAME else common
+                wait = lookups - latest.last
+                latest.begun_us = now_us
+            latest.last = lookups
+            lookups += 1
+        reusable.append(reused)
+        waits.append(wait)
+    return Demands(
+        np.array(kinds, np.uint8),
+        np.array(times, np.int64),
+        *(np.array(column, np.int32) for column in (owners, lengths, shared, reusable, waits, users)),
+    )

@@ -7,9 +7,11 @@ that are complete by its time.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
+from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, QueuedCopy
 from relaygr.worker.cache.results import Tier
 
 
@@ -24,21 +26,31 @@ class LinkSpeed:
         return self.delay_us + size_bytes / self.bytes_per_us
 
 
+class LinkCopy(QueuedCopy, Protocol):
+    """The part of a copy that the link needs: a `CopyRequest`, or a copy of a number of pages."""
+
+    @property
+    def target(self) -> Tier: ...
+
+    @property
+    def on_done(self) -> Callable[[bool], None]: ...
+
+
 class VirtualLink:
     """A `Mover`. A page takes `page_bytes` on the link."""
 
     def __init__(self, page_bytes: int, speed: LinkSpeed, limits: CopyLimits | None = None) -> None:
         self._page_bytes = page_bytes
         self._speed = speed
-        self._queue = CopyQueue(page_bytes, limits if limits is not None else CopyLimits())
-        self._under_way: deque[tuple[float, CopyRequest]] = deque()
+        self._queue: CopyQueue[LinkCopy] = CopyQueue(page_bytes, limits if limits is not None else CopyLimits())
+        self._under_way: deque[tuple[float, LinkCopy]] = deque()
         """(end, request) of the copies under way, in order of their ends."""
         self._free_us = 0.0
         self.now_us = 0
         self.moved_bytes = dict.fromkeys(Tier, 0)
         """Bytes of the copies that have ended, by target tier."""
 
-    def submit(self, request: CopyRequest) -> bool:
+    def submit(self, request: LinkCopy) -> bool:
         if not self._queue.push(request):
             return False
         self._start()
@@ -52,7 +64,8 @@ class VirtualLink:
         """Advances the clock to `now_us`. Each copy that ends before ends at its own time."""
         while self._under_way and self._under_way[0][0] <= now_us:
             self._end_first()
-        self.now_us = max(self.now_us, now_us)
+        if now_us > self.now_us:
+            self.now_us = now_us
 
     def run(self) -> None:
         """Advances the clock until no copy is left."""

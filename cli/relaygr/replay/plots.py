@@ -116,7 +116,7 @@ def _panels(results: Sequence[ReplayResult]) -> list[list[ReplayResult]]:
 def _against_size(
     axes: Axes, tier: _Tier, results: Sequence[ReplayResult], bound: HitBound, environment: ReplayEnvironment
 ) -> None:
-    """A line for each policy."""
+    """A line for each policy. The bound is also given in words: it may lie outside the axis."""
     sizes = _sizes(results)
     (hbm_bytes, dram_bytes), varies_hbm = sizes[0], sizes[0][0] != sizes[-1][0]
 
@@ -129,7 +129,9 @@ def _against_size(
         along = [size_of(each) for each in line]
         axes.plot(along, [tier.share(each) for each in line], marker="o", markersize=4, label=name)
     bounds = {size_of(each): tier.bound(bounds_of(bound, environment, each.candidate)) for each in ordered}
-    axes.plot(list(bounds), list(bounds.values()), color=_BOUND, label="bound")
+    axes.plot(list(bounds), list(bounds.values()), color=_BOUND)
+    lowest, highest = min(bounds.values()), max(bounds.values())
+    axes.set_title(f"bound (grey, if on the axis): {lowest:.1%} to {highest:.1%}", fontsize="small")
     # Size 0 is drawn beside the smallest size.
     axes.set_xscale("symlog", base=2, linthresh=min(size for size in bounds if size))
     axes.set_xticks(sorted(bounds))

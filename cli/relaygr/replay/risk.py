@@ -88,7 +88,7 @@ class RiskResult:
 
 
 def requests_of(records: Iterable[ImpressionRecord], scored_tokens: int | None = None) -> list[RecordedRequest]:
-    """The ranked requests of a run without the relay, in the order of its schedule.
+    """The requests of a run without the relay that full inference answered, in the order of its schedule.
 
     `scored_tokens`: suffix tokens and candidates; None: the number of scores. The prefix of a truncated request has the
     length that others show for its history.
@@ -140,8 +140,7 @@ def replay_risk(
             feedback.take("worker", report, now_us)
         tokens, scored = request.prefix_tokens, request.scored_tokens
         if rule.uses_reports:
-            factors = [ratio * margin for ratio, margin in zip(factors_of(report.ratios), margins, strict=True)]
-            expected_us = report.outside_us + risky_us(latency, factors, tokens, scored)
+            expected_us = report.outside_us + risky_us(latency, factors_of(report.ratios), margins, tokens, scored)
         else:
             expected_us = latency.full_us(tokens, scored) + (quantile(queue, 0.99) if queue else 0)
         queue.append(request.queue_us)

@@ -34,7 +34,7 @@ def tables_of(results: Sequence[ReplayResult], bound: HitBound, environment: Rep
         title = f"{size_text(hbm_bytes)} of HBM, {size_text(dram_bytes) if dram_bytes else 'none'} of DRAM"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
         table.add_column("policy", no_wrap=True)
-        for name in ("in HBM", "in DRAM", "either", "computed", "spilled", "reloaded", "evicted"):
+        for name in ("in HBM", "in DRAM", "either", "computed", "time", "spilled", "reloaded", "evicted"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in same:
             visits = max(1, one.visits)
@@ -44,6 +44,7 @@ def tables_of(results: Sequence[ReplayResult], bound: HitBound, environment: Rep
                 _share(one.dram_hits / visits),
                 _share((one.hbm_hits + one.dram_hits) / visits),
                 _share(one.recomputed_tokens / max(1, one.asked_tokens)),
+                _share(one.recomputed_us / (one.asked_us or 1.0)),
                 _bytes(one.spilled_bytes),
                 _bytes(one.reloaded_bytes),
                 f"{_count(one.hbm_evictions)} + {_count(one.dram_evictions)}",

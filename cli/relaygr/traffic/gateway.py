@@ -1,7 +1,7 @@
 """A gateway that plays a schedule of impressions against the clock (open loop) and records the outcomes.
 
 The gateway also publishes the histories of its users: the first versions before the first impression, and each longer
-version before the retrieval event that names it.
+version before the retrieval event that names it. A user that starts again is deleted first.
 
 The latency of a request counts from its *scheduled* ranking time, even if the gateway was late. Every request ends as
 exactly one record: answered, answered late, not sent, or lost.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -92,6 +93,7 @@ class Gateway:
         self._stopping = False
         self._lost_after_s = lost_after_s
         self._versions: dict[int, _VersionedHistory] = {}
+        self._lengths: dict[int, int] = {}
         self.recorded = 0
 
     def stop(self) -> None:
@@ -169,7 +171,8 @@ class Gateway:
     def _calls_of(self, impression: Impression, started_us: int) -> Iterable[tuple[int, Callable[[int], None]]]:
         request_id = self._client.new_request_id()
         retrieval_us, ranking_us = started_us + impression.retrieval_us, started_us + impression.ranking_us
-        yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
+        if self._may_be_new(impression):
+            yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
         if self._settings.relay:
             yield retrieval_us, lambda _: self._begin(impression, request_id)
         yield ranking_us, lambda at_us: self._rank_on_schedule(impression, request_id, at_us)
@@ -231,14 +234,27 @@ class Gateway:
                 return
             self._publish(history_at(self._population, index, self._population.first_length(index)))
 
+    def _may_be_new(self, impression: Impression) -> bool:
+        """Whether the history may be another one than that which was published before the first impression."""
+        return self._settings.start_again or impression.history_length > self._population.first_length(impression.user)
+
     def _publish_version(self, impression: Impression) -> None:
-        if impression.history_length > self._population.first_length(impression.user):
+        user, length = impression.user, impression.history_length
+        first = self._population.first_length(user)
+        before, self._lengths[user] = self._lengths.get(user, first), length
+        if length < before:
+            self._when_there_is_room(partial(self._client.tombstone, self._population.user_id(user)))
+        if length != first or length < before:
             self._publish(self._history(impression))
 
     def _publish(self, history: History) -> None:
+        self._when_there_is_room(partial(self._client.publish_history, history))
+
+    def _when_there_is_room(self, publish: Callable[[], None]) -> None:
+        """Publishes, after a wait while the client's queue is full."""
         while not self._stopping:
             try:
-                return self._client.publish_history(history)
+                return publish()
             except QueueFull:
                 time.sleep(_BACK_PRESSURE_S)
 

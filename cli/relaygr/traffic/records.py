@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class ImpressionRecord:
 
 
 _FIELDS = tuple(field.name for field in fields(ImpressionRecord))
+_TIMINGS = tuple(field.name for field in fields(StageTimings))
 
 
 def pack_scores(scores: NDArray[np.float32]) -> str:
@@ -77,7 +78,7 @@ class RecordWriter:
         # Not `asdict`, which copies deeply: the gateway shares the machine with the processes that it measures.
         plain = {name: getattr(record, name) for name in _FIELDS}
         if record.timings is not None:
-            plain["timings"] = asdict(record.timings)
+            plain["timings"] = {name: getattr(record.timings, name) for name in _TIMINGS}
         self._file.write(json.dumps(plain, separators=(",", ":")) + "\n")
 
     def close(self) -> None:

@@ -51,7 +51,10 @@ def impressions(settings: TrafficSettings, population: Population) -> Iterator[I
 def _next_length(before: int | None, settings: TrafficSettings, population: Population, user: int) -> int:
     if before is None:
         return population.first_length(user)
-    most = max(population.first_length(user), len(population.sequence(user)) - settings.suffix)
+    first = population.first_length(user)
+    most = max(first, len(population.sequence(user)) - settings.suffix)
+    if settings.start_again and before >= most:
+        return first
     return min(before + settings.growth, most)
 
 

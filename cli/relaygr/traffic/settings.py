@@ -39,6 +39,9 @@ class TrafficSettings(Section):
     ] = 0.3
     history_max: Annotated[int, Field(ge=1, le=MAX_BEHAVIOURS, description="longest history that is published")] = 2048
     growth: Annotated[int, Field(ge=0, description="behaviours added to a history between two impressions")] = 8
+    start_again: bool = Field(
+        False, description="delete a user whose history is at its longest, by a tombstone, and begin it again"
+    )
 
     lead_median_ms: Annotated[
         float, Field(ge=0, description="median time from the retrieval event to the ranking request")

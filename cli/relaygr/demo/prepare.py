@@ -1,0 +1,120 @@
+"""What the demo makes before its first run: a model, a calibration with the plan from it, and everybody's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ByteSize
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaygr.demo.machine import CoreWatch
+from relaygr.demo.plan import CROWDING, HBM_SHARE, DemoPlan, PlanOverrides, plan_demo
+from relaygr.devbroker import LocalBroker
+from relaygr.settings import Settings
+from relaygr.traffic.population import Population
+from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
+from relaygr.worker.measuring import bind_own_arena
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import load_engine
+
+WORKERS = 2
+DEMO_PARTITIONS = 12
+LONGEST_WARM_UP_S = 15.0
+CALIBRATION_FILE = "calibration.json"
+
+
+def make_model(folder: Path, settings: Settings, population: Population) -> Path:
+    """Makes a random model for the items of the population and the length of its longest history."""
+    longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
+    suffix = settings.gateway.suffix
+    config = ModelConfig(
+        embedding_dim=96,
+        num_heads=3,
+        attention_dim=32,
+        hidden_dim=32,
+        num_layers=4,
+        normalizer=float(longest + suffix),
+        vocabulary_size=int(population.items.size),
+        num_actions=64,
+        num_positions=longest + suffix + 1,
+        max_prefix_behaviours=longest,
+        max_suffix_behaviours=suffix,
+        max_candidates=settings.gateway.candidates,
+    )
+    checkpoint = random_checkpoint(config, settings.gateway.seed, population.items)
+    save_checkpoint(folder, config, checkpoint.tensors)
+    return folder
+
+
+def plan_for_this_machine(
+    console: Console, folder: Path, model: Path, settings: Settings, population: Population, overrides: PlanOverrides
+) -> DemoPlan:
+    """Calibrates this machine before anything else runs, and makes the plan from the result and the free cores."""
+    worker = settings.worker
+    engine = load_engine(
+        model, worker.device, worker.kv_dtype, worker.page_tokens, worker.threads, worker.compute_dtype
+    )
+    bind_own_arena(engine)
+    columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress, CoreWatch() as watch:
+        bar = progress.add_task("", total=1.0)
+        calibration = calibrate(
+            engine, QUICK_BUDGET_S, lambda share, text: progress.update(bar, completed=share, description=text)
+        )
+    save_calibration(calibration, folder / CALIBRATION_FILE)
+    longest = engine.limits.max_prefix_behaviours
+    lengths = [min(population.first_length(index), longest) for index in range(population.size)]
+    scored = settings.gateway.suffix * engine.layout.tokens_per_behaviour + settings.gateway.candidates
+    return plan_demo(
+        calibration.model, engine.geometry, engine.layout, lengths, scored, WORKERS, watch.cores,
+        settings.gateway.duration_s, overrides,
+    )  # fmt: skip
+
+
+def settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
+    """The pause before the first impression: long enough for the workers to warm up as many prefixes as fit in HBM."""
+    if not settings.worker.warm_up_users:
+        return settings.gateway.settle_s
+    device_s = HBM_SHARE * users * plan.pre_infer_p90_ms / 1000 * CROWDING
+    warm_up_s = device_s / WORKERS / settings.worker.warm_up_share
+    return round(settings.gateway.settle_s + min(LONGEST_WARM_UP_S, warm_up_s), 1)
+
+
+def planned_settings(
+    settings: Settings, plan: DemoPlan, model: Path, folder: Path, broker: LocalBroker, users: int
+) -> Settings:
+    """The settings of every process: those of the user, of the plan, and of the broker."""
+    on_broker = broker.settings(settings)
+    gateway = settings.gateway.model_copy(
+        update={
+            "budget_ms": plan.budget_ms,
+            "lead_median_ms": float(plan.lead_ms),
+            "rate_per_s": plan.rate_per_s,
+            "duration_s": plan.duration_s,
+        }
+    )
+    worker_set = settings.worker.model_fields_set
+    worker = settings.worker.model_copy(
+        update={
+            "model": model,
+            "calibration": folder / CALIBRATION_FILE,
+            "hbm_bytes": ByteSize(plan.hbm_bytes),
+            "dram_bytes": ByteSize(plan.dram_bytes),
+            "history_max_bytes": ByteSize(256 << 20),
+            "warm_up_users": users if "warm_up_users" not in worker_set else settings.worker.warm_up_users,
+        }
+    )
+    return settings.model_copy(
+        update={
+            "bootstrap": on_broker.bootstrap,
+            "fetch_wait_max_ms": on_broker.fetch_wait_max_ms,
+            "session_timeout_ms": on_broker.session_timeout_ms,
+            "replication_factor": on_broker.replication_factor,
+            "min_insync_replicas": on_broker.min_insync_replicas,
+            "partitions": DEMO_PARTITIONS,
+            "gateway": gateway,
+            "worker": worker,
+        }
+    )
