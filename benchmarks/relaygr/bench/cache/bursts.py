@@ -27,6 +27,7 @@ from relaygr.bench.cache.operations import BEHAVIOURS, LAYOUT, PAGES, key_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
 from relaygr.worker.cache import CacheConfig, Fill, Hit, PendingOutcome, PendingPrefix, PrefixCache, Tier
 from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline
+from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate, reload_pays
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry
 
@@ -34,6 +35,7 @@ from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry
 GEOMETRY = KvGeometry(1, 1, 8192, 8192, BEHAVIOURS // PAGES, KvDtype.BFLOAT16)
 SPEED = LinkSpeed(delay_us=30.0, bytes_per_us=20 * 2**30 / 1e6)
 UNBOUNDED = CopyLimits(max_jobs=10**9, max_bytes=2**60)
+LRU = TierPolicies(PolicyName.LRU, PolicyName.LRU)
 USERS = 5_000
 HBM_PREFIXES = 500
 REQUESTS_A_VISIT = 3
@@ -121,7 +123,9 @@ class WithSingleFlight:
         self._saved_us = saved_us
         gate = SpillGate(1e12, 1e12)
         self._cache = PrefixCache(
-            CacheConfig(DramGeometry(GEOMETRY), LAYOUT, HBM_PREFIXES * PAGES, USERS * PAGES), self.link, spill_gate=gate
+            CacheConfig(DramGeometry(GEOMETRY), LAYOUT, HBM_PREFIXES * PAGES, USERS * PAGES, LRU),
+            self.link,
+            spill_gate=gate,
         )
         for user in range(USERS):
             fill = self._cache.reserve(key_of(user), 0)

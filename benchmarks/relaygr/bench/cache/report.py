@@ -1,16 +1,11 @@
-"""Figures as tables, pictures and CSV rows."""
+"""Figures as tables and pictures."""
 
 from __future__ import annotations
 
-import csv
-import os
-import platform
 import textwrap
-import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,28 +13,8 @@ from rich.table import Table
 
 from relaygr.bench.cache.bursts import BurstFigures
 from relaygr.bench.cache.operations import OperationFigures
+from relaygr.bench.cache.policies import PolicyFigures
 from relaygr.bench.cache.reloads import ReloadFigures
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-def machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def append(path: Path, figures: Sequence[DataclassInstance]) -> None:
-    """Appends a row for each figure, and the header to a new file."""
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(figures[0])])
-        if new:
-            writer.writeheader()
-        writer.writerows(asdict(one) for one in figures)
 
 
 def operations_table(figures: Sequence[OperationFigures]) -> Table:
@@ -87,6 +62,80 @@ def bursts_table(figures: Sequence[BurstFigures]) -> Table:
             f"{one.computed:,}",
         )
     return table
+
+
+def policies_table(traffic: str, figures: Sequence[PolicyFigures]) -> Table:
+    """A row for each size, and for each policy the visits that hit and the device time saved."""
+    mine = [one for one in figures if one.traffic == traffic]
+    names = list(dict.fromkeys(one.policy for one in mine))
+    table = Table(title=f"{traffic}: visits that hit / device time saved", box=None, padding=(0, 2, 0, 0))
+    for name in ("HBM", "DRAM", *names, "bound"):
+        table.add_column(name, justify="right")
+    for size in dict.fromkeys(_size(one) for one in mine):
+        row = {one.policy: one for one in mine if _size(one) == size}
+        cells = [f"{row[name].in_either:.1%} / {row[name].time_saved:.1%}" for name in names]
+        table.add_row(*(f"{share:.0%}" for share in size), *cells, f"{row[names[0]].bound:.1%}")
+    return table
+
+
+def policies_summary(figures: Sequence[PolicyFigures]) -> Table:
+    """For each policy, its device time saved beyond that of LRU, in points: the mean by traffic, and the extremes."""
+    names = list(dict.fromkeys(one.policy for one in figures))
+    table = Table(title="Device time saved beyond that of lru, points", box=None, padding=(0, 2, 0, 0))
+    table.add_column("traffic")
+    for name in names:
+        table.add_column(name, justify="right")
+    gains = _gains(figures)
+    for traffic in dict.fromkeys(one.traffic for one in figures):
+        means = {name: _mean(list(gains[traffic, name].values())) for name in names}
+        table.add_row(traffic, *(f"{means[name]:+.1f}" for name in names))
+    for label, of in (("mean", _mean), ("worst", min), ("best", max)):
+        every = {
+            name: [gain for key, by_size in gains.items() if key[1] == name for gain in by_size.values()]
+            for name in names
+        }
+        table.add_row(label, *(f"{of(every[name]):+.1f}" for name in names), style="bold")
+    return table
+
+
+def _size(one: PolicyFigures) -> tuple[float, float]:
+    return one.hbm_share, one.dram_share
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _gains(figures: Sequence[PolicyFigures]) -> dict[tuple[str, str], dict[tuple[float, float], float]]:
+    """By traffic and policy, and then by size: device time saved beyond that of LRU, in points."""
+    lru = {(one.traffic, _size(one)): one.time_saved for one in figures if one.policy == "lru"}
+    gains: dict[tuple[str, str], dict[tuple[float, float], float]] = defaultdict(dict)
+    for one in figures:
+        gains[one.traffic, one.policy][_size(one)] = 100 * (one.time_saved - lru[one.traffic, _size(one)])
+    return gains
+
+
+def plot_policies(path: Path, figures: Sequence[PolicyFigures]) -> None:
+    """A panel for each traffic: the gain of each policy over LRU, by size."""
+    traffics = list(dict.fromkeys(one.traffic for one in figures))
+    columns = 4
+    figure = Figure(figsize=(4 * columns, 3.4 * -(-len(traffics) // columns)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("Device time saved beyond that of lru, points")
+    panels = figure.subplots(-(-len(traffics) // columns), columns, sharex=True, squeeze=False).flatten().tolist()
+    gains = _gains(figures)
+    for axes, traffic in zip(panels, traffics, strict=False):
+        for policy in dict.fromkeys(one.policy for one in figures):
+            by_size = gains[traffic, policy]
+            names = [f"{hbm:.0%}" + (f"\n+{dram:.0%}" if dram else "") for hbm, dram in by_size]
+            axes.plot(names, list(by_size.values()), marker="o", markersize=3, label=policy)
+        axes.set_title(traffic)
+        axes.grid(axis="y", alpha=0.3)
+    for axes in panels[len(traffics) :]:
+        axes.set_visible(False)
+    figure.supxlabel("HBM (+ DRAM), share of the footprint")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def plot_operations(path: Path, figures: Sequence[OperationFigures]) -> None:

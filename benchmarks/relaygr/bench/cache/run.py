@@ -1,8 +1,10 @@
-"""The three parts of the cache benchmark, one after the other. `__main__` describes them."""
+"""The parts of the cache benchmark, one after the other. `__main__` describes them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ from rich.console import Console
 from rich.progress import track
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.bench.cache import bursts, operations, reloads, report
+from relaygr.bench.cache import bursts, operations, policies, reloads, report
+from relaygr.bench.rows import append_rows, machine, now
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.cache.policies import PolicyName
 
@@ -23,7 +26,9 @@ LATENCY = LatencyModel(
 """Latency of the simulated device: it computes a prefix of 1,024 tokens in 6.6 ms. Its copy takes 1.6 ms."""
 
 
-def measure(parts: Sequence[str], users: int, calls: int, seconds: float, out: Path) -> None:
+def measure(
+    parts: Sequence[str], users: int, calls: int, seconds: float, visits: int, logs: Sequence[Path], out: Path
+) -> None:
     """Measures the named parts, prints the figures and appends them to the CSVs in `out`."""
     torch.set_num_threads(1)
     console = Console(highlight=False)
@@ -33,8 +38,10 @@ def measure(parts: Sequence[str], users: int, calls: int, seconds: float, out: P
             _operations(console, out, users, min(calls, users // 10))
         elif part == "reloads":
             _reloads(console, out)
-        else:
+        elif part == "bursts":
             _bursts(console, out, seconds)
+        else:
+            _policies(console, out, visits, logs)
         console.print()
 
 
@@ -42,12 +49,10 @@ def _operations(console: Console, out: Path, users: int, calls: int) -> None:
     figures = []
     for policy in track(list(PolicyName), "operations", console=Console(stderr=True), transient=True):
         for operation, us in operations.measure(policy, users, calls):
-            one = operations.OperationFigures(
-                report.now(), report.machine(), policy.value, operation, users, 1e6 / us, us
-            )
+            one = operations.OperationFigures(now(), machine(), policy.value, operation, users, 1e6 / us, us)
             figures.append(one)
     console.print(report.operations_table(figures))
-    report.append(out / "operations.csv", figures)
+    append_rows(out / "operations.csv", [asdict(one) for one in figures])
     report.plot_operations(out / "operations.png", figures)
 
 
@@ -60,12 +65,12 @@ def _reloads(console: Console, out: Path) -> None:
         gib = size_mib * at_once / 1024
         figures.append(
             reloads.ReloadFigures(
-                report.now(), report.machine(), size_mib, at_once, first_ms, last_ms, gib / last_ms * 1000,
+                now(), machine(), size_mib, at_once, first_ms, last_ms, gib / last_ms * 1000,
                 gib / plain_ms * 1000,
             )
         )  # fmt: skip
     console.print(report.reloads_table(figures))
-    report.append(out / "reloads.csv", figures)
+    append_rows(out / "reloads.csv", [asdict(one) for one in figures])
     report.plot_reloads(out / "reloads.png", figures)
 
 
@@ -79,10 +84,22 @@ def _bursts(console: Console, out: Path, seconds: float) -> None:
         all_delays.append(delays_ms)
         figures.append(
             bursts.BurstFigures(
-                report.now(), report.machine(), single_flight, break_even, seconds, len(requests),
+                now(), machine(), single_flight, break_even, seconds, len(requests),
                 float(np.mean(delays_ms)), float(p50_ms), float(p99_ms), copied_gib, computed,
             )
         )  # fmt: skip
     console.print(report.bursts_table(figures))
-    report.append(out / "bursts.csv", figures)
+    append_rows(out / "bursts.csv", [asdict(one) for one in figures])
     report.plot_bursts(out / "bursts.png", figures, all_delays)
+
+
+def _policies(console: Console, out: Path, visits: int, logs: Sequence[Path]) -> None:
+    figures: list[policies.PolicyFigures] = []
+    measured_at, jobs = now(), os.cpu_count() or 1
+    for name, demands in policies.demands_by_traffic(visits, logs):
+        figures += policies.measure(name, demands, LATENCY, measured_at, jobs, policies.COMPARED)
+        console.print(report.policies_table(name, figures))
+        console.print()
+    console.print(report.policies_summary(figures))
+    append_rows(out / "policies.csv", [asdict(one) for one in figures])
+    report.plot_policies(out / "policies.png", figures)

@@ -17,6 +17,8 @@ class EngineStage(enum.StrEnum):
     PRE_INFER = "pre_infer"
     APPEND = "append"
     HIT = "hit"
+    COLD_HIT = "cold_hit"
+    """A hit after other work has replaced the content of the processor's caches."""
     FULL = "full"
 
 

@@ -101,6 +101,7 @@ class SideBySide:
                 hit_us = meter.rank(tokens, count).duration_us
                 yield point(EngineStage.HIT, tokens, 0, count), hit_us
                 yield point(EngineStage.FULL, tokens, tokens, count), computed_us + hit_us
+                yield point(EngineStage.COLD_HIT, tokens, 0, count), meter.rank(tokens, count, cold=True).duration_us
         longest = max(self._sizes.prefixes)
         for new in self._sizes.appends:
             yield point(EngineStage.APPEND, longest, new), meter.append(longest, new).duration_us
@@ -161,7 +162,7 @@ class SideBySide:
                 return append_flops(config, 0, point.prefix_tokens)
             case EngineStage.APPEND:
                 return append_flops(config, point.prefix_tokens, point.new_tokens)
-            case EngineStage.HIT:
+            case EngineStage.HIT | EngineStage.COLD_HIT:
                 return point.requests * rank_flops(config, point.prefix_tokens, point.candidates)
             case EngineStage.FULL:
                 return append_flops(config, 0, point.prefix_tokens) + rank_flops(

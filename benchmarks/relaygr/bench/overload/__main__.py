@@ -1,16 +1,18 @@
 """Offers a worker more than it can serve: `python -m benchmarks.overload --broker kafka`.
 
-One worker and a gateway run as processes with one broker on the cores of this machine. The gateway sends no retrieval
-events, so a request of a user whose prefix is not cached needs full inference, and the others are hits. `--model small`
-computes on one core and serves about 10 to 20 requests a second; `--model null` computes nothing, so its capacity is
-that of the Python processes.
+One worker and a light process that sends requests (`load.py`) run with one broker on the cores of this machine. There
+are no retrieval events. Returning users are ranked once before anything is measured, so they are hits; with `--model
+small` half of the requests are of users who come once, and need full inference. That model computes on one core and
+serves 10 to 20 requests a second; `--model null` computes nothing, so its capacity is that of the Python process.
 
 Capacity is the highest load at which 99 % of the requests are answered in time, bisected in the same run. Then each
 load, a multiple of capacity, is offered for `--seconds`:
 
 * goodput: requests ranked within their deadline, counted from their scheduled time, a second;
-* told in time: of the other requests, the share whose gateway got `overloaded` or `expired` before the deadline;
-* wasted: device time of requests that were ranked too late, as a share of all device time.
+* told in time: of the other requests, the share that got `overloaded` or `expired` before the deadline;
+* wasted: device time of requests that were ranked too late, as a share of all device time;
+* to worker, in worker, to gateway: the parts of the time of ranked requests, each with its own P99;
+* calm in time: one second after the burst, 0.7 of capacity is offered, and this share is ranked in time.
 
 A row whose generator was late is not valid, and says so: its requests did not arrive at the offered rate.
 """

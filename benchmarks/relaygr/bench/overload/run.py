@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.overload.__main__ import OverloadModel
-from relaygr.bench.pipeline.run import MeasuredWindow, append_rows, null_settings
+from relaygr.bench.overload.load import Ended, Load, Phase, Requests, Run
+from relaygr.bench.pipeline.run import MeasuredWindow, null_settings
+from relaygr.bench.rows import append_rows, machine, now
 from relaygr.demo.stack import DemoStack
+from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Outcome
-from relaygr.schemas.messages import Path as RankingPath
 from relaygr.settings import Settings
-from relaygr.traffic.records import ImpressionRecord, read_records
 from relaygr.worker.calibration import QUICK_BUDGET_S, calibrate, save_calibration
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
@@ -35,10 +34,14 @@ from relaygr.worker.model.engine import load_engine
 IN_TIME_SHARE = 0.99
 LATEST_SEND = 0.1
 """A row is valid if the generator's P99 delay is at most this part of the budget."""
-HISTORY = 1_024
-CANDIDATES = 128
-SUFFIX = 16
-TABLE_WIDTH = 130
+PAUSE_S = 1.0
+CALM_S = 5.0
+CALM_LOAD = 0.7
+"""After each row's burst: a pause, then this load as a multiple of capacity."""
+ITEMS = 10_000
+CACHED_NEW_USERS = 48
+"""Prefixes of new users that HBM holds beside those of the returning ones, which therefore stay."""
+TABLE_WIDTH = 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +49,41 @@ class OverloadPlan:
     """What is measured with one model."""
 
     model: OverloadModel
-    budget_ms: int
+    requests: Requests
     loads: tuple[float, ...]
     """Multiples of capacity."""
-    lowest_per_s: float
-    highest_per_s: float
-    """The bounds of the capacity that is looked for."""
+    bounds: tuple[float, float]
+    """The bounds of the capacity that is looked for: requests a second; for the small model, parts of the rate at which
+    the calibrated times fill the device."""
     probe_s: float
     probes: int
-    users: int
 
 
 PLANS = {
-    OverloadModel.SMALL: OverloadPlan(OverloadModel.SMALL, 500, (1, 2, 3, 5, 10), 2.0, 40.0, 10.0, 6, 150),
-    OverloadModel.NULL: OverloadPlan(OverloadModel.NULL, 200, (1, 2, 3), 50.0, 2_000.0, 6.0, 7, 500),
+    OverloadModel.SMALL: OverloadPlan(
+        OverloadModel.SMALL,
+        Requests(
+            budget_ms=1_000, history=1_024, suffix=16, candidates=128, items=ITEMS, returning_users=16, new_share=1 / 2
+        ),
+        loads=(1, 2, 3, 5, 10),
+        bounds=(0.4, 1.2),
+        probe_s=20.0,
+        probes=5,
+    ),
+    OverloadModel.NULL: OverloadPlan(
+        OverloadModel.NULL,
+        Requests(budget_ms=200, history=512, suffix=16, candidates=128, items=ITEMS, returning_users=500, new_share=0),
+        loads=(1, 2, 3),
+        bounds=(200.0, 3_200.0),
+        probe_s=8.0,
+        probes=7,
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadRow:
-    """The figures of one load. Shares are 0 to 1; rates are requests a second."""
+    """The figures of one load. Shares are 0 to 1; rates are requests a second; CPU is in cores."""
 
     load: float
     offered_per_s: float
@@ -81,46 +99,75 @@ class OverloadRow:
     unanswered: int
     latency_p50_ms: float
     latency_p99_ms: float
+    to_worker_p99_ms: float
+    in_worker_p99_ms: float
+    to_gateway_p99_ms: float
+    """The three parts of the time of requests that were ranked."""
+    calm_in_time_share: float
+    """Of the requests from one second after the burst on; 1 if there were none."""
     generator_lag_p99_ms: float
+    cpu_worker: float
+    cpu_load: float
+    cpu_broker: float
     foreign_cpu: float
     valid: bool
 
     @property
-    def in_time_share(self) -> float:
-        return self.in_time_per_s / self.offered_per_s
+    def not_in_time(self) -> int:
+        """Requests that were not ranked in time."""
+        return self.refused + self.expired + self.late + self.unanswered
 
 
-def row_of(
-    records: Iterable[ImpressionRecord], load: float, plan: OverloadPlan, seconds: float, device_s: float,
-    foreign_cpu: float = 0.0,
-) -> OverloadRow:  # fmt: skip
-    """The figures of the records of one run, whose worker used `device_s` seconds of its device."""
-    ended = list(records)
-    in_time = [record for record in ended if record.status == Outcome.RANKED and not record.late]
-    late = [record for record in ended if record.status == Outcome.RANKED and record.late]
-    others = [record for record in ended if record.status in (Outcome.FAILED, Outcome.EXPIRED)]
-    told = sum(not record.late for record in others)
-    not_ranked = len(ended) - len(in_time)
-    wasted_us = sum(record.timings.pre_infer_us + record.timings.rank_us for record in late if record.timings)
-    latencies = np.array([record.latency_us for record in in_time if record.latency_us is not None]) / 1000
-    lag_ms = _percentile(np.array([record.send_lag_us for record in ended]) / 1000, 99)
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a run used of the machine: device seconds of the worker, and cores by role and by other processes."""
+
+    device_s: float = 0.0
+    cores: Mapping[str, float] = field(default_factory=dict)
+    foreign_cpu: float = 0.0
+
+
+def row_of(requests: Sequence[Ended], load: float, budget_ms: float, seconds: float, used: Used) -> OverloadRow:
+    """The figures of one run: a burst of `seconds`, and what followed it."""
+    budget_us = int(budget_ms * 1000)
+    burst = [each for each in requests if each.phase == 0]
+    calm = [each for each in requests if each.phase > 0]
+    ranked = [each for each in burst if each.status == Outcome.RANKED]
+    in_time = [each for each in ranked if each.is_in_time(budget_us)]
+    others = [each for each in burst if each.status in (Outcome.FAILED, Outcome.EXPIRED)]
+    told = sum(each.is_in_time(budget_us) for each in others)
+    not_ranked = len(burst) - len(in_time)
+    late = [each for each in requests if each.status == Outcome.RANKED and not each.is_in_time(budget_us)]
+    calm_in_time = sum(each.status == Outcome.RANKED and each.is_in_time(budget_us) for each in calm)
+    lag_ms = _percentile_ms([each.lag_us for each in requests], 99)
     return OverloadRow(
         load=load,
-        offered_per_s=len(ended) / seconds,
+        offered_per_s=len(burst) / seconds,
         in_time_per_s=len(in_time) / seconds,
-        whole_in_time_per_s=sum(record.path != RankingPath.TRUNCATED for record in in_time) / seconds,
+        whole_in_time_per_s=sum(each.is_whole for each in in_time) / seconds,
         told_in_time_share=told / not_ranked if not_ranked else 1.0,
-        wasted_device_share=wasted_us / 1e6 / device_s if device_s else 0.0,
-        refused=sum(record.status == Outcome.FAILED for record in others),
-        expired=sum(record.status == Outcome.EXPIRED for record in others),
-        late=len(late),
-        unanswered=not_ranked - len(late) - len(others),
-        latency_p50_ms=_percentile(latencies, 50),
-        latency_p99_ms=_percentile(latencies, 99),
+        wasted_device_share=sum(each.device_us for each in late) / 1e6 / used.device_s if used.device_s else 0.0,
+        refused=sum(each.status == Outcome.FAILED for each in others),
+        expired=sum(each.status == Outcome.EXPIRED for each in others),
+        late=len(ranked) - len(in_time),
+        unanswered=len(burst) - len(ranked) - len(others),
+        latency_p50_ms=_percentile_ms([each.latency_us or 0 for each in in_time], 50),
+        latency_p99_ms=_percentile_ms([each.latency_us or 0 for each in in_time], 99),
+        to_worker_p99_ms=_percentile_ms([each.to_worker_us for each in ranked], 99),
+        in_worker_p99_ms=_percentile_ms([each.in_worker_us for each in ranked], 99),
+        to_gateway_p99_ms=_percentile_ms([each.to_gateway_us for each in ranked], 99),
+        calm_in_time_share=calm_in_time / len(calm) if calm else 1.0,
         generator_lag_p99_ms=lag_ms,
-        foreign_cpu=foreign_cpu,
-        valid=bool(ended) and lag_ms <= LATEST_SEND * plan.budget_ms,
+        cpu_worker=used.cores.get("worker", 0.0),
+        cpu_load=used.cores.get("load", 0.0),
+        cpu_broker=used.cores.get("broker", 0.0),
+        foreign_cpu=used.foreign_cpu,
+        valid=bool(burst) and lag_ms <= LATEST_SEND * budget_ms,
     )
+
+
+def _percentile_ms(times_us: Sequence[int], share: float) -> float:
+    return percentile(np.array(times_us, dtype=np.float64) / 1000, share)
 
 
 def measure_overload(plan: OverloadPlan, seconds: float, broker: str, out: Path, json_out: Path | None) -> None:
@@ -130,8 +177,8 @@ def measure_overload(plan: OverloadPlan, seconds: float, broker: str, out: Path,
         console.print(f"broker: {started.what}", soft_wrap=True)
         rows = measure(console, started, Path(name), plan, seconds)
         described = {
-            "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            "measured_at": now(),
+            "machine": machine(),
             "broker": started.what.split(" at ")[0],
             "model": plan.model.value,
             "seconds": seconds,
@@ -149,84 +196,98 @@ def measure(
     console: Console, broker: LocalBroker, folder: Path, plan: OverloadPlan, seconds: float
 ) -> list[OverloadRow]:
     """Finds the capacity, and offers each load for `seconds`, with one worker."""
-    settings = _settings(console, broker, folder, plan)
-    with DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack:
-        runs = _Runs(console, stack, folder, plan)
-        runs.play("warm-up", 0.0, plan.lowest_per_s * 2, plan.probe_s)
-        lowest, highest = plan.lowest_per_s, plan.highest_per_s
+    settings, bounds = _settings(console, broker, folder, plan)
+    with (
+        DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
+        Load(folder, settings, plan.requests) as load,
+    ):
+        runs = _Runs(console, stack, load, plan)
+        lowest, highest = bounds
+        runs.warm_up(lowest)
+        capacity = 0.0
         for probe in range(plan.probes):
             rate = (lowest * highest) ** 0.5
             row = runs.play(f"capacity, probe {probe + 1} of {plan.probes}: {rate:.1f}/s", 0.0, rate, plan.probe_s)
             # Of fewer than 100 requests, one may be late.
-            if row.valid and round((1 - row.in_time_share) * row.offered_per_s * plan.probe_s) <= max(
-                1, (1 - IN_TIME_SHARE) * row.offered_per_s * plan.probe_s
-            ):
-                lowest = rate
+            if row.valid and row.not_in_time <= max(1, (1 - IN_TIME_SHARE) * row.offered_per_s * plan.probe_s):
+                lowest = capacity = rate
             else:
                 highest = rate
-        console.print(f"capacity: {lowest:.1f} requests a second")
-        return [runs.play(f"{load:g} times capacity", load, load * lowest, seconds) for load in plan.loads]
+        if not capacity:
+            raise RelayError(f"no probe had {IN_TIME_SHARE:.0%} in time: the capacity is below {lowest:.1f}/s")
+        console.print(f"capacity: {capacity:.1f} requests a second")
+        calm = (Phase(0.0, PAUSE_S), Phase(CALM_LOAD * capacity, CALM_S))
+        return [runs.play(f"{each:g} times capacity", each, each * capacity, seconds, calm) for each in plan.loads]
 
 
 class _Runs:
     """Plays one run after the other against the same worker, each with another schedule."""
 
-    def __init__(self, console: Console, stack: DemoStack, folder: Path, plan: OverloadPlan) -> None:
-        self._console, self._stack, self._folder, self._plan = console, stack, folder, plan
+    def __init__(self, console: Console, stack: DemoStack, load: Load, plan: OverloadPlan) -> None:
+        self._console, self._stack, self._load, self._plan = console, stack, load, plan
         self._count = 0
 
-    def play(self, title: str, load: float, rate_per_s: float, seconds: float) -> OverloadRow:
+    def warm_up(self, rate_per_s: float) -> None:
+        """Ranks each returning user, so that all of them are cached, and then plays a low load."""
+        with self._console.status("warm-up"):
+            self._load.play(Run("warm-up", (), is_warm_up=True), lambda: None)
+            self._load.play(Run("slow", (Phase(rate_per_s, self._plan.probe_s / 4),)), lambda: None)
+
+    def play(
+        self, title: str, load: float, rate_per_s: float, seconds: float, then: Sequence[Phase] = ()
+    ) -> OverloadRow:
         """One run at one rate."""
         self._count += 1
-        records = self._folder / f"run-{self._count}.jsonl"
-        overrides = [
-            "gateway.relay=false",
-            f"gateway.rate_per_s={rate_per_s}",
-            f"gateway.duration_s={seconds}",
-            f"gateway.seed={self._count}",
-        ]
+        run = Run(f"run-{self._count}", (Phase(rate_per_s, seconds), *then))
         before_s = self._device_s()
-        window = MeasuredWindow(records, self._stack.roles)
+        window = MeasuredWindow(self._load.begun(run), self._roles)
         with self._console.status(title):
-            self._stack.play_unobserved(records, window.sample, overrides)
-        foreign_cpu = window.foreign_cpu_per_second()
-        device_s = self._device_s() - before_s
-        return row_of(read_records(records), load, self._plan, seconds, device_s, foreign_cpu)
+            requests = self._load.play(run, window.sample)
+        used = Used(self._device_s() - before_s, window.cpu_per_second(), window.foreign_cpu_per_second())
+        return row_of(requests, load, self._plan.requests.budget_ms, seconds, used)
+
+    def _roles(self) -> dict[int, str]:
+        return {self._load.pid: "load"} | self._stack.roles()
 
     def _device_s(self) -> float:
         (worker,) = self._stack.worker_readings()
         return worker.total("relaygr_worker_device_seconds_total")
 
 
-def _settings(console: Console, broker: LocalBroker, folder: Path, plan: OverloadPlan) -> Settings:
+def _settings(
+    console: Console, broker: LocalBroker, folder: Path, plan: OverloadPlan
+) -> tuple[Settings, tuple[float, float]]:
+    """The settings, and the bounds of the capacity in requests a second."""
     settings = null_settings(broker, folder, 1.0, 1.0)
-    gateway = settings.gateway.model_copy(
-        update={"budget_ms": plan.budget_ms, "users": plan.users, "settle_s": 0.5, "lead_median_ms": 0.0}
-    )
     if plan.model is OverloadModel.NULL:
-        return settings.model_copy(update={"gateway": gateway})
-    model = folder / "small"
+        return settings, plan.bounds
+    requests, model = plan.requests, folder / "small"
     config = ModelConfig(
         embedding_dim=256,
         num_heads=4,
         attention_dim=64,
         hidden_dim=64,
-        num_layers=4,
-        normalizer=float(HISTORY),
-        vocabulary_size=10_000,
-        num_positions=HISTORY + SUFFIX + 1,
-        max_prefix_behaviours=HISTORY,
-        max_suffix_behaviours=SUFFIX,
-        max_candidates=CANDIDATES,
+        num_layers=2,
+        normalizer=float(requests.history),
+        vocabulary_size=requests.items,
+        num_positions=requests.history + requests.suffix + 1,
+        max_prefix_behaviours=requests.history,
+        max_suffix_behaviours=requests.suffix,
+        max_candidates=requests.candidates,
     )
     save_checkpoint(model, config, random_checkpoint(config, seed=0).tensors)
     engine = load_engine(model, "cpu", threads=1)
     bind_own_arena(engine)
     with console.status("calibrating"):
-        save_calibration(calibrate(engine, QUICK_BUDGET_S), folder / "small.json")
-    # HBM holds the prefixes of a part of the users, so some need full inference at any load.
-    prefixes = plan.users * 2 // 5
-    hbm_bytes = prefixes * engine.geometry.pages_for(engine.layout.tokens(HISTORY)) * engine.geometry.page_bytes
+        calibration = calibrate(engine, QUICK_BUDGET_S)
+        save_calibration(calibration, folder / "small.json")
+    tokens = engine.layout.tokens(requests.history)
+    scored = requests.suffix * engine.layout.tokens_per_behaviour + requests.candidates
+    full_us, hit_us = calibration.model.full_us(tokens, scored), calibration.model.hit_us(tokens, scored)
+    mean_us = requests.new_share * full_us + (1 - requests.new_share) * hit_us
+    console.print(f"calibrated: full inference {full_us / 1000:.0f} ms, a hit {hit_us / 1000:.0f} ms")
+    prefixes = requests.returning_users + CACHED_NEW_USERS
+    hbm_bytes = prefixes * engine.geometry.pages_for(tokens) * engine.geometry.page_bytes
     worker = settings.worker.model_copy(
         update={
             "model": model,
@@ -234,21 +295,19 @@ def _settings(console: Console, broker: LocalBroker, folder: Path, plan: Overloa
             "hbm_bytes": type(settings.worker.hbm_bytes)(hbm_bytes),
         }
     )
-    gateway = gateway.model_copy(
-        update={"history_median": HISTORY, "history_max": HISTORY * 5 // 4, "suffix": SUFFIX, "zipf_exponent": 0.6}
-    )
-    return settings.model_copy(update={"worker": worker, "gateway": gateway})
-
-
-def _percentile(values: np.ndarray, share: float) -> float:
-    return float(np.percentile(values, share)) if values.size else float("nan")
+    lowest, highest = (part * 1e6 / mean_us for part in plan.bounds)
+    return settings.model_copy(update={"worker": worker}), (lowest, highest)
 
 
 def _table(plan: OverloadPlan, rows: Sequence[OverloadRow]) -> Table:
-    table = Table(title=f"Above capacity: model {plan.model}, deadline {plan.budget_ms} ms; requests a second")
+    title = f"Above capacity: model {plan.model}, deadline {plan.requests.budget_ms} ms; requests a second"
+    table = Table(
+        title=title, caption="to worker, in worker, to gateway, send lag: P99; the last figures are CPU cores"
+    )
     for name in (
-        "load", "offered", "in time", "whole", "told in time", "device wasted", "refused", "expired", "late",
-        "unanswered", "P50", "P99", "generator lag P99", "foreign CPU", "",
+        "load", "offered", "in time", "whole", "told in time", "wasted", "refused", "expired", "late", "lost",
+        "P50", "P99", "to worker", "in worker", "to gateway", "calm in time", "send lag", "worker", "load", "broker",
+        "others", "",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
@@ -262,8 +321,12 @@ def _table(plan: OverloadPlan, rows: Sequence[OverloadRow]) -> Table:
             *(str(count) for count in (row.refused, row.expired, row.late, row.unanswered)),
             f"{row.latency_p50_ms:.0f} ms",
             f"{row.latency_p99_ms:.0f} ms",
+            f"{row.to_worker_p99_ms:.0f} ms",
+            f"{row.in_worker_p99_ms:.0f} ms",
+            f"{row.to_gateway_p99_ms:.0f} ms",
+            f"{row.calm_in_time_share:.1%}",
             f"{row.generator_lag_p99_ms:.1f} ms",
-            f"{row.foreign_cpu:.2f}",
+            *(f"{cores:.2f}" for cores in (row.cpu_worker, row.cpu_load, row.cpu_broker, row.foreign_cpu)),
             "" if row.valid else "not valid: generator late",
         )
     return table
@@ -285,7 +348,7 @@ def _plot(path: Path, plan: OverloadPlan, rows: Sequence[OverloadRow]) -> None:
     upper.set_ylabel("requests a second")
     upper.set_ylim(bottom=0)
     upper.legend()
-    upper.set_title(f"A worker above its capacity (model {plan.model}, deadline {plan.budget_ms} ms)")
+    upper.set_title(f"A worker above its capacity (model {plan.model}, deadline {plan.requests.budget_ms} ms)")
     lower.plot(offered, [100 * row.wasted_device_share for row in rows], "o-")
     lower.set_ylabel("device wasted, %")
     lower.set_xlabel("offered requests a second")

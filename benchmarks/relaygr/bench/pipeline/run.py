@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.pipeline.echo import Echo, read_run
+from relaygr.bench.rows import append_rows, machine, now
+from relaygr.demo.machine import busy_s
 from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
+from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
@@ -92,7 +92,6 @@ class EchoFigures:
     p50_ms: float
     p99_ms: float
     cpu_python: float
-    cpu_broker: float
     foreign_cpu: float
 
 
@@ -201,10 +200,9 @@ def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> EchoFigure
     return EchoFigures(
         offered=offered,
         answered=int(latencies.size),
-        p50_ms=_percentile(latencies, 50),
-        p99_ms=_percentile(latencies, 99),
+        p50_ms=percentile(latencies, 50),
+        p99_ms=percentile(latencies, 99),
         cpu_python=cpu.get("gateway", 0.0) + cpu.get("trigger", 0.0) + cpu.get("worker", 0.0),
-        cpu_broker=cpu.get("broker", 0.0),
         foreign_cpu=window.foreign_cpu_per_second(),
     )
 
@@ -219,21 +217,21 @@ def _pipeline_figures(
     middle = latencies[int(0.4 * latencies.size) : int(0.6 * latencies.size)]
     last = latencies[int(0.9 * latencies.size) :]
     return RateFigures(
-        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        measured_at=now(),
+        machine=machine(),
         broker=broker.what.split(" at ")[0],
         rate_per_s=traffic.rate_per_s,
         seconds=traffic.duration_s,
         offered=len(ended),
         answered=int(latencies.size),
-        p50_ms=_percentile(latencies, 50),
-        p99_ms=_percentile(latencies, 99),
-        p999_ms=_percentile(latencies, 99.9),
+        p50_ms=percentile(latencies, 50),
+        p99_ms=percentile(latencies, 99),
+        p999_ms=percentile(latencies, 99.9),
         growth_ms=float(np.median(last) - np.median(middle)) if latencies.size else float("nan"),
         preinfer_jobs=int(after.total(f"{_STARTS}_count") - before.total(f"{_STARTS}_count")),
         preinfer_start_p50_ms=_histogram_percentile(before, after, 0.50),
         preinfer_start_p99_ms=_histogram_percentile(before, after, 0.99),
-        generator_lag_p99_ms=_percentile(lags, 99),
+        generator_lag_p99_ms=percentile(lags, 99),
         cpu_gateway=cpu.get("gateway", 0.0),
         cpu_trigger=cpu.get("trigger", 0.0),
         cpu_worker=cpu.get("worker", 0.0),
@@ -276,7 +274,7 @@ class MeasuredWindow:
             now = (time.monotonic(), times.user + times.system)
             self._first.setdefault(process, now)
             self._last[process] = now
-        self._machine.append((time.monotonic(), _busy_s()))
+        self._machine.append((time.monotonic(), busy_s()))
 
     def _open(self) -> None:
         self.before = self._at_begin()
@@ -310,12 +308,6 @@ def _role_of_other(process: psutil.Process) -> str:
         return "broker"
 
 
-def _busy_s() -> float:
-    """The CPU time that the whole machine has used, other virtual machines on the same cores included."""
-    times = psutil.cpu_times()
-    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
-
-
 def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
     """Settings with a null model and a calibration by which every impression is at risk and feasible."""
     config = ModelConfig(
@@ -337,7 +329,7 @@ def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds:
     slow_full = LatencyCoefficients(
         a0=10_000_000, a1=0, a2=0, b0=1, b1=0, b2=0, c0=1, c1=0, c2=0, d0=1, d1=0
     )  # fmt: skip
-    made = Calibration(describe(engine), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), slow_full, (), (), (), ())
+    made = Calibration(describe(engine), now(), slow_full, (), (), (), ())
     save_calibration(made, folder / "calibration.json")
     base = broker.settings()
     return Settings.model_validate(
@@ -370,10 +362,6 @@ def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds:
             },
         }
     )
-
-
-def _percentile(values: np.ndarray, share: float) -> float:
-    return float(np.percentile(values, share)) if values.size else float("nan")
 
 
 def _histogram_percentile(before: Reading, after: Reading, share: float) -> float:
@@ -436,13 +424,3 @@ def _print_ratios(console: Console, ratios: Sequence[Mapping[str, Any]]) -> None
 
 def _described(figures: RateFigures) -> dict[str, Any]:
     return {name: getattr(figures, name) for name in ("measured_at", "machine", "broker", "seconds")}
-
-
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)

@@ -7,6 +7,9 @@ Each kill is a `kill -9` of the active process while users send requests on a fi
 * share of requests that found their prefix before and after the kill; requests without scores; lost requests;
 * time until a new standby was ready.
 
+With `--killed supervisor` or `--killed pair` the supervisor is started again at once, and the lines, in a file of their
+own, have the time until the first request was served on a cached prefix.
+
 Broker, workers, the loading standby and users share the cores of this machine.
 """
 
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+RESULTS = Path("benchmarks/results/standby")
 
 
 def main(
@@ -27,12 +32,17 @@ def main(
     dram_mib: Annotated[int, typer.Option(min=8)] = 512,
     memory: Annotated[str, typer.Option(help="worker.standby_memory")] = "reserved",
     broker: Annotated[str, typer.Option(metavar="auto|kafka|docker|HOST:PORT")] = "kafka",
-    out: Annotated[Path, typer.Option(help="CSV to append to.")] = Path("benchmarks/results/standby/results.csv"),
+    killed: Annotated[str, typer.Option(metavar="active|supervisor|pair", help="The processes that are killed.")] = (
+        "active"
+    ),
+    out: Annotated[Path | None, typer.Option(help="CSV to append to.")] = None,
 ) -> None:
     """Measure the cost of a kill."""
-    from relaygr.bench.standby.run import measure_kills
+    from relaygr.bench.standby.run import Killed, measure_kills
 
-    measure_kills(kills, rate, users, history, hbm_mib, dram_mib, memory, broker, out)
+    target = Killed(killed)
+    rows = out or RESULTS / ("results.csv" if target is Killed.ACTIVE else "restarts.csv")
+    measure_kills(target, kills, rate, users, history, hbm_mib, dram_mib, memory, broker, rows)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 POLL_S = 0.05
 
@@ -21,8 +22,13 @@ class Pair:
 
 def children(port: int) -> dict[str, int]:
     """Phase -> process id."""
+    return {child["phase"]: child["pid"] for child in child_pages(port)}
+
+
+def child_pages(port: int) -> list[dict[str, Any]]:
+    """The children with their phase, pid and probe port."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/children", timeout=5) as answer:
-        return {child["phase"]: child["pid"] for child in json.load(answer)["children"]}
+        return list(json.load(answer)["children"])
 
 
 def await_pair(port: int, timeout_s: float, but_not: Collection[int] = ()) -> Pair:

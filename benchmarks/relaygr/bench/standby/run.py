@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import csv
+import enum
 import json
 import os
-import platform
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.bench.rows import append_rows, machine, now
 from relaygr.bench.standby.pair import await_pair
 from relaygr.bench.standby.traffic import Traffic, hit_ratio
 from relaygr.client import LostRequest, RankStatus, RelayClient
@@ -28,7 +29,7 @@ from relaygr.schemas.messages import Behaviours, History
 from relaygr.settings import Settings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.shared.mapped_file import memory_folder
+from relaygr.worker.shared.lock import memory_folder
 
 PARTITIONS = 12
 VOCABULARY = 10_000
@@ -72,7 +73,46 @@ class KillFigures:
     standby_again_s: float
 
 
+class Killed(enum.StrEnum):
+    """The processes that get kill -9."""
+
+    ACTIVE = "active"
+    SUPERVISOR = "supervisor"
+    """The supervisor alone: the pair goes on."""
+    PAIR = "pair"
+    """The supervisor and both processes, as when a container ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartFigures:
+    """The figures of a kill after which the supervisor is started again at once. Times in ms from the kill."""
+
+    measured_at: str
+    machine: str
+    broker: str
+    killed: str
+    users: int
+    history: int
+    rate_per_s: float
+    hbm_mib: int
+    dram_mib: int
+    load_before: float
+    """The machine's load average of one minute."""
+    p50_before_ms: float
+    ready_ms: float
+    """Until the supervisor's `/readyz` says ready."""
+    first_hit_ms: float
+    """Until the first request that was sent after the kill got its scores on a prefix of the cache."""
+    longest_ms: float
+    """Longest delay of a request."""
+    hits_after: float
+    not_ranked: int
+    requests: int
+    lost: int
+
+
 def measure_kills(
+    killed: Killed,
     kills: int,
     rate: float,
     users: int,
@@ -85,7 +125,7 @@ def measure_kills(
 ) -> None:
     """Measures the kills on one broker, prints the figures and appends them to `out`."""
     console = Console(highlight=False)
-    figures: list[KillFigures] = []
+    figures: list[KillFigures | RestartFigures] = []
     with (
         tempfile.TemporaryDirectory(prefix="relaygr-standby-", dir=memory_folder()) as name,
         local_broker(broker) as started,
@@ -97,10 +137,10 @@ def measure_kills(
         with run.processes:
             run.start()
             for number in range(kills):
-                figures.append(run.kill())
+                figures.append(run.kill() if killed is Killed.ACTIVE else run.restart(killed))
                 console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
     _print(console, figures)
-    _append(out, figures)
+    append_rows(out, [_rounded(one) for one in figures])
     console.print(f"appended to {out}")
 
 
@@ -154,8 +194,8 @@ class _StandbyRun:
         touched = [each.took_ms for each in after if each.sent_s <= first_s]
         took_before = np.array([each.took_ms for each in before])
         return KillFigures(
-            measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            measured_at=now(),
+            machine=machine(),
             broker=self._broker.what.split(" at ")[0],
             standby_memory=worker.standby_memory.value,
             users=len(self._users),
@@ -174,6 +214,50 @@ class _StandbyRun:
             lost=lost,
             standby_again_s=again_s,
             **steps,
+        )
+
+    def restart(self, killed: Killed) -> RestartFigures:
+        """Kills the supervisor, with or without its pair, and starts it again at once. Returns the figures."""
+        supervisor = self._supervisor
+        assert supervisor is not None
+        pair = await_pair(supervisor.port, START_TIMEOUT_S)
+        load_before, worker = os.getloadavg()[0], self._settings.worker
+        with self._traffic() as traffic:
+            time.sleep(max(3.0, len(self._users) / self._rate))
+            killed_s = time.monotonic()
+            pids = (pair.active, pair.standby) if killed is Killed.PAIR else ()
+            for pid in (supervisor.process.pid, *pids):
+                os.kill(pid, signal.SIGKILL)
+            supervisor.process.wait()
+            self.processes.stop([supervisor])
+            self._supervisor = self.processes.start("worker-00", ["worker", "--standby"], "worker")
+            self.processes.await_ready([self._supervisor], START_TIMEOUT_S)
+            ready_s = time.monotonic()
+            time.sleep(max(3.0, len(self._users) / self._rate))
+            asked = traffic.stop()
+            lost = len(traffic.lost)
+        before = [each.took_ms for each in asked if each.answered_s <= killed_s]
+        after = [each for each in asked if each.sent_s > killed_s]
+        hits_s = [each.answered_s for each in after if hit_ratio([each])]
+        return RestartFigures(
+            measured_at=now(),
+            machine=machine(),
+            broker=self._broker.what.split(" at ")[0],
+            killed=killed.value,
+            users=len(self._users),
+            history=self._history,
+            rate_per_s=self._rate,
+            hbm_mib=int(worker.hbm_bytes) >> 20,
+            dram_mib=int(worker.dram_bytes) >> 20,
+            load_before=load_before,
+            p50_before_ms=float(np.percentile(before, 50)),
+            ready_ms=(ready_s - killed_s) * 1e3,
+            first_hit_ms=(min(hits_s, default=float("nan")) - killed_s) * 1e3,
+            longest_ms=max(each.took_ms for each in asked if each.answered_s > killed_s),
+            hits_after=hit_ratio(after),
+            not_ranked=sum(each.outcome.status is not RankStatus.RANKED for each in asked),
+            requests=len(asked),
+            lost=lost,
         )
 
     def _traffic(self) -> Traffic:
@@ -248,7 +332,23 @@ def _settings(broker: LocalBroker, folder: Path, history: int, hbm_mib: int, dra
     )
 
 
-def _print(console: Console, figures: Sequence[KillFigures]) -> None:
+def _print(console: Console, figures: Sequence[KillFigures | RestartFigures]) -> None:
+    kills = [one for one in figures if isinstance(one, KillFigures)]
+    if kills:
+        _print_kills(console, kills)
+        return
+    table = Table(title="kill -9 and restart of the supervisor; ms from the kill, and the requests' delays")
+    for name in ("killed", "P50", "ready", "first hit", "longest", "hits after", "missed", "lost"):
+        table.add_column(name, justify="right")
+    for one in figures:
+        if isinstance(one, RestartFigures):
+            times = (one.p50_before_ms, one.ready_ms, one.first_hit_ms, one.longest_ms)
+            counts = (f"{one.hits_after:.3f}", str(one.not_ranked), str(one.lost))
+            table.add_row(one.killed, *(f"{time_ms:.0f}" for time_ms in times), *counts)
+    console.print(table)
+
+
+def _print_kills(console: Console, figures: Sequence[KillFigures]) -> None:
     table = Table(title="kill -9 of the active worker; ms from the kill, and the requests' delays")
     for name in ("P50", "longest", "lock", "assigned", "answer", "hits", "after", "missed", "lost", "again"):
         table.add_column(name, justify="right")
@@ -265,14 +365,5 @@ def _print(console: Console, figures: Sequence[KillFigures]) -> None:
     console.print(table)
 
 
-def _append(path: Path, figures: Sequence[KillFigures]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(KillFigures)])
-        if new:
-            writer.writeheader()
-        writer.writerows(
-            {name: round(value, 2) if isinstance(value, float) else value for name, value in asdict(one).items()}
-            for one in figures
-        )
+def _rounded(figures: KillFigures | RestartFigures) -> dict[str, Any]:
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in asdict(figures).items()}

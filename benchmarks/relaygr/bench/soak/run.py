@@ -1,0 +1,575 @@
+"""The processes of a soak, its events, its samples, and its end. `__main__` describes the verdicts."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaygr.bench.rows import now
+from relaygr.bench.soak.judge import (
+    BROKER,
+    FILES,
+    Account,
+    Ends,
+    Growth,
+    Life,
+    Resource,
+    Sample,
+    Window,
+    accounts,
+    growths,
+)
+from relaygr.bench.soak.report import CounterRow, print_verdicts, save_json, save_plot, save_samples
+from relaygr.bench.standby.pair import await_pair, child_pages
+from relaygr.demo.processes import CommandProcess, Processes, Reading, is_ready, read_metrics, write_config
+from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients, Outcome
+from relaygr.schemas.topics import Topic
+from relaygr.settings import Settings
+from relaygr.traffic.gateway import WARM_UP_REQUESTS
+from relaygr.traffic.population import population_of
+from relaygr.traffic.records import LOST, NOT_SENT, read_records
+from relaygr.traffic.schedule import impressions
+from relaygr.worker.calibration import Calibration, describe, save_calibration
+from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import load_engine
+from relaygr.worker.model.interface import Engine
+from relaygr.worker.shared.lock import memory_folder
+
+PARTITIONS = 8
+HISTORY_MAX = 512
+SUFFIX = 8
+CANDIDATES = 64
+VOCABULARY = 5_000
+CALIBRATION = "calibration.json"
+BUDGET_MS = 55_000
+"""Longer than a restart of the broker: no request may be lost, not even then."""
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 120.0
+RECOVERY_S = 10.0
+"""Time for all clients to find a restarted broker."""
+IDLE_S = 3.0
+"""Time after the last answer for leases and spills to end."""
+SAMPLE_S = 1.0
+READ_EVERY = 5
+"""Samples between two readings of the metrics."""
+CYCLE_S = 600.0
+REDELIVERED_S = 6.0
+"""A new trigger decides again on events whose offsets the killed one had not committed."""
+_GAUGES = {
+    Resource.STORE_USED: "relaygr_history_bytes",
+    Resource.LEASES: "relaygr_cache_leases",
+    Resource.IN_FLIGHT: "relaygr_consumer_in_flight_messages",
+}
+_SECTIONS = {"trigger": "trigger", "lag": "lag", "gateway": "gateway"}
+
+
+class EventKind(enum.StrEnum):
+    """What the benchmark does to the relay."""
+
+    WORKER_KILLED = "worker killed"
+    TRIGGER_KILLED = "trigger killed"
+    MODEL_RELOADED = "model reloaded"
+    BROKER_RESTARTED = "broker restarted"
+
+
+_CYCLE = (
+    (0.08, EventKind.MODEL_RELOADED),
+    (0.14, EventKind.WORKER_KILLED),
+    (0.20, EventKind.TRIGGER_KILLED),
+    (0.26, EventKind.MODEL_RELOADED),
+    (0.32, EventKind.WORKER_KILLED),
+    (0.40, EventKind.BROKER_RESTARTED),
+    (0.46, EventKind.MODEL_RELOADED),
+    (0.54, EventKind.WORKER_KILLED),
+    (0.56, EventKind.TRIGGER_KILLED),
+    (0.60, EventKind.MODEL_RELOADED),
+    (0.66, EventKind.MODEL_RELOADED),
+    (0.74, EventKind.WORKER_KILLED),
+    (0.80, EventKind.MODEL_RELOADED),
+    (0.86, EventKind.MODEL_RELOADED),
+    (0.92, EventKind.MODEL_RELOADED),
+)
+"""The events of a cycle by the part of it that is over. The last life is long, with several reloads."""
+_LEAST_GAP_S = {
+    EventKind.WORKER_KILLED: 30.0,
+    EventKind.TRIGGER_KILLED: 15.0,
+    EventKind.MODEL_RELOADED: 3.0,
+    EventKind.BROKER_RESTARTED: 60.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that the benchmark does at a second of the run."""
+
+    second: float
+    kind: EventKind
+
+
+def planned_events(seconds: float, can_restart_broker: bool) -> list[Event]:
+    """The events of a run, in cycles of about ten minutes. In a short run each kind has fewer."""
+    cycles = max(1, round(seconds / CYCLE_S))
+    found: list[Event] = []
+    latest: dict[EventKind, float] = {}
+    for cycle, (share, kind) in itertools.product(range(cycles), _CYCLE):
+        second = (cycle + share) * seconds / cycles
+        if kind is EventKind.BROKER_RESTARTED and not can_restart_broker:
+            continue
+        if second - latest.get(kind, -math.inf) >= _LEAST_GAP_S[kind]:
+            latest[kind] = second
+            found.append(Event(second, kind))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SoakPlan:
+    """The size of a run."""
+
+    seconds: float
+    rate_per_s: float
+    users: int
+
+
+@dataclass(frozen=True, slots=True)
+class SoakResult:
+    """The verdicts of a run, and what they come from."""
+
+    samples: Sequence[Sample]
+    counters: Sequence[CounterRow]
+    events: Sequence[Event]
+    growths: Sequence[Growth]
+    accounts: Sequence[Account]
+    missed: Sequence[Event]
+    """Planned events for which the run was too short."""
+
+    @property
+    def passed(self) -> bool:
+        return all(one.is_flat for one in self.growths) and all(one.adds_up for one in self.accounts)
+
+
+def soak(plan: SoakPlan, broker: str, out: Path, json_out: Path | None) -> bool:
+    """Runs, prints and writes everything. Returns whether the run passed."""
+    console = Console(highlight=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="relaygr-soak-", dir=memory_folder(), ignore_cleanup_errors=True) as name,
+        local_broker(broker) as started,
+    ):
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        if started.restart is None:
+            console.print("The broker is not restarted: only a Kafka that is started here (KAFKA_HOME) can be.")
+        described = {"measured_at": now(), "broker": started.what.split(" at ")[0], "seconds": plan.seconds}
+        try:
+            result = run_soak(console, started, Path(name), plan)
+        finally:
+            _keep_logs(Path(name), out.with_name("logs"))
+    save_samples(out, result.samples, result.counters)
+    plot = out.with_name("soak.png")
+    marks = [(event.second, event.kind.value) for event in result.events]
+    save_plot(plot, result.samples, marks, Window.of(plan.seconds).from_s)
+    for event in result.missed:
+        console.print(f"not done, for lack of time: {event.kind} at {event.second:.0f} s")
+    print_verdicts(console, result.growths, result.accounts, result.passed)
+    if json_out is not None:
+        save_json(json_out, described | {"passed": result.passed}, marks, result.growths, result.accounts)
+    console.print(f"samples: {out}; plot: {plot}")
+    return result.passed
+
+
+def _keep_logs(folder: Path, kept: Path) -> None:
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    for log in folder.glob("*.log"):
+        shutil.copy(log, kept)
+
+
+def run_soak(console: Console, broker: LocalBroker, folder: Path, plan: SoakPlan) -> SoakResult:
+    """One run on a broker that is there. Raises RelayError if a process ends that was not killed."""
+    settings = _settings(broker, folder, plan)
+    broker.create_topics(settings)
+    config = folder / "settings.yaml"
+    write_config(settings, config)
+    try:
+        with Processes(folder, config) as processes:
+            run = _Run(console, broker, folder, plan, settings, processes)
+            with console.status("starting the processes"):
+                run.start()
+            run.play()
+            return run.finish()
+    finally:
+        if not broker.ours:
+            broker.delete_topics(settings)
+
+
+@dataclass(slots=True)
+class _Told:
+    """The last metrics of a process, when they were read, and whether it was killed after that."""
+
+    role: str
+    pid: int
+    reading: Reading
+    read_s: float
+    unseen: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """The processes under test, and what was sampled of them. Seconds count from the begin of the traffic."""
+
+    console: Console
+    broker: LocalBroker
+    folder: Path
+    plan: SoakPlan
+    settings: Settings
+    processes: Processes
+    samples: list[Sample] = field(default_factory=list)
+    counters: list[CounterRow] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    _commands: dict[str, CommandProcess] = field(default_factory=dict)
+    _told: dict[int, _Told] = field(default_factory=dict)
+    _known: dict[int, psutil.Process] = field(default_factory=dict)
+    _keepers: list[psutil.Process] = field(default_factory=list)
+    _due: list[Event] = field(default_factory=list)
+    _begun_s: float = 0.0
+    _revision: int = 0
+    _restart: Future[None] | None = None
+    _outage_s: float = 0.0
+
+    # -- begin and end -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Returns when the traffic begins."""
+        self._keepers = psutil.Process().children()
+        self._commands["supervisor"] = self.processes.start("worker-00", ["worker", "--standby"], "worker")
+        self._start("trigger", ["trigger"])
+        if self.broker.kind is not BrokerChoice.EMBEDDED:
+            self._start("lag", ["lag", "serve"])
+        self.processes.await_ready(list(self._commands.values()), START_TIMEOUT_S)
+        await_pair(self._commands["supervisor"].port, START_TIMEOUT_S)
+        self._start("gateway", ["gateway", "--out", str(self._records)])
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while not (self._records.exists() and self._records.stat().st_size):
+            self.processes.require_running()
+            if time.monotonic() > ends_s:
+                raise RelayError(f"the gateway recorded nothing:\n{self._commands['gateway'].log_tail()}")
+            time.sleep(0.1)
+        self._begun_s = time.monotonic()
+
+    def play(self) -> None:
+        """Samples and carries out the events until the gateway has played its schedule."""
+        self._due = planned_events(self.plan.seconds, self.broker.restart is not None)
+        gateway = self._commands["gateway"].process
+        with _progress(self.console, self.plan.seconds) as show:
+            for turn in itertools.count():
+                if gateway.poll() is not None:
+                    break
+                if self._second > self.plan.seconds + END_TIMEOUT_S:
+                    raise RelayError(f"the gateway did not end:\n{self._commands['gateway'].log_tail()}")
+                self.processes.require_running()
+                self._sample(with_metrics=turn % READ_EVERY == 0)
+                self._carry_out_events()
+                show(self._second, str(self.events[-1].kind) if self.events else "")
+                time.sleep(max(0.0, (turn + 1) * SAMPLE_S - self._second))
+        if self._restart is not None:
+            self._restart.result()
+
+    def finish(self) -> SoakResult:
+        """The verdicts, and the orderly stop of all processes."""
+        time.sleep(IDLE_S)
+        self.processes.require_running()
+        self._sample(with_metrics=True)
+        lives = {
+            role: [
+                Life(told.role, told.pid, told.reading, told.unseen)
+                for told in self._told.values()
+                if told.role == role
+            ]
+            for role in ("worker", "trigger", "supervisor")
+        }
+        kills = sum(event.kind is EventKind.WORKER_KILLED for event in self.events)
+        found = accounts(lives["worker"], lives["trigger"], lives["supervisor"][0], self._ends(), kills)
+        stopped = self.processes.running
+        self.processes.stop(stopped)
+        found += [Account(f"exit code of {child.name}", 0, child.process.returncode) for child in stopped]
+        judged = growths(self.samples, Window.of(self.plan.seconds))
+        return SoakResult(self.samples, self.counters, self.events, judged, found, self._due)
+
+    def _ends(self) -> Ends:
+        recorded = list(read_records(self._records))
+        lost = sum(record.status == LOST for record in recorded)
+        not_sent = sum(record.status == NOT_SENT for record in recorded)
+        without_prefix = sum(record.status == Outcome.RANKED and not record.prefix_tokens for record in recorded)
+        gateway = next(told.reading for told in self._told.values() if told.role == "gateway")
+        traffic = self.settings.gateway
+        return Ends(
+            offered=sum(1 for _ in impressions(traffic, population_of(traffic))),
+            recorded=len(recorded),
+            answered=len(recorded) - lost - not_sent,
+            lost=lost,
+            not_sent=not_sent,
+            unrecorded_answers=WARM_UP_REQUESTS + int(gateway.total("relaygr_gateway_duplicate_results_total")),
+            without_prefix=WARM_UP_REQUESTS + without_prefix,
+            excused=math.ceil(2 * traffic.rate_per_s * max(0.0, self._outage_s + RECOVERY_S - BUDGET_MS / 1000)),
+            events_unacknowledged=int(
+                gateway.total(
+                    "relaygr_gateway_published_total",
+                    topic=self.settings.topic(Topic.RETRIEVAL),
+                    acknowledged="no",
+                )
+            ),
+        )
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def _carry_out_events(self) -> None:
+        while self._due and self._due[0].second <= self._second:
+            kind = self._due[0].kind
+            if not self._carry_out(kind):
+                return
+            self._due.pop(0)
+            self.events.append(Event(self._second, kind))
+
+    def _carry_out(self, kind: EventKind) -> bool:
+        """False: not yet possible. Each event finds a relay that has recovered from the one before."""
+        pids = self._children()
+        if self._is_restarting() or not {"active", "standby"} <= pids.keys():
+            return False
+        if not all(is_ready(child.port) for child in self._commands.values()):
+            return False
+        if kind is EventKind.WORKER_KILLED:
+            self._kill(pids["active"])
+        elif kind is EventKind.TRIGGER_KILLED:
+            trigger = self._commands["trigger"]
+            self._kill(trigger.process.pid, REDELIVERED_S)
+            self.processes.stop([trigger])
+            self._start("trigger", ["trigger"])
+        elif kind is EventKind.MODEL_RELOADED:
+            self._revision += 1
+            _save_model(self._model, self._revision)
+            self._commands["supervisor"].process.send_signal(signal.SIGHUP)
+        else:
+            self._restart = ThreadPoolExecutor(1).submit(self._restart_broker)
+        return True
+
+    def _restart_broker(self) -> None:
+        assert self.broker.restart is not None
+        begun_s = self._second
+        self.broker.restart()
+        self._outage_s = max(self._outage_s, self._second - begun_s)
+
+    def _is_restarting(self) -> bool:
+        """Whether the broker is being restarted. Raises RelayError if it did not start again."""
+        restart = self._restart
+        if restart is not None and restart.done():
+            restart.result()
+        return restart is not None and not restart.done()
+
+    def _kill(self, pid: int, redelivered_s: float = 0.0) -> None:
+        self._read_metrics()
+        told = self._told[pid]
+        os.kill(pid, signal.SIGKILL)
+        in_flight = told.reading.total("relaygr_consumer_in_flight_messages")
+        since_s = self._second - told.read_s + redelivered_s
+        told.unseen = int(in_flight) + math.ceil(2 * self.plan.rate_per_s * since_s) + 1
+
+    # -- samples -------------------------------------------------------------------------------------
+
+    def _sample(self, with_metrics: bool) -> None:
+        second = self._second
+        for role, pid in self._pids().items():
+            with suppress(psutil.Error):
+                usage = _usage(self._process(pid))
+                # A process that has just died has no memory.
+                if usage[Resource.RSS]:
+                    self.samples += [Sample(second, role, pid, *each) for each in usage.items()]
+        files = {
+            Resource.STORE_FILE: _bytes_of([self.settings.worker.history_path / "data.mdb"]),
+            Resource.SHARED: _bytes_of(Path(str(self.settings.worker.shared_path)).rglob("*")),
+            Resource.LOGS: _bytes_of(self.folder.glob("*.log")),
+        }
+        self.samples += [Sample(second, FILES, 0, resource, value) for resource, value in files.items()]
+        if with_metrics:
+            self._read_metrics()
+
+    def _read_metrics(self) -> None:
+        pages = self._child_pages()
+        for page in pages:
+            if page["port"] and self._read("worker", page["pid"], page["port"]) and page["phase"] == "active":
+                self._note_gauges(page["pid"])
+        for name, child in self._commands.items():
+            self._read(name, child.process.pid, child.port)
+
+    def _read(self, role: str, pid: int, port: int) -> bool:
+        """Whether the process told its metrics. Its counters are sampled when they change."""
+        reading, second = read_metrics(port), self._second
+        if not reading.samples:
+            return False
+        before = self._told[pid].reading if pid in self._told else Reading()
+        for name in reading.samples:
+            if name.endswith("_total") and reading.total(name) != before.total(name):
+                self.counters.append((second, role, pid, name, reading.total(name)))
+        self._told[pid] = _Told(role, pid, reading, second)
+        return True
+
+    def _note_gauges(self, pid: int) -> None:
+        reading = self._told[pid].reading
+        for resource, name in _GAUGES.items():
+            process, life = (FILES, 0) if resource is Resource.STORE_USED else ("active", pid)
+            self.samples.append(Sample(self._second, process, life, resource, reading.total(name)))
+
+    def _pids(self) -> dict[str, int]:
+        """The process ids by role."""
+        found = {name: child.process.pid for name, child in self._commands.items()}
+        found |= {phase: pid for phase, pid in self._children().items() if phase in ("active", "standby")}
+        for keeper in self._keepers:
+            with suppress(psutil.Error):
+                # A Kafka is the child of its guard; the embedded cluster has none.
+                found[BROKER] = next((child.pid for child in keeper.children(recursive=True)), keeper.pid)
+        return found
+
+    def _children(self) -> dict[str, int]:
+        return {page["phase"]: page["pid"] for page in self._child_pages()}
+
+    def _child_pages(self) -> list[dict[str, Any]]:
+        try:
+            return child_pages(self._commands["supervisor"].port)
+        except OSError:
+            return []
+
+    def _process(self, pid: int) -> psutil.Process:
+        if pid not in self._known:
+            self._known[pid] = psutil.Process(pid)
+        return self._known[pid]
+
+    def _start(self, name: str, command: Sequence[str]) -> None:
+        self._commands[name] = self.processes.start(name, command, _SECTIONS[name])
+
+    @property
+    def _second(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    @property
+    def _records(self) -> Path:
+        return self.folder / "records.jsonl"
+
+    @property
+    def _model(self) -> Path:
+        return self.folder / "model"
+
+
+def _usage(process: psutil.Process) -> Mapping[Resource, float]:
+    """Of one process. Its private memory is what it shares with no file and no other process."""
+    with process.oneshot():
+        memory = process.memory_info()
+        return {
+            Resource.RSS: memory.rss,
+            Resource.PRIVATE: memory.rss - getattr(memory, "shared", 0),
+            Resource.FDS: process.num_fds(),
+            Resource.THREADS: process.num_threads(),
+        }
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    """The bytes that files take. An arena has holes, which take none."""
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += path.stat().st_blocks * 512
+    return total
+
+
+@contextmanager
+def _progress(console: Console, seconds: float) -> Iterator[Callable[[float, str], None]]:
+    """Shows a bar while the block runs; the function tells the second and the latest event."""
+    columns = (TextColumn("soak"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=seconds)
+        yield lambda second, text: progress.update(bar, completed=second, description=text)
+
+
+def _save_model(folder: Path, revision: int) -> Engine:
+    """Writes a model with its calibration, which is made up: by it every event is at risk."""
+    config = ModelConfig(
+        embedding_dim=64,
+        num_heads=2,
+        attention_dim=32,
+        hidden_dim=32,
+        num_layers=4,
+        normalizer=float(HISTORY_MAX),
+        vocabulary_size=VOCABULARY,
+        num_positions=HISTORY_MAX + 64,
+        max_prefix_behaviours=HISTORY_MAX,
+        max_suffix_behaviours=SUFFIX,
+        max_candidates=CANDIDATES,
+    )
+    save_checkpoint(folder, config, random_checkpoint(config, revision).tensors)
+    engine = load_engine(folder, "cpu", threads=1)
+    coefficients = LatencyCoefficients(
+        a0=800e6, a1=0, a2=0, b0=500, b1=10, b2=0.001, c0=500, c1=10, c2=0.001, d0=200, d1=0.0001
+    )
+    save_calibration(Calibration(describe(engine), now(), coefficients, (), (), (), ()), folder / CALIBRATION)
+    return engine
+
+
+def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
+    """Both tiers hold a part of the prefixes. What is kept up to a bound reaches its bound early."""
+    model = folder / "model"
+    engine = _save_model(model, revision=0)
+    prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(HISTORY_MAX)) * engine.geometry.page_bytes
+    base = broker.settings()
+    prefix = "soak" if broker.ours else f"soak-{secrets.token_hex(3)}"
+    return Settings.model_validate(
+        {
+            "bootstrap": base.bootstrap,
+            "fetch_wait_max_ms": base.fetch_wait_max_ms,
+            "session_timeout_ms": base.session_timeout_ms,
+            "replication_factor": base.replication_factor,
+            "topic_prefix": prefix,
+            "group_prefix": prefix,
+            "partitions": PARTITIONS,
+            "worker": {
+                "model": model,
+                "calibration": model / CALIBRATION,
+                "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
+                "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
+                "history_path": folder / "history",
+                "history_max_bytes": 64 << 20,
+                "shared_path": folder / "shared",
+            },
+            "client": {"remembered_answers": 1_000},
+            # The kills must not use up the restart policy's limit.
+            "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
+            "gateway": {
+                "duration_s": plan.seconds,
+                "rate_per_s": plan.rate_per_s,
+                "users": plan.users,
+                "items": VOCABULARY,
+                "history_median": HISTORY_MAX // 3,
+                "history_max": HISTORY_MAX,
+                "growth": 16,
+                "start_again": True,
+                "suffix": SUFFIX,
+                "candidates": CANDIDATES,
+                "budget_ms": BUDGET_MS,
+            },
+        }
+    )
