@@ -12,7 +12,8 @@ Every test begins with the logging of a process that configured none, and withou
 leaves a thread or a child process behind fails.
 
 A run of the whole suite uses three processes (pytest-xdist), the quick lane two, a run of chosen files one. The tests
-of a file stay in one process, and the files that last longest come first. Each process has brokers of its own.
+of a file stay in one process, and the files that last longest come first. The processes share one real broker; each has
+an embedded cluster of its own.
 
 Examples of property tests may take as long as they like: no test asserts how long something took. The quick lane
 (`-m "not slow"`) tries 25 of them instead of hypothesis's 100, where a test names no number of its own.
@@ -23,9 +24,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,8 @@ from tests.promised import promised, unavailable
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
 PIPELINE = ROOT / "tests" / "pipeline"
+PIPELINES = 2
+"""The most relays of the pipeline tests that run at once."""
 LONGEST = {
     "test_triton_attention.py",
     "test_supervisor.py",
@@ -52,6 +58,8 @@ LONGEST = {
 """Files that take a minute: none of them is to be the last."""
 QUICK = "not slow"
 SLOW_LANES = ("kafka", "outage", "browser", "container", "soak")
+OPEN = pytest.StashKey[ExitStack]()
+SHARED_BROKER = pytest.StashKey[bytes]()
 
 settings.register_profile("all", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=25)
@@ -73,16 +81,39 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # Chosen tests: in pytest's own process.
+    cores = min(2, os.cpu_count() or 1)
     # Slow tests wait for processes and brokers most of their time.
-    return min(2, os.cpu_count() or 1) + (config.option.markexpr != QUICK)
+    return cores + (config.option.markexpr != QUICK)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[OPEN] = ExitStack()
     settings.load_profile("quick" if config.option.markexpr == QUICK else "all")
     try:
         promised()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if OPEN in config.stash:
+        config.stash[OPEN].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Before a process of pytest-xdist starts: gives it the real broker, which the first call starts."""
+    config: pytest.Config = node.config
+    if config.option.markexpr == QUICK:
+        return
+    if SHARED_BROKER not in config.stash:
+        try:
+            broker = config.stash[OPEN].enter_context(started_broker())
+        except RelayError:
+            return  # The tests that need a broker say so.
+        # A broker that others use is not restarted.
+        config.stash[SHARED_BROKER] = pickle.dumps(replace(broker, restart=None))
+    node.workerinput["broker"] = config.stash[SHARED_BROKER]
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
@@ -102,9 +133,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process runs a file from its first test to its last. The pipeline's files are shared by two processes.
+    """One process runs a file from its first test to its last. The pipeline's files are shared by a few processes.
 
-    Each relay starts several processes: more than two at once would make each other late.
+    Each relay starts several processes: more relays at once would make each other late.
     """
     from xdist.scheduler import LoadScopeScheduling  # A part of the dev extra, and only needed with `-n`.
 
@@ -114,7 +145,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             path, _, _ = nodeid.partition("::")
             file = ROOT / path
-            return f"pipeline {files.index(file) % 2}" if file in files else path
+            return f"pipeline {files.index(file) % PIPELINES}" if file in files else path
 
     return OneProcessAFile(config, log)
 
@@ -161,19 +192,24 @@ def embedded_broker() -> Iterator[LocalBroker]:
         yield broker
 
 
+def started_broker() -> AbstractContextManager[LocalBroker]:
+    """A real Apache Kafka. Raises RelayError if there is none."""
+    return local_broker(os.environ.get("RELAYGR_TEST_BOOTSTRAP") or BrokerChoice.KAFKA)
+
+
 @pytest.fixture(scope="session")
-def real_broker() -> Iterator[LocalBroker]:
+def real_broker(request: pytest.FixtureRequest) -> Iterator[LocalBroker]:
     """A real Apache Kafka; tests that take it directly carry the `kafka` marker themselves."""
-    choice = os.environ.get("RELAYGR_TEST_BOOTSTRAP") or BrokerChoice.KAFKA
-    context = local_broker(choice)
-    try:
-        broker = context.__enter__()
-    except RelayError as error:
-        unavailable("broker", f"no real Kafka here: {error}")
-    try:
+    shared = getattr(request.config, "workerinput", {}).get("broker")
+    if shared is not None:
+        yield pickle.loads(shared)
+        return
+    with ExitStack() as stack:
+        try:
+            broker = stack.enter_context(started_broker())
+        except RelayError as error:
+            unavailable("broker", f"no real Kafka here: {error}")
         yield broker
-    finally:
-        context.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])

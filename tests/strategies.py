@@ -162,6 +162,7 @@ def ranking_results(draw: st.DrawFn) -> RankingResult:
         history_stale=draw(st.booleans()),
         history_loading=draw(st.booleans()),
         unknown_items=draw(whole),
+        backlog_us=draw(st.none() | whole),
         **specific,
     )
 
@@ -192,8 +193,9 @@ worker_statuses = st.builds(
     dram_free_bytes=whole,
     ranking_queue_p99_us=whole,
     preinfer_queue_us=whole,
-    latency=st.builds(LatencyCoefficients, *[real] * 11),
+    latency=st.builds(LatencyCoefficients, *[real] * 13),
     full_path=st.none() | full_path_reports,
+    ranking_backlog_us=st.none() | whole,
 )
 
 

@@ -123,6 +123,7 @@ def test_streams_has_no_torch() -> None:
         ("relaygr.consumer", ("torch", "faust", "lmdb")),
         ("relaygr.worker.settings", ("torch", "faust", "lmdb")),
         ("relaygr.worker.cache", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.cli.cache_admin", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
         ("relaygr.worker.executor.order", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.worker.executor.plan", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.settings", ("torch", "faust", "aiokafka", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),

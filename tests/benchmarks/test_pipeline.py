@@ -20,7 +20,7 @@ PIPELINE = RateFigures(
     preinfer_start_p99_ms=15.0, generator_lag_p99_ms=1.0, cpu_gateway=0.2, cpu_trigger=0.3, cpu_worker=0.4,
     cpu_broker=0.5,
 )  # fmt: skip
-ECHO = EchoFigures(2000, 2000, p50_ms=1.0, p99_ms=5.0, cpu_python=0.3, cpu_broker=0.4, foreign_cpu=0.1)
+ECHO = EchoFigures(2000, 2000, p50_ms=1.0, p99_ms=5.0, cpu_python=0.3, foreign_cpu=0.1)
 
 
 def test_the_ratios_are_the_medians_of_the_rounds() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +18,10 @@ from relaygr.cli.app import app
 from relaygr.interactions import read_interactions
 from relaygr.replay import parallel
 from relaygr.replay.bound import HitBound
-from relaygr.replay.demand import Demand, DemandKind, PrefixKeyMaker, Visits, demands_of
+from relaygr.replay.demand import DemandKind, demands_of
 from relaygr.replay.link import LinkSpeed, VirtualLink
-from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult, replay
+from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult
+from relaygr.replay.run import replay as replay_demands
 from relaygr.replay.synthetic import Sketches, records_of_interactions, records_of_schedule, window_start
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
@@ -31,9 +30,8 @@ from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.cache import Tier
 from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyRequest, Deadline
 from relaygr.worker.cache.events import EventKind
-from relaygr.worker.cache.identity import common_behaviours
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
-from relaygr.worker.cache.trace import TraceReader, TraceRecord
+from relaygr.worker.cache.trace import TraceReader, TraceRow
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
 PAGE_TOKENS = 16
@@ -50,16 +48,36 @@ ENVIRONMENT = ReplayEnvironment(
 SKETCHES = Sketches()
 
 
-def rank(user: str, second: float, behaviours: int = 16, begins_at: int = 0) -> Demand:
+def rank(
+    user: str,
+    second: float,
+    behaviours: int = 16,
+    begins_at: int = 0,
+    kind: EventKind = EventKind.ACQUIRE,
+    model: bytes = b"m",
+) -> TraceRow:
     sketch = SKETCHES.of(user, begins_at, behaviours)
-    return Demand(DemandKind.RANK, round(second * VISIT_US), SKETCHES.user(user), b"m", sketch)
+    at_us = round(second * VISIT_US)
+    return kind.value, at_us, SKETCHES.user(user), model, sketch.behaviours, sketch.marks, "made"
+
+
+def prepare(user: str, second: float, behaviours: int = 16) -> TraceRow:
+    return rank(user, second, behaviours, kind=EventKind.PREPARE)
+
+
+def replay(rows: list[TraceRow], environment: ReplayEnvironment, candidate: Candidate) -> ReplayResult:
+    return replay_demands(demands_of(rows), environment, candidate)
+
+
+def bound_of(rows: list[TraceRow]) -> HitBound:
+    return HitBound(demands_of(rows), LAYOUT, PAGE_TOKENS)
 
 
 def on(hbm_pages: int, dram_pages: int = 0, policy: PolicyName = PolicyName.LRU) -> Candidate:
     return Candidate(TierPolicies(policy, policy), hbm_pages * PAGE_BYTES, dram_pages * PAGE_BYTES)
 
 
-def visits_of(users: str, behaviours: int = 16) -> list[Demand]:
+def visits_of(users: str, behaviours: int = 16) -> list[TraceRow]:
     """One visit a second; each letter is a user."""
     return [rank(user, second, behaviours) for second, user in enumerate(users)]
 
@@ -81,9 +99,7 @@ class TestByHand:
         slow = ReplayEnvironment(
             GEOMETRY, LAYOUT, LatencyModel(LatencyCoefficients(*[1e6] * 11)), LinkSpeed(300_000.0, 1e9)
         )
-        ranks = rank("a", 20.1)
-        prepares = Demand(DemandKind.PREPARE, 20 * VISIT_US, ranks.user, b"m", ranks.sketch)
-        done = replay([rank("a", 0), rank("b", 10), prepares, ranks], slow, on(1, 4))
+        done = replay([rank("a", 0), rank("b", 10), prepare("a", 20), rank("a", 20.1)], slow, on(1, 4))
         assert (done.reloaded_tokens, done.reloaded_bytes) == (16, PAGE_BYTES)
         assert done.recomputed_tokens == 32
 
@@ -102,25 +118,20 @@ class TestByHand:
     def test_a_window_that_slid_can_not_hit(self) -> None:
         done = replay([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], ENVIRONMENT, on(50))
         assert (done.hbm_hits, done.recomputed_tokens) == (0, 228)
-        assert HitBound([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)], LAYOUT, PAGE_TOKENS).with_all_room == 0
+        assert bound_of([rank("a", 0, 128), rank("a", 2, 100, begins_at=64)]).with_all_room == 0
 
     def test_another_model_and_a_forgotten_user_start_anew(self) -> None:
-        first = rank("a", 0)
-        forget = Demand(DemandKind.FORGET, VISIT_US, first.user, b"m", first.sketch)
-        other = Demand(DemandKind.RANK, 9 * VISIT_US, first.user, b"n", first.sketch)
-        done = replay([first, forget, rank("a", 3), rank("a", 6), other], ENVIRONMENT, on(8))
+        forget = rank("a", 1, kind=EventKind.INVALIDATE)
+        other = rank("a", 9, model=b"n")
+        done = replay([rank("a", 0), forget, rank("a", 3), rank("a", 6), other], ENVIRONMENT, on(8))
         assert (done.visits, done.hbm_hits) == (4, 1)
 
     def test_job_and_ranking_of_one_impression_are_one_visit(self) -> None:
-        ranks = rank("a", 0.15)
-        prepares = Demand(DemandKind.PREPARE, 0, ranks.user, b"m", ranks.sketch)
-        done = replay([prepares, ranks, rank("a", 2)], ENVIRONMENT, on(4))
+        done = replay([prepare("a", 0), rank("a", 0.15), rank("a", 2)], ENVIRONMENT, on(4))
         assert (done.visits, done.hbm_hits, done.recomputed_tokens) == (2, 1, 16)
 
     def test_what_is_leased_is_not_evicted_by_others(self) -> None:
-        held = rank("a", 0)
-        prepares = Demand(DemandKind.PREPARE, 0, held.user, b"m", held.sketch)
-        demands = [prepares, rank("b", 0.1), rank("c", 0.2), rank("a", 0.3), rank("b", 5)]
+        demands = [prepare("a", 0), rank("b", 0.1), rank("c", 0.2), rank("a", 0.3), rank("b", 5)]
         done = replay(demands, ENVIRONMENT, on(1))
         assert done.no_room == 2
         assert done.recomputed_tokens == 4 * 16
@@ -141,20 +152,17 @@ def demand_lists(pauses: list[float]) -> st.SearchStrategy[Steps]:
     return st.lists(step, min_size=1, max_size=60)
 
 
-def grown(steps: Steps) -> list[Demand]:
+def grown(steps: Steps) -> list[TraceRow]:
     """The demands of these steps: histories grow, and some rankings follow a pre-infer job."""
     lengths: dict[str, int] = {}
     second, demands = 0.0, []
     for user, pause, growth, prepared in steps:
         second += pause
         lengths[user] = lengths.get(user, 16 + 7 * (ord(user) % 5)) + growth
-        ranks = rank(user, second + 0.2, lengths[user])
         if prepared:
-            demands.append(
-                Demand(DemandKind.PREPARE, round(second * VISIT_US), ranks.user, ranks.namespace, ranks.sketch)
-            )
-        demands.append(ranks)
-    return sorted(demands, key=lambda demand: demand.at_us)
+            demands.append(prepare(user, second, lengths[user]))
+        demands.append(rank(user, second + 0.2, lengths[user]))
+    return sorted(demands, key=lambda row: row[1])
 
 
 class TestBound:
@@ -164,7 +172,7 @@ class TestBound:
     @given(steps=demand_lists([0.1, 0.3, 0.8, 1.0, 2.0]), hbm_pages=st.integers(1, 30), dram_pages=st.integers(0, 30))
     def test_no_policy_is_above_it(self, policy: PolicyName, steps: Steps, hbm_pages: int, dram_pages: int) -> None:
         demands = grown(steps)
-        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        bound = bound_of(demands)
         done = replay(demands, ENVIRONMENT, on(hbm_pages, dram_pages, policy))
         assert done.visits == bound.visits
         assert done.hbm_hits <= bound.hits(hbm_pages)
@@ -173,12 +181,12 @@ class TestBound:
     @pytest.mark.parametrize(("hbm_pages", "hits"), [(0, 0), (1, 2), (2, 3)])
     def test_it_is_what_the_budget_of_page_steps_buys(self, hbm_pages: int, hits: int) -> None:
         """A hit costs 3 page-steps (one page for 3 look-ups). One page over 6 look-ups pays for two hits."""
-        assert HitBound(visits_of("abcabc"), LAYOUT, PAGE_TOKENS).hits(hbm_pages) == hits
+        assert bound_of(visits_of("abcabc")).hits(hbm_pages) == hits
 
     def test_dear_prefixes_are_bought_last(self) -> None:
         """a costs 8 page-steps, b 2. Over 4 look-ups 3 pages give 12, enough for both; 1 page gives 4, enough for b."""
         demands = [rank("a", 0, 64), rank("b", 1, 16), rank("a", 2, 64), rank("b", 3, 16)]
-        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        bound = bound_of(demands)
         assert [bound.hits(pages) for pages in (0, 1, 2, 3)] == [0, 1, 1, 2]
 
     def test_a_prefix_need_not_stay_between_the_look_ups_of_one_visit(self) -> None:
@@ -191,11 +199,11 @@ class TestBound:
                 hits += 1
         done = replay(demands, ENVIRONMENT, on(1))
         assert (done.visits, done.hbm_hits) == (hits + 2, hits)
-        assert done.hbm_hits <= HitBound(demands, LAYOUT, PAGE_TOKENS).hits(1)
+        assert done.hbm_hits <= bound_of(demands).hits(1)
 
     @given(users=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=40), room=st.integers(1, 5))
     def test_beladys_best_is_not_above_it_where_all_have_one_size(self, users: list[str], room: int) -> None:
-        bound = HitBound(visits_of("".join(users)), LAYOUT, PAGE_TOKENS)
+        bound = bound_of(visits_of("".join(users)))
         assert belady_hits(users, room) <= bound.hits(room)
 
     @pytest.mark.slow
@@ -203,7 +211,7 @@ class TestBound:
     @given(steps=demand_lists([1.0, 2.0, 3.0]))
     def test_with_all_room_every_policy_reaches_it(self, steps: Steps) -> None:
         demands = grown(steps)
-        bound = HitBound(demands, LAYOUT, PAGE_TOKENS)
+        bound = bound_of(demands)
         done = replay(demands, ENVIRONMENT, on(10_000))
         assert done.hbm_hits == bound.with_all_room == bound.hits(10_000)
         assert done.recomputed_tokens == done.asked_tokens - done.hbm_tokens
@@ -222,39 +230,6 @@ def belady_hits(users: list[str], room: int) -> int:
             }
             there.remove(max(there, key=lambda each: next_use[each]))
     return hits
-
-
-class TestHistories:
-    @given(lengths=st.lists(st.tuples(st.integers(1, 400), st.sampled_from([0, 0, 64])), min_size=2, max_size=8))
-    def test_keys_share_what_the_sketches_of_neighbours_share(self, lengths: list[tuple[int, int]]) -> None:
-        histories = PrefixKeyMaker()
-        demands = [rank("ann", second, length, start) for second, (length, start) in enumerate(lengths)]
-        keys = [histories.key(demand) for demand in demands]
-        assert all(
-            key.is_known and key.length == demand.sketch.behaviours for key, demand in zip(keys, demands, strict=True)
-        )
-        for before, after, key, following in zip(demands, demands[1:], keys, keys[1:], strict=False):
-            common = before.sketch.common(after.sketch)
-            shared = common_behaviours(following, key)
-            # A shorter history ends where the longer one has no mark, so only whole blocks are known to be equal.
-            assert shared == common if following.length >= key.length else common // 64 * 64 <= shared <= common
-
-    def test_time_does_not_go_back_where_records_of_two_threads_do(self) -> None:
-        records = [
-            TraceRecord(EventKind.ACQUIRE, at_us, 1, b"m", SKETCHES.of("a", 0, 5), "hit") for at_us in (5, 9, 7, 12)
-        ]
-        assert [demand.at_us for demand in demands_of(records)] == [5, 9, 9, 12]
-
-    def test_visits_are_numbered_and_know_what_they_can_reuse(self) -> None:
-        visits = Visits()
-        begun = [
-            visits.begin(demand) for demand in (rank("a", 0, 20), rank("b", 1), rank("a", 1.5, 30), rank("a", 1.6, 30))
-        ]
-        assert [(each.number, each.reusable, each.before) for each in begun if each] == [
-            (0, 0, -1),
-            (1, 0, -1),
-            (2, 20, 0),
-        ]
 
 
 def test_copies_cross_a_virtual_link_one_after_the_other() -> None:
@@ -351,7 +326,7 @@ class TestCommand:
     def test_a_plot_that_cannot_be_written_is_refused_before_the_replay(
         self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        monkeypatch.setattr(cache, "_look_through", lambda *_: pytest.fail("the trace was read"))
+        monkeypatch.setattr(cache, "_read", lambda *_: pytest.fail("the trace was read"))
         with pytest.raises(RelayError, match=r"--plot .* cannot be written"):
             cache.replay_command(trace, policy=["lru"], plot=tmp_path / name)
 
@@ -399,28 +374,18 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_in_parallel_the_results_are_the_same(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        header, candidates = TraceReader(trace).header, [on(40, 100, policy) for policy in PolicyName]
-        environment = ReplayEnvironment(header.geometry, header.layout, ENVIRONMENT.latency, ENVIRONMENT.link)
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        reader, candidates = TraceReader(trace), [on(40, 100, policy) for policy in PolicyName]
+        environment = ReplayEnvironment(
+            reader.header.geometry, reader.header.layout, ENVIRONMENT.latency, ENVIRONMENT.link
+        )
+        demands = demands_of(list(reader.rows()) * 3)
         played: list[int] = []
-        alone = parallel.replay_all(trace, 300, environment, candidates, played.append)
+        alone = parallel.replay_all(demands, environment, candidates, 2, played.append)
         assert played == sorted(played)
-        assert played[-1] > 300 * (len(candidates) - 1)
+        assert played[-1] > len(demands) * (len(candidates) - 1)
         monkeypatch.setattr(parallel, "_DEMANDS_FOR_PROCESSES", 0)
-        assert parallel.replay_all(trace, 300, environment, candidates, played.append) == alone
-        assert max(played) <= 300 * len(candidates)
-
-    def test_a_trace_that_becomes_another_one_meanwhile_gives_no_table(
-        self, trace: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def begun_anew(*arguments: Any) -> list[ReplayResult]:
-            with trace.open("r+b") as file:
-                file.truncate(trace.stat().st_size // 2)
-            return parallel.replay_all(*arguments)
-
-        monkeypatch.setattr(cache, "replay_all", begun_anew)
-        with pytest.raises(RelayError, match="was replaced during the replay"):
-            cache.replay_command(trace, policy=["lru"])
+        assert parallel.replay_all(demands, environment, candidates, 2, played.append) == alone
+        assert max(played) <= len(demands) * len(candidates)
 
     @pytest.mark.slow
     def test_without_options_all_policies_are_tried_on_the_recorded_sizes(self, trace: Path, tmp_path: Path) -> None:
@@ -432,7 +397,7 @@ class TestCommand:
     def test_the_header_of_a_made_trace_says_what_the_settings_say(self, trace: Path) -> None:
         header = TraceReader(trace).header
         assert (header.hbm_policy, header.geometry.kv.bytes_per_token) == (PolicyName.SLRU, 1024)
-        assert all(demand.kind is not DemandKind.FORGET for demand in demands_of(TraceReader(trace).records()))
+        assert DemandKind.FORGET not in demands_of(TraceReader(trace).rows()).kinds
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -100,3 +100,9 @@ def test_a_run_that_shows_everything_passes_and_each_shortcoming_fails_its_own_g
     assert verdicts([replace(one, path="full") for one in good]).count(False) == 1
     assert verdicts([replace(one, prefix_source="computed") for one in good]).count(False) == 1
     assert verdicts(good, LEAST_COMPARED - 1).count(False) == 1
+
+
+def test_on_a_busy_machine_only_lost_requests_and_scores_are_judged() -> None:
+    slow = [record(number, path="truncated") for number in range(3)]
+    shown = gates(summarise(slow, 1), summarise([], 0), compare_scores([], []), busy=True)
+    assert [gate.name for gate in shown if gate.judged] == ["no request lost", "cached scores equal full scores"]

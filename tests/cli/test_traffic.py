@@ -59,6 +59,20 @@ def test_a_returning_users_history_grows_and_the_older_one_is_its_beginning() ->
     assert newer.behaviours[: len(older.behaviours)] == older.behaviours
 
 
+STARTING_AGAIN = SETTINGS.model_copy(update={"start_again": True, "growth": 16, "users": 3, "duration_s": 1.0})
+
+
+def test_a_user_whose_history_is_at_its_longest_starts_again() -> None:
+    population = SyntheticPopulation(STARTING_AGAIN)
+    lengths = [
+        impression.history_length for impression in impressions(STARTING_AGAIN, population) if not impression.user
+    ]
+    first, longest = population.first_length(0), STARTING_AGAIN.history_max
+    for before, after in itertools.pairwise(lengths):
+        assert after == (first if before == longest else min(before + 16, longest))
+    assert lengths.count(first) > 1
+
+
 def test_candidates_are_distinct_and_the_suffix_follows_the_history() -> None:
     population = SyntheticPopulation(SETTINGS)
     impression = next(impressions(SETTINGS, population))
@@ -94,6 +108,8 @@ class FakeClient:
     def __init__(self, ends: Any) -> None:
         self.ends = ends
         self.events = 0
+        self.published: list[tuple[str, int]] = []
+        """User and length of each history; length 0: a tombstone."""
 
     def __call__(self, on_late: Any, on_lost: Any) -> FakeClient:
         self.on_lost = on_lost
@@ -111,7 +127,10 @@ class FakeClient:
     ids = itertools.count()
 
     def publish_history(self, history: Any) -> None:
-        return None
+        self.published.append((history.user_id, len(history.behaviours)))
+
+    def tombstone(self, user_id: str) -> None:
+        self.published.append((user_id, 0))
 
     def publish_retrieval(self, user_id: str, **_: Any) -> None:
         self.events += 1
@@ -146,6 +165,17 @@ def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, st
     assert sorted(record.number for record in records) == numbers
     assert {record.status for record in records} == {status}
     assert client.events == len(numbers)
+
+
+@pytest.mark.slow
+def test_a_user_that_starts_again_is_deleted_before_its_first_history_is_published() -> None:
+    population, client = SyntheticPopulation(STARTING_AGAIN), FakeClient("expired")
+    Gateway(client, STARTING_AGAIN, population, lambda _: None).play()
+    lengths = [length for user, length in client.published if user == population.user_id(0)]
+    first, longest = population.first_length(0), STARTING_AGAIN.history_max
+    assert 0 in lengths
+    for before, deleted, after in zip(lengths, lengths[1:], lengths[2:], strict=False):
+        assert deleted or (before, after) == (longest, first)
 
 
 def test_a_reference_run_ends_though_the_client_takes_nothing() -> None:

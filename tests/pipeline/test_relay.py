@@ -278,7 +278,7 @@ def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
     link = LinkSpeed(delay_us=10.0, bytes_per_us=1_000.0)
     environment = ReplayEnvironment(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
     candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
-    assert replay(list(demands_of(reader.records())), environment, candidate).visits > 0
+    assert replay(demands_of(reader.rows()), environment, candidate).visits > 0
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def binding(role: Role, right: Right, operation: str) -> AclBinding:
     )  # fmt: skip
 
 
-def without(each: AclBinding) -> AclBindingFilter:
+def filter_of(each: AclBinding) -> AclBindingFilter:
     return AclBindingFilter(
         each.restype, each.name, each.resource_pattern_type, each.principal, each.host,
         each.operation, each.permission_type,
@@ -79,20 +80,37 @@ class GuardedBroker:
 
     admin: AdminClient
     secured: KafkaSettings
-    granted: list[AclBinding] = field(default_factory=list)
+    asking: dict[Role, AdminProcess] = field(default_factory=dict)
+    """A process for each role, which asks as its user."""
 
     def grant(self, bindings: list[AclBinding]) -> None:
         for future in self.admin.create_acls(bindings, request_timeout=30).values():
             future.result(60)
 
     def revoke(self, bindings: list[AclBinding]) -> None:
-        for future in self.admin.delete_acls([without(each) for each in bindings], request_timeout=30).values():
+        for future in self.admin.delete_acls([filter_of(each) for each in bindings], request_timeout=30).values():
             assert len(list(future.result(60))) == 1
 
     def settings(self, role: Role) -> KafkaSettings:
         """The settings of the role's user."""
         security = self.secured.security.model_copy(update={"sasl_username": role.value})
         return self.secured.model_copy(update={"security": security})
+
+    def missing(self, role: Role) -> tuple[str, ...]:
+        """A sentence for each right that the role's user lacks now."""
+        return missing_rights(self.settings(role), role, self.asking[role])
+
+    @contextmanager
+    def without(self, role: Role, right: Right, operations: Sequence[str]) -> Iterator[None]:
+        """The role's user lacks these operations while the block runs."""
+        taken = [binding(role, right, operation) for operation in operations]
+        self.revoke(taken)
+        try:
+            wait_until("the right is gone", lambda: bool(self.missing(role)), 30)
+            yield
+        finally:
+            self.grant(taken)
+            wait_until("the right is back", lambda: not self.missing(role), 30)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +160,11 @@ def guarded(real_broker: LocalBroker) -> Iterator[GuardedBroker]:
 
         wait_until("the administrator's rights are in effect", creates, 60)
         assert created == [True]
-        yield guarded
+        with ExitStack() as stack:
+            for role in Role:
+                guarded.asking[role] = stack.enter_context(AdminProcess(guarded.settings(role), f"test-{role}"))
+                assert guarded.missing(role) == ()
+            yield guarded
 
 
 def publish_history(kafka: KafkaSettings, user: str) -> None:
@@ -197,17 +219,8 @@ def test_the_whole_relay_runs_with_the_least_rights(guarded: GuardedBroker, mode
 def test_a_missing_right_is_named_in_a_sentence(
     guarded: GuardedBroker, role: Role, right: Right, operation: str
 ) -> None:
-    kafka = guarded.settings(role)
-    taken = binding(role, right, operation)
-    with AdminProcess(kafka, "test-rights") as asking:
-        guarded.revoke([taken])
-        try:
-            wait_until("the right is gone", lambda: bool(missing_rights(kafka, role, asking)), 30)
-            with pytest.raises(RelayError) as refused:
-                require_rights(kafka, role, asking)
-        finally:
-            guarded.grant([taken])
-            wait_until("the right is back", lambda: not missing_rights(kafka, role, asking), 30)
+    with guarded.without(role, right, [operation]), pytest.raises(RelayError) as refused:
+        require_rights(guarded.settings(role), role, guarded.asking[role])
     assert str(refused.value) == (
         f"{role} may not {operation} {right.resource} {right.name}, as a {role} must. "
         f"`relaygr topics acls --role {role}` prints the commands that grant it."
@@ -220,30 +233,18 @@ def test_a_process_without_a_right_does_not_start(
 ) -> None:
     """A worker without the histories was alive and silent, a trigger without the jobs was ready."""
     [right] = [each for each in rights_of(role, KAFKA) if each.name == KAFKA.topic(topic)]
-    taken = [binding(role, right, operation) for operation in right.operations]
-    guarded.revoke(taken)
-    try:
-        wait_until("the right is gone", lambda: bool(missing_rights(guarded.settings(role), role)), 30)
-        with Relay(guarded.secured, tmp_path, model) as relay:
-            child = relay.processes.start(role.value, [role.value], role.value, [f"security.sasl_username={role}"])
-            assert child.process.wait(90) == 1
-            assert f"{role} may not {right.operations[0]} topic {right.name}" in " ".join(child.log_tail().split())
-            relay.forget(child)
-    finally:
-        guarded.grant(taken)
-        wait_until("the right is back", lambda: not missing_rights(guarded.settings(role), role), 30)
+    with guarded.without(role, right, right.operations), Relay(guarded.secured, tmp_path, model) as relay:
+        child = relay.processes.start(role.value, [role.value], role.value, [f"security.sasl_username={role}"])
+        assert child.process.wait(90) == 1
+        assert f"{role} may not {right.operations[0]} topic {right.name}" in " ".join(child.log_tail().split())
+        relay.forget(child)
 
 
 def test_a_gateway_without_a_right_does_not_connect(guarded: GuardedBroker) -> None:
     [right] = [each for each in rights_of(Role.GATEWAY, KAFKA) if each.name == KAFKA.topic(Topic.RANKING)]
-    taken = binding(Role.GATEWAY, right, "Write")
-    guarded.revoke([taken])
-    kafka = guarded.settings(Role.GATEWAY)
-    try:
-        wait_until("the right is gone", lambda: bool(missing_rights(kafka, Role.GATEWAY)), 30)
-        client = RelayClient(kafka, "gateway-01", registry=CollectorRegistry())
-        with pytest.raises(RelayError, match=r"gateway may not Write topic rights\.ranking"):
-            client.start()
-    finally:
-        guarded.grant([taken])
-        wait_until("the right is back", lambda: not missing_rights(kafka, Role.GATEWAY), 30)
+    client = RelayClient(guarded.settings(Role.GATEWAY), "gateway-01", registry=CollectorRegistry())
+    with (
+        guarded.without(Role.GATEWAY, right, ["Write"]),
+        pytest.raises(RelayError, match=r"gateway may not Write topic rights\.ranking"),
+    ):
+        client.start()

@@ -90,8 +90,7 @@ def require_all_ranked(traffic: Traffic) -> list[Asked]:
 
 
 def all_prefixes_are_in_dram(supervisor: CommandProcess) -> bool:
-    ended = reading(supervisor).by_label("relaygr_cache_spills_ended_total", "outcome")
-    return ended.get("published", 0) == len(USERS)
+    return reading(supervisor).total("relaygr_cache_entries", tier="dram") == len(USERS)
 
 
 def nothing_is_being_spilled(worker: CommandProcess) -> bool:
@@ -179,6 +178,43 @@ def test_a_stopped_worker_is_killed_and_its_standby_takes_over(relay: Relay, wor
         require_all_ranked(traffic)
     with pytest.raises(ProcessLookupError):
         os.kill(pair.active, signal.SIGCONT)
+
+
+def test_a_killed_supervisor_costs_no_request_and_the_next_one_adopts_the_pair(relay: Relay, worker: CommandProcess):
+    pair = pair_of(worker)
+    with begun(relay) as traffic:
+        time.sleep(1)
+        relay.kill(worker)
+        again = relay.start_worker("worker-00", command=["worker", "--standby"])
+        relay.await_ready(again)
+        assert pair_of(again) == pair
+        os.kill(pair.active, signal.SIGKILL)
+        await_take_over(again, pair)
+        time.sleep(1)
+        require_all_ranked(traffic)
+    assert relay.stop(again) == 0
+
+
+def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_prefixes(
+    relay: Relay, worker: CommandProcess
+):
+    """HBM holds a few users' prefixes. Full inference once served 100 of 261 requests after such a restart."""
+    pair = pair_of(worker)
+    with begun(relay) as traffic:
+        wait_until("all prefixes are in DRAM", lambda: all_prefixes_are_in_dram(worker), 60)
+        killed_s = time.monotonic()
+        for pid in (worker.process.pid, pair.active, pair.standby):
+            os.kill(pid, signal.SIGKILL)
+        relay.kill(worker)
+        again = relay.start_worker("worker-00", command=["worker", "--standby"])
+        relay.await_ready(again)
+        time.sleep(1)
+        asked = traffic.stop()
+    assert reading(again).by_label("relaygr_arena_prefixes_total", "outcome") == {"restored": len(USERS)}
+    backlog = [each for each in asked if each.sent_s > killed_s and each.outcome.status is RankStatus.RANKED]
+    assert hit_ratio(backlog) > 0.95
+    assert not traffic.lost
+    assert relay.stop(again) == 0
 
 
 def test_a_worker_whose_device_hangs_exits_and_its_standby_takes_over(

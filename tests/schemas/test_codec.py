@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 import typing
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -33,13 +34,31 @@ from relaygr.schemas import (
     decode,
     encode,
 )
-from relaygr.schemas.codec import MAX_CONTAINERS, MAX_LIST_ENTRIES, MAX_MAP_ENTRIES, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES
+from relaygr.schemas.codec import (
+    MAX_CONTAINERS,
+    MAX_ENTRIES,
+    MAX_LIST_ENTRIES,
+    MAX_MAP_ENTRIES,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_BYTES,
+    SHORT_ENTRIES,
+    SMALL_MESSAGE_BYTES,
+)
 from relaygr.schemas.fields import INT64_MAX, MAX_CHOICE_BYTES, Choice, FieldError, Packed, Real, choice_label
-from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_SUFFIX_BEHAVIOURS, Message
+from relaygr.schemas.messages import (
+    LENGTH_BUCKETS,
+    MAX_BEHAVIOURS,
+    MAX_CANDIDATES,
+    MAX_MISSED_IDS,
+    MAX_SUFFIX_BEHAVIOURS,
+    FullPathReport,
+    Message,
+)
 from tests.strategies import messages
 
 STRATEGIES = messages()
 INT64_MIN = -(2**63)
+MIB = 1024 * 1024
 
 
 def request(**changes: Any) -> RankingRequest:
@@ -272,21 +291,63 @@ def test_bytes_that_are_no_bounded_messagepack_are_refused(name: str) -> None:
     assert caught.value.reason is DecodeReason.MALFORMED
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [*MALFORMED.values(), b"\xdc\x10\x00" * 1023, b"\xdc\x10\x00" + b"\xdc\x10\x00" * 4096],
-    ids=[*MALFORMED, "a thousand nested long lists", "four thousand nested long lists"],
-)
-def test_refusing_takes_bounded_memory(attack: bytes) -> None:
-    """The worst case is msgpack's deepest nesting (1,024), with the longest list declared at each level."""
+ATTACKS: dict[str, bytes] = MALFORMED | {
+    "a thousand nested lists that claim 4,095 entries": b"\xdc\x0f\xff" * 1000,
+    "four thousand nested lists that claim 4,096 entries": b"\xdc\x10\x00" * 4097,
+    "a thousand nested lists that claim 32 entries": b"\xdc\x00\x20" * 1000,
+    "a thousand nested maps that claim 64 entries": b"\xde\x00\x40\xa1a" * 1000,
+    "a thousand nested maps that claim 32 entries": b"\xde\x00\x20\xa1a" * 1000,
+    "a thousand nested lists of 4,095 numbers": (b"\xdc\x10\x00" + b"\xe0" * 4095) * 1000,
+    "a thousand nested lists of 31 numbers": (b"\xdc\x00\x20" + b"\xe0" * 31) * 1000,
+    "a thousand nested lists of 31 texts": (b"\xdc\x00\x20" + b"\xa2\xc4\x80" * 31) * 1000,
+    "a map of 64 lists of 4,096 numbers": b"\xde\x00\x40"
+    + b"".join(b"\xa1%c\xdc\x10\x00" % name + b"\xe0" * 4096 for name in range(64)),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("message", [RankingRequest, WorkerStatus], ids=["a request", "a status"])
+def test_refusing_takes_bounded_memory(message: type[Any], name: str) -> None:
+    """msgpack would allocate what each header claims: 32 MiB for the first attack, which has 3,000 bytes."""
+    data = bytes((SCHEMA_VERSION,)) + ATTACKS[name]
     tracemalloc.start()
     try:
         with pytest.raises(DecodeError):
-            decode(RankingRequest, bytes((SCHEMA_VERSION,)) + attack)
+            decode(message, data)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 1024 * MAX_LIST_ENTRIES * 8 + MAX_MESSAGE_BYTES
+    assert peak_bytes < 400_000 + (40 * len(data) if len(data) <= SMALL_MESSAGE_BYTES else 4 * MIB)
+
+
+def test_the_longest_status_is_decoded(status: WorkerStatus) -> None:
+    buckets = tuple(range(LENGTH_BUCKETS))
+    report = FullPathReport(1, tuple(map(float, buckets)), buckets, buckets, tuple(map(str, range(MAX_MISSED_IDS))))
+    longest = replace(status, partitions=tuple(range(MAX_LIST_ENTRIES)), full_path=report)
+    assert decode(WorkerStatus, encode(longest)) == longest
+
+
+@pytest.mark.parametrize("length", [1, SHORT_ENTRIES, SHORT_ENTRIES + 1, MAX_LIST_ENTRIES])
+@pytest.mark.parametrize(
+    "value",
+    [None, False, 3, -1, -100, 200, 2**31, 2**63, -(2**62), 1.5, "text", "t" * 40, "t" * 300, b"b", b"b" * 300],
+    ids=repr,
+)
+def test_an_unknown_field_with_a_long_list_of_any_values_is_ignored(length: int, value: Any) -> None:
+    body = msgpack.unpackb(encode(request())[1:]) | {"new_list": [value] * length, "later": {"a": [[value]]}}
+    data = bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body))
+    assert decode(RankingRequest, data) == request()
+
+
+def test_an_unknown_field_with_a_long_map_is_ignored() -> None:
+    body = msgpack.unpackb(encode(request())[1:]) | {"new_map": {str(key): [key] for key in range(MAX_CONTAINERS - 4)}}
+    assert decode(RankingRequest, bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body))) == request()
+
+
+def test_lists_that_are_short_enough_alone_and_too_long_together_are_refused() -> None:
+    body = {"one": [0] * MAX_LIST_ENTRIES, "two": [0] * MAX_LIST_ENTRIES, "three": [0] * MAX_LIST_ENTRIES}
+    with pytest.raises(DecodeError, match=f"more than {MAX_ENTRIES} entries"):
+        decode(WorkerStatus, bytes((SCHEMA_VERSION,)) + typing.cast(bytes, msgpack.packb(body)))
 
 
 def test_arrays_are_read_without_a_copy_and_read_only() -> None:

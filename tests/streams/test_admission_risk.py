@@ -57,10 +57,10 @@ def test_the_full_path_is_predicted_by_the_later_of_the_formula_and_the_workers_
 def test_a_factor_counts_for_its_own_bucket_and_bounds_all_longer_ones_from_below():
     factors = [*NO_FACTORS]
     factors[SHORT_BUCKET] = 3.0
-    assert risky_us(LINEAR, factors, SHORT, 0) == 3 * 10 * SHORT
+    assert risky_us(LINEAR, factors, NO_FACTORS, SHORT, 0) == 3 * 10 * SHORT
     just_longer = 1 << SHORT_BUCKET
-    assert risky_us(LINEAR, factors, just_longer, 0) == 3 * 10 * (just_longer - 1)
-    assert risky_us(LINEAR, factors, LONG, 0) == 10 * LONG
+    assert risky_us(LINEAR, factors, NO_FACTORS, just_longer, 0) == 3 * 10 * (just_longer - 1)
+    assert risky_us(LINEAR, factors, NO_FACTORS, LONG, 0) == 10 * LONG
 
 
 coefficients = st.builds(
@@ -74,7 +74,9 @@ def test_a_longer_prefix_is_never_less_risky(
     latency: LatencyCoefficients, factors: list[float], tokens: int, more: int, scored: int
 ):
     model = LatencyModel(latency)
-    assert risky_us(model, factors, tokens, scored) <= risky_us(model, factors, tokens + more, scored) * (1 + 1e-12)
+    assert risky_us(model, factors, NO_FACTORS, tokens, scored) <= risky_us(
+        model, factors, NO_FACTORS, tokens + more, scored
+    ) * (1 + 1e-12)
 
 
 @given(coefficients, all_factors, st.integers(0, 200_000), st.integers(0, 1000), st.integers(0, LENGTH_BUCKETS - 1))
@@ -84,7 +86,7 @@ def test_a_larger_factor_is_never_less_risky(
     model = LatencyModel(latency)
     larger = [*factors]
     larger[bucket] *= 1.5
-    assert risky_us(model, factors, tokens, scored) <= risky_us(model, larger, tokens, scored)
+    assert risky_us(model, factors, NO_FACTORS, tokens, scored) <= risky_us(model, larger, NO_FACTORS, tokens, scored)
 
 
 def test_unknown_and_absent_ratios_are_one_and_wild_ones_are_bounded():
@@ -289,7 +291,7 @@ def test_in_a_closed_loop_few_are_missed_and_few_are_prepared_needlessly(
         observer.outside.append((now_us, outside_us))
         ends_in_time = outside_us + took_us <= budget_us
         is_warm = number >= 2_500
-        if sent.outside_us + risky_us(LINEAR, factors, tokens, 100) > budget_us:
+        if sent.outside_us + risky_us(LINEAR, factors, NO_FACTORS, tokens, 100) > budget_us:
             observer.prepared.append((tokens, 100, (budget_us - outside_us) / slowness))
             ready += is_warm
             needless += is_warm and ends_in_time

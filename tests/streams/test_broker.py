@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
@@ -137,6 +137,27 @@ def test_nothing_is_left_however_the_process_ends(choice: str, way: str, real_br
     assert eventually(lambda: gone(children))
     assert refuses(bootstrap)
     assert eventually(lambda: not any(folder.exists() for folder in folders))
+
+
+@pytest.mark.kafka
+def test_a_kafka_that_is_restarted_keeps_its_address_and_its_topics(real_broker: LocalBroker) -> None:
+    home = available_brokers().kafka_home
+    if home is None:
+        pytest.skip("tests run on a Kafka that they did not start")
+    with kafka_broker(home, "a test", start_timeout_s=180.0) as broker:
+        kafka = broker.settings(KafkaSettings(topic_prefix="kept", partitions=12))
+        broker.create_topics(kafka)
+        before = set(psutil.Process().children(recursive=True))
+        assert broker.restart is not None
+        broker.restart()
+        after = set(psutil.Process().children(recursive=True))
+        assert before - after and after - before, "another process"
+        assert {kafka.topic(topic) for topic in CATALOGUE} <= require_broker(kafka).topics.keys()
+    assert eventually(lambda: gone([process.pid for process in after - before]))
+
+
+def test_only_a_kafka_that_was_started_here_can_be_restarted(embedded_broker: LocalBroker) -> None:
+    assert embedded_broker.restart is None
 
 
 def broker_folders(pids: list[int]) -> list[Path]:

@@ -73,6 +73,9 @@ class Member:
         if self.finishes:
             self.loop.finish(message.token)
 
+    def on_batch(self) -> None:
+        pass
+
     def on_assigned(self, partitions: frozenset[int], assignment_epoch: int) -> None:
         self.calls.append(f"assigned {len(partitions)}")
         self.partitions = partitions

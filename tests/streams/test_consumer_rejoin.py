@@ -106,6 +106,9 @@ class Life:
     def away(self, _: Scripted) -> None:
         self.on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN))
 
+    def one_away(self, _: Scripted) -> None:
+        self.on_error(KafkaError(KafkaError._TRANSPORT))
+
     def assigned(self, consumer: Scripted) -> None:
         consumer.on_assign(consumer, PLACES)
 
@@ -134,11 +137,31 @@ def test_a_member_that_its_own_late_commit_fenced_joins_again_with_a_new_consume
     assert life.loop.status().state is LoopState.STOPPED
 
 
+def test_a_member_that_lost_the_coordinator_alone_of_three_brokers_joins_again() -> None:
+    """The other brokers answered, so the member took its own late commit for that of another process, and ended."""
+    life = Life(["assigned", "one_away", "lost", "fenced"], ["assigned", "end"])
+    assert life.reached.wait(TIMEOUT_S)
+    assert life.loop.status().broker_reachable
+    assert life.loop.status().state is LoopState.RUNNING
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+
+
+def test_a_member_that_was_starved_and_fenced_itself_joins_again_when_the_group_still_names_it() -> None:
+    """On a busy machine a poll took more than a second, and the member ended for good."""
+    scripts = (["assigned", "stopped", "lost", "fenced"], ["assigned", "end"])
+    life = Life(*scripts, membership=Membership(holder=lambda: "our-member"))
+    assert life.reached.wait(TIMEOUT_S)
+    assert life.loop.status().state is LoopState.RUNNING
+    life.loop.stop(0)
+    assert life.loop.join(TIMEOUT_S)
+
+
 @pytest.mark.parametrize(
     "scripts",
     [
         pytest.param([["assigned", "fenced"]], id="while it owns partitions"),
-        pytest.param([["assigned", "lost", "fenced"]], id="after a stop of its own, with the broker there"),
+        pytest.param([["assigned", "stopped", "lost", "fenced"]], id="after a stop of its own, with the broker there"),
         pytest.param([["assigned", "away", "lost", "fenced"], ["fenced"]], id="twice without an assignment"),
         pytest.param([["assigned", "away", "lost", "assigned", "fenced"]], id="after it was back"),
     ],

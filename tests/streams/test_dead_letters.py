@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import psutil
 import pytest
 from confluent_kafka import Message, TopicPartition
 from prometheus_client import REGISTRY
@@ -57,6 +58,14 @@ def read_back(kafka: KafkaSettings, key: bytes) -> Message:
 
 def counted(topic: str, reason: str) -> float:
     return REGISTRY.get_sample_value("relaygr_dead_letters_total", {"topic": topic, "reason": reason}) or 0.0
+
+
+def test_a_writer_without_dead_letters_has_no_threads() -> None:
+    """A worker had two such producers, with three threads each."""
+    before = psutil.Process().num_threads()
+    writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
+    assert (writer.poll(), writer.flush(1)) == (0, 0)
+    assert psutil.Process().num_threads() == before
 
 
 def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaSettings) -> None:

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from relaygr.kafka.clients import make_assigned_consumer, make_group_consumer
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.schemas.topics import Topic
 
 
 def test_blanks_around_addresses_are_dropped() -> None:
@@ -26,6 +27,16 @@ def test_what_is_no_address_is_refused(bootstrap: str) -> None:
 def test_heartbeats_must_fit_into_the_session() -> None:
     with pytest.raises(ValidationError, match=r"heartbeat_interval_ms is 6000, session_timeout_ms 6000"):
         KafkaSettings(heartbeat_interval_ms=6000)
+
+
+def test_replicas_that_cannot_all_be_in_sync_are_refused() -> None:
+    with pytest.raises(ValidationError, match="min_insync_replicas is 3, but replication_factor 2: no message could"):
+        KafkaSettings(replication_factor=2, min_insync_replicas=3)
+
+
+@pytest.mark.parametrize(("replicas", "least"), [(1, "1"), (2, "1"), (3, "2")])
+def test_by_default_one_replica_may_be_away(replicas: int, least: str) -> None:
+    assert KafkaSettings(replication_factor=replicas).topic_config(Topic.HISTORY)["min.insync.replicas"] == least
 
 
 def test_each_times_largest_value_is_one_that_the_client_takes() -> None:

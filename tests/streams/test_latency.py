@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.admission.latency import (
+    RECENT_MEASUREMENTS,
     AppendPoint,
     Corrector,
     LatencyModel,
@@ -171,6 +172,20 @@ def test_the_corrector_tells_a_constant_from_a_factor_where_sizes_differ() -> No
             1.3 * MODEL.append_us(900, tokens) + 500, rel=0.05
         )
     assert corrector.model.hit_us(400, 10) == MODEL.hit_us(400, 10)
+
+
+def test_the_quality_of_predictions_is_that_of_each_moment_and_the_slowdown_that_of_the_calibration() -> None:
+    corrector = Corrector(MODEL)
+    assert corrector.quality(Stage.HIT) is None
+    for _ in range(RECENT_MEASUREMENTS):
+        corrector.observe(Stage.HIT, 1000.0, 1600.0)
+    quality = corrector.quality(Stage.HIT)
+    assert quality is not None
+    assert quality.slowdown == 1.6
+    # The first predictions were the calibrated times; the later ones are right.
+    assert quality.ratio_p10 < 1
+    assert (quality.ratio_p50, quality.ratio_p90) == pytest.approx((1, 1), abs=0.01)
+    assert corrector.quality(Stage.PRE) is None
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0, 1e7)), min_size=1), st.floats(0.01, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from relaygr.runtime import probes
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import STOP_TIMEOUT_S, Check, ProbeServer, Readiness
 
@@ -150,3 +152,95 @@ def test_it_can_be_started_in_a_thread_that_may_not_touch_signals() -> None:
     starter.join(10)
     assert subject.get("/healthz")[0] == 200
     subject.server.stop()
+
+
+# -- clients that do harm --------------------------------------------------------------------------
+
+REQUEST = b"GET /healthz HTTP/1.1\r\nhost: worker\r\n"
+
+
+@contextlib.contextmanager
+def connections(subject: Subject, count: int, beginning: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Connections that have sent only `beginning`."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", subject.server.port), 10)))
+            opened[-1].sendall(beginning)
+        yield opened
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server closes the connection, waited for. Discards what it sends."""
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("beginning", [b"", REQUEST], ids=["idle", "in the middle of a request"])
+@pytest.mark.parametrize("count", [31, 200, 300])
+def test_probes_are_answered_while_many_connections_are_open(subject: Subject, count: int, beginning: bytes) -> None:
+    with connections(subject, count, beginning):
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert subject.get(path)[0] == 200
+
+
+def test_the_oldest_of_too_many_connections_are_closed(subject: Subject) -> None:
+    with connections(subject, probes.MAX_CONNECTIONS + 20) as opened:
+        assert subject.get("/healthz")[0] == 200
+        assert all(is_closed(connection) for connection in opened[:20])
+
+
+def test_a_connection_that_sends_nothing_is_closed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONNECTION_S", 0.05)
+    with connections(subject, 1) as opened:
+        assert is_closed(opened[0])
+
+
+def test_a_connection_that_sends_its_request_slowly_is_closed(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then does not extend the time."""
+    monkeypatch.setattr(probes, "CONNECTION_S", 0.1)
+    with connections(subject, 20, b"GET /healthz HTTP/1.1\r\nx: ") as opened:
+        left = list(opened)
+        ends_s = time.monotonic() + 10
+        while left and time.monotonic() < ends_s:
+            for connection in list(left):
+                connection.settimeout(0)
+                try:
+                    connection.sendall(b"x")
+                    if not connection.recv(1):
+                        left.remove(connection)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    left.remove(connection)
+            assert subject.get("/healthz")[0] == 200
+        assert not left
+
+
+def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONNECTION_S", 0.2)
+    subject = Subject()
+    large = "x" * (16 << 20)
+    subject.checks = (Check("large", True, large),)
+    with subject.server, connections(subject, 1, b"GET /readyz HTTP/1.1\r\nhost: worker\r\n\r\n") as opened:
+        time.sleep(0.5)
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while part := opened[0].recv(1 << 20):
+                received += len(part)
+        assert received < len(large)
+
+
+def test_a_connection_is_closed_after_its_response(subject: Subject) -> None:
+    with connections(subject, 1, REQUEST + b"\r\n") as opened:
+        answer = b"".join(iter(lambda: opened[0].recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close" in answer.lower()

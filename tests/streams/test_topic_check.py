@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,20 @@ from relaygr.kafka.topic_check import Finding, Observed, ObservedTopic, Severity
 from relaygr.schemas.topics import CATALOGUE, CO_PARTITIONED, Topic
 
 KAFKA = KafkaSettings(partitions=16)
+REPLICATED = KafkaSettings(partitions=16, replication_factor=3)
 
 
 def as_wanted(kafka: KafkaSettings = KAFKA) -> dict[Topic, ObservedTopic]:
     return {
-        topic: ObservedTopic(spec.partition_count(kafka.partitions), kafka.replication_factor, spec.config())
+        topic: ObservedTopic(
+            spec.partition_count(kafka.partitions), kafka.replication_factor, kafka.topic_config(topic)
+        )
         for topic, spec in CATALOGUE.items()
     }
 
 
-def with_config(topic: Topic, **changes: str) -> dict[Topic, ObservedTopic]:
-    topics = as_wanted()
+def with_config(topic: Topic, kafka: KafkaSettings = KAFKA, **changes: str) -> dict[Topic, ObservedTopic]:
+    topics = as_wanted(kafka)
     config = {**(topics[topic].config or {}), **{key.replace("_", "."): value for key, value in changes.items()}}
     return {**topics, topic: replace(topics[topic], config=config)}
 
@@ -109,8 +113,69 @@ def test_fewer_replicas_than_set_are_a_warning() -> None:
     assert "1 replicas, the setting is 3" in finding.what
 
 
+def test_only_topics_whose_messages_must_survive_need_more_than_one_replica_in_sync() -> None:
+    least = {topic: REPLICATED.topic_config(topic)["min.insync.replicas"] for topic in Topic}
+    assert {topic for topic, count in least.items() if count == "2"} == {Topic.HISTORY, Topic.DEAD_LETTERS}
+    assert {count for topic, count in least.items()} == {"1", "2"}
+    assert compare(Observed(as_wanted(REPLICATED)), REPLICATED) == ()
+
+
+@pytest.mark.parametrize(
+    ("least", "severity", "what", "mend"),
+    [
+        ("4", Severity.ERROR, "min.insync.replicas=4, but 3 replicas: it refuses every message", "--repair"),
+        ("1", Severity.WARNING, "min.insync.replicas=1, expected 2", "--repair"),
+        ("3", Severity.WARNING, "min.insync.replicas=3, expected 2", "--repair"),
+    ],
+)
+def test_a_durable_topic_with_another_number_of_replicas_in_sync_is_found(
+    least: str, severity: Severity, what: str, mend: str
+) -> None:
+    finding = only(compare(Observed(with_config(Topic.HISTORY, REPLICATED, min_insync_replicas=least)), REPLICATED))
+    assert finding.severity is severity
+    assert what in finding.what and mend in finding.mend
+
+
+def test_a_deployment_that_cannot_lose_one_broker_is_told_so() -> None:
+    kafka = REPLICATED.model_copy(update={"min_insync_replicas": 3})
+    for finding in compare(Observed(as_wanted(kafka)), kafka):
+        assert finding.severity is Severity.WARNING
+        assert "while any of their brokers is away" in finding.what
+        assert finding.mend.startswith("set `min_insync_replicas` to 2")
+
+
+def test_a_topic_that_refuses_messages_for_want_of_brokers_is_named() -> None:
+    topics = {topic: replace(seen, in_sync=1) for topic, seen in as_wanted(REPLICATED).items()}
+    findings = compare(Observed(topics), REPLICATED)
+    assert {finding.topic for finding in findings} == {"relaygr.history", "relaygr.dead-letters"}
+    assert all("1 in sync: it refuses messages" in finding.what for finding in findings)
+    assert all(finding.mend == "start the brokers that are away" for finding in findings)
+
+
+def test_a_repair_never_asks_for_more_replicas_in_sync_than_a_topic_has() -> None:
+    """It would make the topic refuse every message."""
+    assert REPLICATED.topic_config(Topic.HISTORY, replicas=1)["min.insync.replicas"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("observed", "what"),
+    [
+        ({"offsets_replicas": 1}, "__consumer_offsets has 1 replica: while a broker is away"),
+        ({"broker_config": {"offsets.topic.replication.factor": "1"}}, "__consumer_offsets has 1 replica"),
+        ({"broker_config": {"broker.session.timeout.ms": "9000"}}, "replaced after 9000 ms"),
+    ],
+)
+def test_groups_that_do_not_survive_a_broker_are_a_warning_where_topics_are_replicated(
+    observed: dict[str, Any], what: str
+) -> None:
+    finding = only(compare(Observed(as_wanted(REPLICATED), **observed), REPLICATED))
+    assert finding.severity is Severity.WARNING
+    assert what in finding.what
+    assert compare(Observed(as_wanted(), **observed), KAFKA) == ()
+
+
 def test_brokers_that_create_topics_by_themselves_are_a_warning() -> None:
-    finding = only(compare(Observed(as_wanted(), auto_create=True), KAFKA))
+    finding = only(compare(Observed(as_wanted(), broker_config={"auto.create.topics.enable": "true"}), KAFKA))
     assert finding.severity is Severity.WARNING
     assert "auto.create.topics.enable" in finding.mend
 
@@ -137,7 +202,8 @@ def test_settings_that_may_not_be_read_are_noted() -> None:
 def test_errors_come_before_warnings_and_notes() -> None:
     topics = as_wanted()
     del topics[Topic.WORKERS]
-    severities = [finding.severity for finding in compare(Observed(topics, embedded=True, auto_create=True), KAFKA)]
+    observed = Observed(topics, embedded=True, broker_config={"auto.create.topics.enable": "true"})
+    severities = [finding.severity for finding in compare(observed, KAFKA)]
     assert severities == [Severity.ERROR, Severity.WARNING, Severity.NOTE]
 
 

@@ -22,7 +22,7 @@ from relaygr.trigger.app import TriggerApp
 from relaygr.trigger.settings import TriggerSettings
 from tests.worlds.own_broker import own_broker
 
-pytestmark = [pytest.mark.kafka, pytest.mark.asyncio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.timeout(300)]
 
 WITHIN_S = 60.0
 
@@ -92,6 +92,7 @@ async def until(condition: Callable[[], bool], app: TriggerApp) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.kafka
 async def test_a_missing_right_is_named_and_the_trigger_begins_once_it_is_given(
     guarded: tuple[KafkaSettings, KafkaSettings],
 ) -> None:

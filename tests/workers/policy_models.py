@@ -66,7 +66,7 @@ class SlowLru:
 
 class SlowSlru:
     def __init__(self, capacity_pages: int, visit_us: int) -> None:
-        self.limit = int(capacity_pages * 0.8)
+        self.limit = int(capacity_pages * 0.5)
         self.visit_us = visit_us
         self.probation: list[Line] = []
         self.protected: list[Line] = []

@@ -4,6 +4,7 @@ After every step the metadata is consistent and every page of a tier is in exact
 would return, or that a handle covers, equals the computed row of its key (a shadow of all bytes in both tiers).
 Each waiter is called exactly once, and leased prefixes are still cached. Faults: copies that fail or never end, full
 queues, waiters that raise or gave up, leaked handles, fills and leases, histories and models removed in any state.
+Operators set limits and drop users at any time: the pages in use above a limit only become fewer.
 
 RELAYGR_TEST_CACHE_SEQUENCES sets the number of sequences: 1,000 take some minutes.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -27,13 +29,43 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relaygr.worker.cache import Fill, Handle, Hit, Miss, PendingPrefix, PrefixKey, Presence, Purpose, SpillOutcome
+from relaygr.runtime.clock import ManualClock
+from relaygr.worker.cache import (
+    Fill,
+    Handle,
+    Hit,
+    Miss,
+    PendingPrefix,
+    PrefixKey,
+    Presence,
+    Purpose,
+    SpillOutcome,
+    Tier,
+)
+from relaygr.worker.cache.admin import (
+    CacheAdmin,
+    CacheReport,
+    Caller,
+    DropAll,
+    DropReport,
+    DropUser,
+    Limit,
+    LimitReport,
+    Request,
+    ServingModel,
+    Show,
+    ShowUser,
+    UserReport,
+    decode_report,
+    encode_request,
+)
 from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.entries import EntryState
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.policies import VISIT_US, PolicyName, TierPolicies
+from relaygr.worker.cache.stats import HOLDINGS, TierStats
 from relaygr.worker.cache.transfers import SpillGate
-from tests.worlds.cache import LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
+from tests.worlds.cache import GEOMETRY, LAYOUT, PAGE_TOKENS, CacheWorld, Later, make_key, stamps
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +77,7 @@ _KEYS += [make_key("ann", length, 0) for length in (64, 100)]
 _KEYS += [make_key("ann", 100, None, b"m2"), make_key("ann", 100, feature=8), make_key("cid", 130)]
 _NOTHING = Presence(0, 0, EntryState.EMPTY, EntryState.EMPTY)
 _MODELS = (b"model-1", b"m2")
+R = TypeVar("R", CacheReport, UserReport, DropReport, LimitReport)
 keys = st.sampled_from(_KEYS)
 picks = st.integers(0, 1_000)
 
@@ -120,6 +153,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.run = Run()
         self.now_us = 0
         self.only_model: bytes | None = None
+        self.in_use = dict.fromkeys(Tier, 0)
+        self.admin = CacheAdmin(
+            "worker-00",
+            self.cache,
+            self,
+            lambda call: call(),
+            lambda: ServingModel("model-1", _MODELS[0]),
+            0,
+            ManualClock(),
+        )
 
     def tick(self) -> int:
         self.now_us += 1
@@ -343,6 +386,48 @@ class CacheMachine(RuleBasedStateMachine):
         self.run.leases = {name: lease for name, lease in self.run.leases.items() if not matches(lease[0])}
         assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
+    # What operators ask for.
+
+    def drop_user(self, user_id: str) -> int:
+        return self.cache.invalidate_user(user_id)
+
+    def limit_tier(self, tier: Tier, pages: int) -> None:
+        self.cache.limit(tier, pages)
+
+    def ask(self, kind: type[R], request: Request) -> R:
+        return decode_report(kind, self.admin.answer(encode_request(request), Caller(1, 2)))
+
+    # Half of the time lifted: beside a small limit there is little to do.
+    @rule(tier=st.sampled_from(Tier), share=st.none() | st.floats(0, 1), evicts=st.booleans())
+    def limit(self, tier: Tier, share: float | None, evicts: bool) -> None:
+        capacity = self.pages(tier).capacity
+        pages = capacity if share is None else int(share * capacity)
+        if not evicts:
+            self.cache.limit(tier, pages)
+        elif capacity:
+            size_bytes = None if share is None else pages * GEOMETRY.page_bytes
+            (limit,) = self.ask(LimitReport, Limit(tiers={tier.value: size_bytes})).tiers
+            assert limit.excess_bytes == 0 or self.pages(tier).evictable == 0
+
+    def pages(self, tier: Tier) -> TierStats:
+        stats = self.cache.stats()
+        return stats.hbm if tier is Tier.HBM else stats.dram
+
+    @rule()
+    def shrink(self) -> None:
+        self.cache.shrink(self.tick())
+
+    @rule(key=keys, everything=st.booleans())
+    def an_operator_drops(self, key: PrefixKey, everything: bool) -> None:
+        entries = sum(each.pages.entries for each in self.ask(CacheReport, Show()).tiers)
+        mine = len(self.ask(UserReport, ShowUser(user_id=key.user_id)).entries)
+        dropped = self.ask(DropReport, DropAll() if everything else DropUser(user_id=key.user_id))
+        assert dropped.entries == (entries if everything else mine)
+        lost = [name for name, lease in self.run.leases.items() if everything or lease[0].user_id == key.user_id]
+        for name in lost:
+            del self.run.leases[name]
+        assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if everything or other.user_id == key.user_id)
+
     # Mostly the first model, to which most keys belong.
     @rule(model=st.sampled_from((_MODELS[0],) * 4 + (_MODELS[1],)), frees=st.booleans())
     def another_model_serves(self, model: bytes, frees: bool) -> None:
@@ -476,9 +561,18 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             stats = self.cache.stats()
             for tier in (stats.hbm, stats.dram):
-                parts = (tier.free, tier.evictable, tier.leased, tier.pinned, tier.in_flight)
+                parts = [getattr(tier, held) for held in HOLDINGS]
                 assert min(parts) >= 0
                 assert sum(parts) == tier.capacity
+
+    @invariant()
+    def pages_in_use_above_a_limit_only_become_fewer(self) -> None:
+        if hasattr(self, "cache"):
+            for tier in Tier:
+                pages = self.pages(tier)
+                in_use = pages.capacity - pages.free - pages.withheld
+                assert in_use <= max(pages.limit, self.in_use[tier])
+                self.in_use[tier] = in_use
 
     @invariant()
     def no_hit_would_show_another_prefix(self) -> None:
@@ -517,7 +611,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.close()
         check_invariants(self.cache)
         stats = self.cache.stats()
-        assert (stats.hbm.free, stats.dram.free) == (stats.hbm.capacity, stats.dram.capacity)
+        assert all(tier.free + tier.withheld == tier.capacity for tier in (stats.hbm, stats.dram))
         assert all(waiter.told == 1 for waiter in self.run.waiters)
 
 

@@ -6,6 +6,8 @@ forbid (chunks, a suffix, an append) are refused, and calls that they allow are 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -516,3 +518,23 @@ def test_pages_that_do_not_hold_a_prefix_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="need 3 pages"):
         world.engine.forward([chunk], [world.request(few, 20)])
     assert bool((world.arena == UNWRITTEN).all())
+
+
+@each_kind
+def test_a_replaced_engine_frees_its_weights_without_a_garbage_collection(kind: str) -> None:
+    """The heap of a worker is excluded from collections, and an idle process makes none."""
+    world = ContractWorld(kind)
+    user = world.user(20)
+    prefix = world.prefix_of(20, 4)
+    world.pre_infer(user, prefix, [])
+    [ranked] = world.engine.rank([world.request(user, prefix)])
+    assert ranked.scores.size
+    weights = [weakref.ref(tensor) for tensor in world.checkpoint.tensors.values()]
+    engine = weakref.ref(world.engine)
+    gc.disable()
+    try:
+        del world
+        assert engine() is None
+        assert [number for number, tensor in enumerate(weights) if tensor() is not None] == []
+    finally:
+        gc.enable()

@@ -17,7 +17,9 @@ from relaygr.schemas.messages import (
 )
 from relaygr.worker.cache import Hit, MissReason, PendingKind, PrefixKey, WasteReason
 from relaygr.worker.cache.invariants import check_invariants
-from relaygr.worker.executor.work import JobOutcome
+from relaygr.worker.executor.context import REMEMBERED_US
+from relaygr.worker.executor.executor import LEFT
+from relaygr.worker.executor.work import JobOutcome, RecentIds
 from tests.worlds.executor import (
     COEFFICIENTS,
     GEOMETRY,
@@ -78,6 +80,31 @@ def test_a_request_that_overtakes_its_queued_job_takes_the_work_over():
     assert sum(end - start for start, end in world.engine.chunks) == 100, "one computation for both"
 
 
+def test_recent_requests_are_remembered_for_a_time_and_up_to_a_number():
+    """At a low rate, a bound on the number alone let the memory of a worker grow for an hour."""
+    recent = RecentIds(capacity=3, kept_us=100)
+    for now_us in (0, 50, 100):
+        recent.add(("u", f"r{now_us}"), now_us)
+    assert len(recent) == 3
+    recent.add(("u", "r120"), 120)
+    assert list(recent) == [("u", "r50"), ("u", "r100"), ("u", "r120")]
+    recent.add(("u", "r500"), 500)
+    assert list(recent) == [("u", "r500")]
+
+
+def test_answered_requests_are_forgotten_when_no_job_of_theirs_can_be_alive():
+    world = ExecutorWorld()
+    version = world.store.put("u", 10)
+    for number in range(3):
+        world.rank(version=version, request_id=f"r{number}")
+        world.run()
+    assert len(world.executor._context.answered) == 3
+    world.clock.advance_us(REMEMBERED_US + 1)
+    world.rank(version=version, request_id="later")
+    world.run()
+    assert list(world.executor._context.answered) == [("u", "later")]
+
+
 def test_a_request_that_finds_its_job_begun_waits_for_it():
     world = ExecutorWorld()
     version = world.store.put("u", 300)
@@ -87,6 +114,20 @@ def test_a_request_that_finds_its_job_begun_waits_for_it():
     world.run()
     assert world.outbox.paths == [Path.PENDING]
     assert 0 < work.tokens_cached < 300
+
+
+def test_a_step_leaves_work_that_takes_longer_than_its_bound():
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.job(version=version)
+    assert world.executor.step(100 * TOKEN_US - 1) == LEFT
+    assert not world.engine.chunks
+    world.run()
+    world.rank(version=version)
+    world.rank(version=version, request_id="r2")
+    assert world.executor.step(2 * HIT_US - 1) == LEFT, "both may be ranked in one pass"
+    assert world.executor.step(2 * HIT_US) == 0
+    assert world.outbox.paths == [Path.HBM, Path.HBM]
 
 
 def test_a_job_that_comes_after_its_request_was_answered_is_dropped():

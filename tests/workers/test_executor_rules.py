@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.schemas.messages import (
-    Path,
-)
+from relaygr.schemas.messages import Path, PreInferJob
+from relaygr.worker.cache import Hit
 from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.memory import forward_bytes
 from tests.worlds.real_executor import COEFFICIENTS, HOUR_MS, KINDS, RealExecutorWorld, behaviours_of
@@ -51,6 +50,34 @@ def test_a_request_with_a_suffix_scores_as_full_inference_over_both(kind: str) -
     assert work.path is (Path.HBM if grows else Path.FULL)
     assert work.prefix.tokens == world.engine.layout.tokens(100 if grows else 107)
     assert work.scored_tokens == 9 + (7 * world.engine.layout.tokens_per_behaviour if grows else 0)
+
+
+@pytest.mark.parametrize("grown", [106, 120], ids=["on the last page", "onto another page"])
+@pytest.mark.parametrize("joined_by_both", [False, True])
+def test_a_request_whose_history_grew_is_not_ranked_on_the_shorter_prefix_of_its_job(
+    grown: int, joined_by_both: bool
+) -> None:
+    """Its job's prefix had no room in the cache. The scratch pages held 100 tokens, of which 106 were ranked."""
+    world = RealExecutorWorld("plain", hbm_pages=9)
+    other = world.rank("other", world.put("other", 100), "other")
+    pinned = world.cache.acquire(other.prefix.key, world.clock.monotonic_us())
+    assert isinstance(pinned, Hit)
+    before = world.put("u", 100)
+    world.take_job(
+        PreInferJob("r1", "u", 10 * HOUR_MS * 1000, 10 * HOUR_MS * 1000 + 100_000, 50, 10, 0, 0, before),
+        100_000,
+        50_000,
+    )
+    if joined_by_both:
+        world.submit("u", before, "r1")
+    world.submit("u", world.put("u", grown), "r2")
+    world.run()
+    assert world.outbox.failures == []
+    assert world.outbox.jobs == [JobOutcome.NO_ROOM]
+    for request_id, length in (("r2", grown), ("r1", 100)):
+        if request_id in world.outbox.answered:
+            world.assert_exact(world.outbox.answered[request_id][0], behaviours_of(length))
+    assert ("r1" in world.outbox.answered) == joined_by_both and "r2" in world.outbox.answered
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,6 +46,9 @@ class Sink:
     backlog: Backlog = field(default_factory=Backlog)
     refused: list[tuple[str, str]] = field(default_factory=list)
 
+    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int) -> bool:
+        return self.backlog.is_hopeless(must_end_us, now_us)
+
     def note_refused(self, user_id: str, request_id: str) -> None:
         self.refused.append((user_id, request_id))
 
@@ -86,6 +89,7 @@ class HandlerWorld:
             self.writer,
             self.letters,
             self.clock,
+            on_work=lambda: None,
             on_ownership=self.owned.append,
             on_tick=lambda now_us: None,
         )
@@ -143,6 +147,18 @@ def test_a_request_becomes_work_with_its_deadline_on_our_monotonic_clock(world: 
     assert work.answer_by_us == work.deadline_us - REPLY_MARGIN_MS * 1000
     assert work.received is message
     assert not world.producer.sent and not world.finished and not world.letters.written
+
+
+def test_an_answer_is_due_earlier_while_results_take_long_to_reach_the_broker(world: HandlerWorld):
+    for _ in range(40):
+        world.rank(world.headers(deadline_us=1))
+        world.clock.advance_us(20_000)
+        world.handler.on_tick(world.clock.monotonic_us())
+        world.producer.report()
+    world.handler.on_tick(world.clock.monotonic_us())
+    world.rank(world.headers(deadline_us=world.clock.wall_us() + 100_000))
+    (work,) = world.sink.rankings
+    assert work.answer_by_us == work.deadline_us - 20_000
 
 
 @pytest.mark.parametrize(("ahead_us", "is_work"), [(60_005_000, True), (60_005_001, False), (2**62, False)])

@@ -25,7 +25,7 @@ from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.follower import MAX_STORE_AGE_MS, HistoryFollower
-from relaygr.worker.history.store import HistoryBatch, HistoryStore
+from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,7 @@ def following(
     partitions: frozenset[int] | None = None,
     clock: ManualClock | None = None,
     dead_letters: SlowLetters | None = None,
+    **options: Any,
 ) -> Iterator[HistoryFollower]:
     reported = reported or Reported()
     follower = HistoryFollower(
@@ -97,6 +98,7 @@ def following(
         clock=clock,
         on_deleting=reported.deleting.append,
         on_missed=reported.missed.extend,
+        **options,
     )
     follower.follow(frozenset(range(kafka.partitions)) if partitions is None else partitions)
     follower.start()
@@ -391,3 +393,124 @@ def test_refused_records_are_read_again_once_there_is_space(kafka_settings: Kafk
     with following(kafka_settings, larger):
         assert larger.user_count == 60
     larger.close()
+
+
+# -- deletion --------------------------------------------------------------------------------------
+
+ERASE_WITHIN_S = 600.0
+
+
+def is_in_files(store: HistoryStore, user_id: str) -> bool:
+    return any(user_id.encode() in path.read_bytes() for path in store.path.rglob("*.mdb"))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def timed_store(tmp_path: Path, clock: ManualClock) -> Iterator[HistoryStore]:
+    opened = HistoryStore.open(tmp_path / "timed", 16 * MIB, clock)
+    yield opened
+    opened.close()
+
+
+def test_the_bytes_of_a_deleted_user_leave_the_files_in_the_stated_time(
+    kafka_settings: KafkaSettings, timed_store: HistoryStore, clock: ManualClock
+) -> None:
+    publisher = Publisher(kafka_settings)
+    publisher.send(history("gone-user"), history("kept-user"))
+    with following(kafka_settings, timed_store, clock=clock, erase_within_s=ERASE_WITHIN_S):
+        publisher.send_raw(b"gone-user", None, publisher.partition("gone-user"))
+        until(lambda: timed_store.get("gone-user") is None, "deleted")
+        assert is_in_files(timed_store, "gone-user")
+        clock.advance_us(int(ERASE_WITHIN_S * 1e6 / 2))
+        until(lambda: not is_in_files(timed_store, "gone-user"), "erased")
+        assert is_in_files(timed_store, "kept-user")
+        publisher.send(history("kept-user", number=2))
+        until(lambda: (found := timed_store.get("kept-user")) and found.version.number == 2, "reading goes on")
+
+
+def test_a_deletion_that_a_predecessor_left_is_erased_after_the_start(
+    kafka_settings: KafkaSettings, timed_store: HistoryStore, clock: ManualClock
+) -> None:
+    publisher = Publisher(kafka_settings)
+    publisher.send(history("gone-user"))
+    publisher.send_raw(b"gone-user", None, publisher.partition("gone-user"))
+    with following(kafka_settings, timed_store, clock=clock, erase_within_s=ERASE_WITHIN_S):
+        assert timed_store.removed_at_ms is not None
+    clock.advance_us(int(ERASE_WITHIN_S * 1e6))
+    with following(kafka_settings, timed_store, clock=clock, erase_within_s=ERASE_WITHIN_S):
+        until(lambda: timed_store.removed_at_ms is None, "erased")
+    assert not is_in_files(timed_store, "gone-user")
+
+
+def test_a_failed_compaction_is_tried_again(
+    kafka_settings: KafkaSettings, timed_store: HistoryStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact, failures = timed_store.compact, iter((True, True))
+
+    def fails_twice() -> bool:
+        if next(failures, False):
+            raise lmdb.DiskError("no space left on device")
+        return compact()
+
+    monkeypatch.setattr(timed_store, "compact", fails_twice)
+    publisher = Publisher(kafka_settings)
+    publisher.send(history("gone-user"))
+    with following(kafka_settings, timed_store, clock=clock, erase_within_s=ERASE_WITHIN_S):
+        publisher.send_raw(b"gone-user", None, publisher.partition("gone-user"))
+        until(lambda: timed_store.removed_at_ms is not None, "deleted")
+        clock.advance_us(int(ERASE_WITHIN_S * 1e6))
+
+        def is_erased() -> bool:
+            clock.advance_us(1_000_000)
+            return timed_store.removed_at_ms is None
+
+        until(is_erased, "erased")
+    assert not is_in_files(timed_store, "gone-user")
+
+
+def test_a_standby_compacts_nothing(
+    kafka_settings: KafkaSettings, timed_store: HistoryStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its follower was not told to follow. Only the active worker writes."""
+    timed_store.forget(0)
+    timed_store.apply_all([HistoryBatch(0, (HistoryRecord("gone-user", 0, None),), 1)])
+    clock.advance_us(int(ERASE_WITHIN_S * 1e6))
+    turns: list[int] = []
+    standby = HistoryFollower(
+        kafka_settings, timed_store, DeadLetterWriter(kafka_settings, "test-history"), "test-history",
+        on_changed=lambda _: None, on_deleted=lambda _: None, clock=clock, erase_within_s=ERASE_WITHIN_S,
+    )  # fmt: skip
+    monkeypatch.setattr(standby, "_forget_moved", lambda: turns.append(1))
+    standby.start()
+    try:
+        until(lambda: len(turns) > 2, "three turns")
+        assert timed_store.removed_at_ms is not None
+        standby.follow(frozenset())
+        until(lambda: timed_store.removed_at_ms is None, "erased by the active worker")
+    finally:
+        assert standby.stop(PATIENCE_S)
+
+
+def test_histories_of_a_partition_that_moved_for_good_are_deleted_and_read_again_if_it_returns(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    users = [f"user-{number}" for number in range(20)]
+    publisher.send(*map(history, users))
+    every = frozenset(range(kafka_settings.partitions))
+    with following(kafka_settings, store, reported) as follower:
+        kept = frozenset((0, 1))
+        left = [user for user in users if publisher.partition(user) not in kept]
+        follower.follow(kept)
+        follower.forget(every)
+        until(lambda: store.user_count == len(users) - len(left), "deleted")
+        assert all(store.get(user) is None for user in left)
+        assert store.removed_at_ms is not None
+        reported.missed.clear()
+        follower.follow(every)
+        until(lambda: store.user_count == len(users), "read again")
+        until(lambda: {publisher.partition(user) for user in left} <= set(reported.missed), "prefixes are dropped")

@@ -26,13 +26,13 @@ def test_an_unknown_user_is_unknown_and_behind_only_what_was_asked_for() -> None
     assert not resolve(None, None, None, False).is_behind
     asked = resolve(None, history(3).version(), None, True)
     assert (asked.status, asked.is_behind, asked.loading) == (HistoryStatus.UNKNOWN, True, True)
+    assert (asked.history, asked.chain, asked.version) == (None, None, None)
 
 
 def test_a_version_of_a_user_without_any_history_is_still_loading() -> None:
     """The result had no version, and said neither stale nor loading."""
     asked = resolve(None, history(3).version(), None, loading=False)
     assert (asked.status, asked.version, asked.loading) == (HistoryStatus.UNKNOWN, None, True)
-    assert (asked.history, asked.chain, asked.version) == (None, None, None)
 
 
 def test_without_a_version_the_newest_is_used() -> None:

@@ -348,7 +348,7 @@ def test_while_a_reader_holds_old_pages_nothing_is_lost_silently(tmp_path: Path)
     records = [entry(offset, "u", 1 + offset, length=10_000) for offset in range(40)]
     apply(opened, 0, records[:1], 1)
     refused = 0
-    with opened._env.begin(), pytest.raises(StoreFullError) as full:
+    with opened._files.env.begin(), pytest.raises(StoreFullError) as full:
         for offset in range(1, 40):
             refused += len(apply(opened, 0, records[offset : offset + 1], offset + 1).refused)
     assert full.value.done == ApplyOutcome()

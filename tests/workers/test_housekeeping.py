@@ -37,7 +37,7 @@ class World:
         self.clock = ManualClock(monotonic_us=5_000_000)
         self.cache = FakeCache()
         self.paused: list[str] = []
-        self.outstanding_bytes = 0
+        self.forgotten: set[int] = set()
         config = WorkerConfig(
             KafkaSettings(partitions=PARTITIONS),
             WorkerSettings(moved_prefix_s=MOVED_S, ranking_queue_bytes=64 * MIB),
@@ -54,7 +54,7 @@ class World:
             config,
             sources,
             SimpleNamespace(publish=lambda: None),  # type: ignore[arg-type]
-            SimpleNamespace(follow=lambda partitions: None),  # type: ignore[arg-type]
+            SimpleNamespace(follow=lambda partitions: None, forget=self.forgotten.update),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(outstanding=gauge, preinfer_queue_seconds=gauge),  # type: ignore[arg-type]
             self.clock,
@@ -85,8 +85,10 @@ def test_prefixes_of_a_partition_that_moved_away_are_dropped_after_a_stated_time
     world.own(0, 1)
     world.after(MOVED_S - 2)
     assert world.partitions == {0, 1, 2, 3}
+    assert world.forgotten == set()
     world.after(3)
     assert world.partitions == {0, 1}
+    assert world.forgotten == {2, 3}, "their histories are deleted too"
 
 
 def test_a_partition_that_comes_back_in_time_keeps_its_prefixes() -> None:

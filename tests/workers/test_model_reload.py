@@ -247,6 +247,7 @@ def test_work_in_flight_begins_again_with_the_new_model(steps):
     world.cache.keep_only(engine.namespace)
     stats = world.cache.stats().hbm
     assert (stats.pinned, stats.in_flight) == (0, 0)
+    assert world.cache.stats().lookups == 7, "hits, joins and misses are requests, also of those that began again"
     check_invariants(world.cache)
 
 

@@ -26,11 +26,13 @@ from relaygr.worker.exits import Exit
 from relaygr.worker.memory import MemoryPlan
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.process import life
-from relaygr.worker.process.handover import shared_folder
 from relaygr.worker.process.parts import OnEnd
 from relaygr.worker.process.reloading import ModelReloading
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
-from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader, SupervisorLink
+from relaygr.worker.shared.lock import shared_folder
+from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
+from relaygr.worker.supervisor.link import SupervisorLink
+from relaygr.worker.supervisor.records import ChildRecord, read_record
 
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 DRAIN_S = 30.0
@@ -52,6 +54,7 @@ class FakeHandover:
 
     def __init__(self) -> None:
         self.on_begin: Callable[[], None] = nothing
+        self.on_restore: Callable[[], None] = nothing
 
     def read_ahead(self) -> None:
         pass
@@ -60,7 +63,7 @@ class FakeHandover:
         self.on_begin()
 
     def restore(self, *_: object) -> None:
-        pass
+        self.on_restore()
 
 
 class FakeLoop:
@@ -99,6 +102,10 @@ class FakeParts:
         self.status = SimpleNamespace(state=WorkerState.STARTING)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.sent_the_rest = False
+        self.admin_folder: Path | None = None
+
+    def open_admin_socket(self, folder: Path) -> None:
+        self.admin_folder = folder
 
     def start_device_and_follower(self) -> None:
         pass
@@ -113,6 +120,9 @@ class FakeParts:
         return Readiness()
 
     health = readiness
+
+    def silence_ms(self) -> tuple[int, int]:
+        return 7, 8
 
 
 class FakeProbes:
@@ -152,7 +162,9 @@ class ProcessWorld:
             monkeypatch.setattr(life, name, replacement)
         settings = WorkerSettings(shared_path=folder, drain_s=DRAIN_S)
         config = WorkerConfig(KafkaSettings(), settings, AdmissionSettings(), ConsumerSettings())
-        self.process = life.WorkerProcess(config, is_standby=True, link=SupervisorLink(theirs.detach()))
+        self.folder = shared_folder(config)
+        self.link = SupervisorLink(theirs.detach(), self.folder)
+        self.process = life.WorkerProcess(config, is_standby=True, link=self.link)
 
     @property
     def parts(self) -> FakeParts:
@@ -166,8 +178,16 @@ class ProcessWorld:
         except BlockingIOError:
             return None
 
+    @property
+    def record(self) -> ChildRecord:
+        """What the process has recorded about itself."""
+        found = read_record(self.folder, os.getpid())
+        assert found is not None
+        return found
+
     def close(self) -> None:
         self._socket.close()
+        self.link.close()
 
     def _prepare(self, *_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(
@@ -176,7 +196,7 @@ class ProcessWorld:
             producer=SimpleNamespace(poll=lambda timeout_s: 0),
             engine=SimpleNamespace(device=SimpleNamespace(name="cpu"), revision="model-1", namespace=b"model-1"),
             plan=MemoryPlan(0, 0, 0, 0, 0, 0, 0),
-            store=SimpleNamespace(close=nothing),
+            store=SimpleNamespace(close=nothing, refresh=nothing),
         )
 
     def _assemble(self, *arguments: object) -> FakeParts:
@@ -194,7 +214,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessWo
         raise LeftError(code)
 
     monkeypatch.setattr("os._exit", leave)
-    world = ProcessWorld(tmp_path, monkeypatch)
+    world = ProcessWorld(tmp_path / "shared", monkeypatch)
     yield world
     world.close()
     for number, handler in handlers.items():
@@ -208,6 +228,15 @@ def test_a_standby_that_takes_over_sends_a_heartbeat_before_it_does_anything_slo
     assert world.process.run() is Exit.DONE
     [heartbeat] = heard
     assert heartbeat is not None and heartbeat.phase is ChildPhase.PREPARING
+
+
+def test_operators_reach_a_worker_that_holds_the_lock_and_has_restored_its_cache(
+    world: ProcessWorld, tmp_path: Path
+) -> None:
+    before: list[Path | None] = []
+    world.handover.on_restore = lambda: before.append(world.parts.admin_folder)
+    assert world.process.run() is Exit.DONE
+    assert (before, world.parts.admin_folder) == ([None], tmp_path / "shared" / "relaygr.workers" / "worker-00")
 
 
 def test_a_worker_that_drains_sends_heartbeats(world: ProcessWorld) -> None:
@@ -264,6 +293,24 @@ def test_a_fenced_worker_ends_as_fenced_whatever_else_fails(world: ProcessWorld)
         world.process.run()
 
 
+def test_a_worker_records_its_phase_and_how_it_ended(world: ProcessWorld) -> None:
+    """A supervisor that adopted it can not wait for its exit code."""
+    assert (world.record.phase, world.record.exit_code) == (ChildPhase.PREPARING, None)
+    assert world.record.is_alive
+    world.loop.on_stop = lambda _: phases.append(world.record.phase)
+    phases: list[ChildPhase] = []
+    assert world.process.run() is Exit.DONE
+    assert phases == [ChildPhase.ACTIVE]
+    assert world.record.exit_code == Exit.DONE
+
+
+def test_a_fenced_worker_records_it_before_it_leaves_at_once(world: ProcessWorld) -> None:
+    world.loop.on_start = lambda: world.parts.on_end.loop(LoopState.FENCED)
+    with pytest.raises(LeftError):
+        world.process.run()
+    assert world.record.exit_code == Exit.FENCED
+
+
 def test_a_user_without_a_name_has_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's process may run under a user number without a name."""
 
@@ -277,7 +324,7 @@ def test_a_user_without_a_name_has_a_folder_too(tmp_path: Path, monkeypatch: pyt
 def in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     """Settings without `worker.shared_path`, on a machine where `folder` has the place of /dev/shm."""
     folder.chmod(0o1777)
-    monkeypatch.setattr("relaygr.worker.process.handover.memory_folder", lambda: folder)
+    monkeypatch.setattr("relaygr.worker.shared.lock.memory_folder", lambda: folder)
     return WorkerConfig(KafkaSettings(), WorkerSettings(), AdmissionSettings(), ConsumerSettings())
 
 

@@ -1,4 +1,4 @@
-"""The result writer produces one result a request until it is delivered or the deadline has passed."""
+"""The result writer produces one result a request until it is delivered or nobody waits for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from relaygr.schemas.messages import (
 from relaygr.worker.executor.work import JobOutcome, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
-from relaygr.worker.results import NOWHERE_PATIENCE_US, RESEND_INTERVAL_US, ResultWriter
+from relaygr.worker.results import (
+    LATE_PATIENCE_US,
+    NOWHERE_PATIENCE_US,
+    RESEND_INTERVAL_US,
+    DeliveryTimes,
+    ResultWriter,
+)
 from tests.workers.kafka_fakes import FakeProducer, received, refused
 
 SKEW_US = 5_000
@@ -166,9 +172,19 @@ def test_a_full_queue_is_a_failed_delivery(world: ResultsWorld):
     assert world.finished == [work.received.token]
 
 
-def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_free(world: ResultsWorld):
+def test_a_result_whose_partition_had_no_leader_at_the_deadline_is_delivered_late(world: ResultsWorld):
+    """It was given up at the deadline, and its client counted the request as lost."""
     work = world.rank()
-    world.clock.advance_us(BUDGET_US + SKEW_US)
+    world.producer.report(KafkaError._MSG_TIMED_OUT)
+    world.tick(BUDGET_US + SKEW_US + 9_000_000)
+    world.producer.report()
+    assert world.finished == [work.received.token]
+    assert world.count("relaygr_worker_results_undelivered_total") == 0
+
+
+def test_a_result_that_no_client_waits_for_is_given_up_and_counted_and_the_offset_is_free(world: ResultsWorld):
+    work = world.rank()
+    world.clock.advance_us(BUDGET_US + SKEW_US + LATE_PATIENCE_US)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
     world.tick()
     assert not world.finished, "the last moment is still in time"
@@ -182,7 +198,7 @@ def test_past_deadline_and_skew_it_is_given_up_and_counted_and_the_offset_is_fre
 def test_a_deadline_years_away_does_not_hold_the_offset_for_years(world: ResultsWorld):
     work = world.rank(budget_us=2**50)
     world.producer.report(KafkaError._MSG_TIMED_OUT)
-    world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + 1)
+    world.tick(MAX_BUDGET_MS * 1000 + SKEW_US + LATE_PATIENCE_US + 1)
     assert world.finished == [work.received.token]
     assert world.count("relaygr_worker_results_undelivered_total") == 1
 
@@ -229,7 +245,7 @@ def test_details_are_made_to_fit_their_field(world: ResultsWorld, detail: str, s
     assert world.result.detail == said
     assert world.result.reason is FailureReason.OVERLOADED
     work = world.work()
-    world.writer.without_work(work.reply, work.received, Outcome.FAILED, FailureReason.UNDECODABLE, detail)
+    world.writer.without_work(work.reply, work.received, FailureReason.UNDECODABLE, detail)
     assert (world.result.detail, world.result.reason) == (said, FailureReason.UNDECODABLE)
 
 
@@ -244,3 +260,22 @@ def test_a_job_is_counted_by_its_outcome_and_its_offset_finished(world: ResultsW
     world.writer.job_done(message, JobOutcome.NO_ROOM)
     assert world.finished == [message.token]
     assert world.count("relaygr_worker_preinfer_jobs_total", outcome="no_room") == 1
+
+
+def test_the_median_delivery_time_follows_a_slow_broker_and_ignores_a_single_stall():
+    times, now_us, tick_us = DeliveryTimes(), 0, 5_000
+
+    def deliver(count: int, took_us: int) -> None:
+        nonlocal now_us
+        for _ in range(count):
+            now_us += tick_us
+            times.delivered(now_us - took_us, now_us)
+            times.update(now_us)
+
+    deliver(64, took_us=1_000)
+    deliver(20, took_us=400_000)
+    assert times.median_us == 0, "a report is noticed at most one tick late"
+    deliver(30, took_us=400_000)
+    assert times.median_us == 400_000 - tick_us
+    times.update(now_us + 3_000_000)
+    assert times.median_us == 0, "the past says nothing about the present"

@@ -24,7 +24,7 @@ LATENCY = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 
 
-def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
+def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) -> StatusReport:
     """A worker that has some free pages, and requests that have waited 800 µs."""
     waits = QueueWaits()
     waits.observe(800)
@@ -35,9 +35,9 @@ def report(producer: FakeProducer, clock: ManualClock) -> StatusReport:
         limits=SimpleNamespace(max_prefix_behaviours=512),
     )
     stats = SimpleNamespace(
-        hbm=SimpleNamespace(free=3, evictable=1),
+        hbm=SimpleNamespace(free=3, evictable=1, capacity=4096, limit=hbm_limit),
         hbm_page_bytes=256,
-        dram=SimpleNamespace(free=0, evictable=2),
+        dram=SimpleNamespace(free=0, evictable=2, capacity=4, limit=4),
         dram_page_bytes=128,
     )
     sources = StatusSources(
@@ -86,6 +86,14 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         full_path=FULL_PATH,
         ranking_backlog_us=1_500,
     )
+
+
+def test_a_status_gives_the_limit_of_a_tier_as_its_size() -> None:
+    """So that the trigger admits for the pages that may be in use."""
+    producer = FakeProducer()
+    report(producer, ManualClock(), hbm_limit=10).publish()
+    status = codec.decode(WorkerStatus, producer.sent[0].value)
+    assert (status.hbm_capacity_bytes, status.dram_capacity_bytes) == (10 * 256, 512)
 
 
 @pytest.mark.parametrize("error", [BufferError("full"), refused(KafkaError._UNKNOWN_TOPIC)])

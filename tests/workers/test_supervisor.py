@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,25 +19,39 @@ import pytest
 
 from relaygr.devbroker.local import free_ports
 from relaygr.worker.exits import Exit
+from relaygr.worker.supervisor.records import connect, read_records
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class SupervisorWorld:
     """A supervisor in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """Children load while the file `loading` exists in `folder`."""
+    def __init__(self, folder: Path, orphan_s: float = 60.0) -> None:
+        """Children load while the file `loading` exists in `folder`, and go on for `orphan_s` without a supervisor."""
         self.folder = folder
+        self.shared = folder / "shared"
+        self._orphan_s = orphan_s
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
         (self.port,) = free_ports(1)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.supervised", "supervise", str(folder)],
-            env=os.environ | {"PORT": str(self.port)},
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.supervised", "supervise", str(self.folder)],
+            env=os.environ | {"PORT": str(self.port), "ORPHAN_S": str(self._orphan_s)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+
+    def kill(self) -> None:
+        """Sends kill -9 to the supervisor alone."""
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+
+    def restart(self) -> None:
+        self.process = self.start()
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
@@ -73,6 +88,10 @@ class SupervisorWorld:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(TIMEOUT_S)
+        for record in read_records(self.shared):
+            if record.is_alive:
+                os.kill(record.pid, signal.SIGKILL)
+        self.wait(lambda: not any(record.is_alive for record in read_records(self.shared)))
 
 
 @pytest.fixture
@@ -155,15 +174,130 @@ def test_a_hangup_reaches_both_children(world: SupervisorWorld) -> None:
 
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_children_whose_supervisor_is_gone_stop_by_themselves(world: SupervisorWorld, stopped: int) -> None:
+def test_children_that_nobody_adopts_stop_by_themselves(tmp_path: Path, stopped: int) -> None:
     """This includes stopped children, which would keep the lock for ever, or wake up later and write."""
+    with closing(SupervisorWorld(tmp_path, orphan_s=1.2)) as world:
+        active, standby = pids = world.both()
+        for pid in pids[:stopped]:
+            os.kill(pid, signal.SIGSTOP)
+        world.wait(lambda: all(state_of(pid) == "T" for pid in pids[:stopped]))
+        world.kill()
+        world.wait(lambda: not any(is_alive(pid) for pid in pids))
+        assert world.said("took standby") == [], "the standby stops first"
+        assert {record.pid: record.exit_code for record in read_records(world.shared)} == {active: 0, standby: 0}
+
+
+def test_both_children_outlive_their_supervisor_and_the_next_one_adopts_them(world: SupervisorWorld) -> None:
+    pids = active, standby = world.both()
+    world.kill()
+    world.restart()
+    assert world.both() == pids
+    world.wait(lambda: json.loads(world.get("/readyz"))["ok"])
+    assert world.said("took first") == [active]
+    os.kill(active, signal.SIGKILL)
+    world.wait(lambda: world.children().get("active") == standby)
+    assert world.both()[1] not in pids
+    assert b"relaygr_supervisor_replaced_total 1.0" in world.get("/metrics")
+    world.process.terminate()
+    assert world.process.wait(TIMEOUT_S) == Exit.DONE
+    assert not is_alive(standby)
+
+
+def test_the_standby_takes_over_while_there_is_no_supervisor(world: SupervisorWorld) -> None:
+    active, standby = world.both()
+    world.kill()
+    os.kill(active, signal.SIGKILL)
+    world.wait(lambda: world.said("took standby") == [standby])
+    world.restart()
+    new_active, new_standby = world.both()
+    assert new_active == standby
+    assert new_standby not in (active, standby)
+
+
+def test_an_adopted_child_that_stops_is_killed(world: SupervisorWorld) -> None:
+    active, standby = world.both()
+    world.kill()
+    os.kill(active, signal.SIGSTOP)
+    world.restart()
+    world.wait(lambda: world.children().get("active") == standby)
+    assert not is_alive(active)
+
+
+def test_a_child_that_loads_while_its_supervisor_dies_is_adopted(tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    loading.touch()
+    with closing(SupervisorWorld(tmp_path)) as world:
+        world.wait(lambda: "preparing" in world.children() and bool(read_records(world.shared)))
+        first = world.children()["preparing"]
+        world.kill()
+        world.restart()
+        world.wait(lambda: world.children().get("preparing") == first)
+        loading.unlink()
+        assert world.both()[0] == first
+
+
+def test_a_supervisor_ends_if_a_child_was_fenced_while_there_was_none(world: SupervisorWorld) -> None:
+    """Another machine has the id. A later start by hand is allowed, so the reason counts once."""
+    active, standby = world.both()
+    world.kill()
+    (world.folder / f"end-{int(Exit.FENCED)}").touch()
+    world.wait(lambda: not is_alive(active))
+    world.restart()
+    assert world.process.wait(TIMEOUT_S) == Exit.FENCED
+    assert not is_alive(standby)
+    world.restart()
+    world.both()
+
+
+def test_the_exit_code_of_an_adopted_child_ends_the_supervisor_if_it_was_fenced(world: SupervisorWorld) -> None:
     pids = world.both()
-    for pid in pids[:stopped]:
-        os.kill(pid, signal.SIGSTOP)
-    world.wait(lambda: all(state_of(pid) == "T" for pid in pids[:stopped]))
-    world.process.kill()
-    world.process.wait(TIMEOUT_S)
-    world.wait(lambda: not any(is_alive(pid) for pid in pids))
+    world.kill()
+    world.restart()
+    assert world.both() == pids
+    (world.folder / f"end-{int(Exit.FENCED)}").touch()
+    assert world.process.wait(TIMEOUT_S) == Exit.FENCED
+
+
+def test_a_second_supervisor_of_the_id_is_refused(world: SupervisorWorld) -> None:
+    pids = world.both()
+    second = world.start()
+    assert second.wait(TIMEOUT_S) == Exit.FAILED
+    [refusal] = [line for line in world.log() if "refused" in line]
+    assert f"worker-00 has a supervisor on this machine already, process {world.process.pid}: stop" in refusal
+    assert all(is_alive(pid) for pid in pids)
+
+
+def test_an_active_child_that_does_not_hold_the_lock_is_not_adopted(world: SupervisorWorld) -> None:
+    active, standby = world.both()
+    world.kill()
+    (world.shared / "lock").unlink()
+    world.wait(lambda: world.said("took standby") == [standby])
+    world.restart()
+    world.wait(lambda: not is_alive(active))
+    assert world.both()[0] == standby
+
+
+def test_a_record_of_another_process_with_the_same_id_is_not_believed(tmp_path: Path) -> None:
+    """Process ids are used again: the process of the id may be anybody's."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o700)
+    other = os.getpid()
+    (shared / f"child-{other}").write_text(json.dumps({"started_ticks": 1, "phase": "active", "exit_code": None}))
+    (shared / "child-x").write_text("no record")
+    with closing(SupervisorWorld(tmp_path)) as world:
+        assert other not in world.both()
+        assert {record.pid for record in read_records(shared)} == set(world.both())
+
+
+def test_a_process_that_is_no_child_cannot_connect(world: SupervisorWorld) -> None:
+    pids = world.both()
+    assert stat.S_IMODE((world.shared / "supervisor.socket").stat().st_mode) == 0o600
+    connection = connect(world.shared)
+    assert connection is not None
+    with connection:
+        connection.settimeout(TIMEOUT_S)
+        assert connection.recv(1) == b"", "closed by the supervisor"
+    assert world.both() == pids
 
 
 def test_it_is_ready_when_the_active_child_is_and_never_imports_torch(world: SupervisorWorld) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.heartbeat import ChildPhase, Heartbeat, HeartbeatReader
-from relaygr.worker.supervisor.policy import Action, RestartPolicy, SupervisorSettings
+from relaygr.worker.supervisor.policy import STOP_S, Action, RestartPolicy, SupervisorSettings
+from relaygr.worker.supervisor.records import ProcessStat
 
 SETTINGS = SupervisorSettings(silence_s=3, start_timeout_s=60, restart_pause_s=1, restarts_max=3, restart_window_s=100)
 SECOND = 1_000_000
@@ -21,6 +22,13 @@ class RestartWorld:
         self.now_us = 0
         self.quiet: set[int] = set()
         self.phases: dict[int, ChildPhase] = {}
+        self.state = "S"
+        """The kernel's state letter of every quiet child."""
+        self.busy = 1.0
+        """Clock ticks of processor time that a quiet child uses in each step."""
+        self.threads_ms = (0, 0)
+        """Silence of the poll thread and of the device thread, in every heartbeat."""
+        self._ticks = 0.0
 
     def start(self, number: int, phase: ChildPhase | None = None) -> None:
         self.policy.note_started(number, self.now_us)
@@ -29,7 +37,7 @@ class RestartWorld:
             self.heartbeat(number)
 
     def heartbeat(self, number: int) -> None:
-        self.policy.note_heartbeat(number, Heartbeat(self.phases[number], 1, True, ""), self.now_us)
+        self.policy.note_heartbeat(number, Heartbeat(self.phases[number], 1, True, "", *self.threads_ms), self.now_us)
 
     def die(self, number: int, code: int) -> None:
         self.phases.pop(number, None)
@@ -38,13 +46,16 @@ class RestartWorld:
     def decide(self) -> Action:
         return self.policy.decide(self.now_us)
 
-    def pass_s(self, seconds: float) -> Action:
-        """Time passes in short steps, as in the loop; each child that is not quiet sends a heartbeat at each step."""
+    def pass_s(self, seconds: float, step_s: float = 0.2) -> Action:
+        """Time passes in steps, as in the loop; each child that is not quiet sends a heartbeat at each step."""
         action = NOTHING
-        for _ in range(int(seconds * 5)):
-            self.now_us += SECOND // 5
+        for _ in range(round(seconds / step_s)):
+            self.now_us += int(SECOND * step_s)
+            self._ticks += self.busy
             for number in self.phases.keys() - self.quiet:
                 self.heartbeat(number)
+            for number in self.phases:
+                self.policy.note_stat(number, ProcessStat(self.state, 1, int(self._ticks)), self.now_us)
             action = self.decide()
             if action != NOTHING:
                 return action
@@ -147,6 +158,85 @@ def test_a_child_that_falls_silent_is_killed_once(world: RestartWorld, number: i
     assert world.pass_s(30) == NOTHING
 
 
+@pytest.mark.parametrize("state", ["S", "T"])
+def test_a_silent_child_that_stands_still_is_killed_sooner(world: RestartWorld, state: str) -> None:
+    with_both(world)
+    assert world.pass_s(1) == NOTHING
+    world.quiet.add(1)
+    world.state, world.busy = state, 0
+    began_us = world.now_us
+    assert world.pass_s(30) == Action(kill=(1,))
+    assert SECOND < world.now_us - began_us <= 1.6 * SECOND
+
+
+@pytest.mark.parametrize(
+    ("state", "busy"), [("S", 1.0), ("R", 0.0), ("D", 0.0)], ids=["computes", "waits for a processor", "for the disk"]
+)
+def test_a_silent_child_that_does_not_stand_still_gets_more_time(world: RestartWorld, state: str, busy: float) -> None:
+    """On a busy machine, or in a long call that holds the interpreter's lock, its heartbeats only come late."""
+    with_both(world)
+    world.quiet.add(1)
+    world.state, world.busy = state, busy
+    began_us = world.now_us
+    assert world.pass_s(30) == Action(kill=(1,))
+    assert 3 * SECOND < world.now_us - began_us <= 3.4 * SECOND
+
+
+def test_an_idle_child_uses_no_processor_time_and_stays(world: RestartWorld) -> None:
+    with_both(world)
+    world.busy = 0
+    assert world.pass_s(30) == NOTHING
+
+
+def test_silence_does_not_count_while_the_supervisor_is_late_itself(world: RestartWorld) -> None:
+    """Steps of 2 s instead of 0.2 s: heartbeats are as late. After them the bounds are as ever."""
+    with_both(world)
+    world.quiet.add(1)
+    world.busy = 0
+    assert world.pass_s(6, step_s=2) == NOTHING
+    world.quiet.clear()
+    assert world.pass_s(1) == NOTHING
+    world.quiet.add(1)
+    assert world.pass_s(2) == Action(kill=(1,))
+
+
+def test_an_active_child_whose_poll_thread_hangs_is_killed(world: RestartWorld) -> None:
+    with_both(world)
+    world.threads_ms = (19_000, 0)
+    assert world.pass_s(2) == NOTHING
+    world.threads_ms = (21_000, 0)
+    assert world.pass_s(1) == Action(kill=(1, 2))
+
+
+def test_a_device_that_hangs_is_left_to_the_childs_own_watchdog(world: RestartWorld) -> None:
+    """Its bound is the longest forward, which only the worker's settings know."""
+    with_both(world)
+    world.threads_ms = (0, 60_000)
+    assert world.pass_s(5) == NOTHING
+
+
+def test_a_child_that_sends_its_last_results_gets_time_for_it(world: RestartWorld) -> None:
+    """It waits for a broker, asleep and silent. A kill would lose the results."""
+    with_both(world)
+    world.phases[1] = ChildPhase.STOPPING
+    world.heartbeat(1)
+    world.quiet.add(1)
+    world.busy = 0
+    assert world.pass_s(STOP_S - 1) == NOTHING
+    assert world.pass_s(2) == Action(kill=(1,))
+
+
+def test_a_child_that_stops_counts_as_active_until_the_standby_is(world: RestartWorld) -> None:
+    """It may hold the lock, so a stop waits for it."""
+    with_both(world)
+    world.phases[1] = ChildPhase.STOPPING
+    world.heartbeat(1)
+    assert world.policy.active is world.policy.children[1]
+    world.phases[2] = ChildPhase.ACTIVE
+    world.heartbeat(2)
+    assert world.policy.active is world.policy.children[2]
+
+
 def test_a_child_that_loads_its_model_may_be_silent_for_longer(world: RestartWorld) -> None:
     world.start(1)
     assert world.pass_s(59) == NOTHING
@@ -164,6 +254,28 @@ def test_a_standby_that_takes_over_may_be_silent_until_it_is_active(world: Resta
     world.phases[2] = ChildPhase.ACTIVE
     world.quiet.clear()
     assert world.pass_s(1) == Action(start=True)
+
+
+def test_an_adopted_child_keeps_its_phase_until_it_sends_one(world: RestartWorld) -> None:
+    world.policy.note_adopted(1, ChildPhase.ACTIVE, world.now_us)
+    assert world.decide() == Action(start=True), "a standby beside the active one"
+    world.start(2)
+    assert world.pass_s(30) == Action(kill=(1,)), "it never connected"
+    assert world.now_us <= 4 * SECOND
+
+
+def test_an_adopted_child_that_loads_gets_the_time_that_a_new_one_gets(world: RestartWorld) -> None:
+    world.policy.note_adopted(1, ChildPhase.PREPARING, world.now_us)
+    assert world.pass_s(59) == NOTHING
+    assert world.pass_s(2) == Action(kill=(1,))
+
+
+def test_after_an_adopted_standby_a_refusal_to_start_does_not_end_it(world: RestartWorld) -> None:
+    """The settings are valid: a child once started with them."""
+    world.policy.note_adopted(1, ChildPhase.STANDBY, world.now_us)
+    world.policy.note_adopted(2, ChildPhase.PREPARING, world.now_us)
+    world.die(2, Exit.FAILED)
+    assert world.decide() == NOTHING
 
 
 def test_any_number_of_deaths_makes_the_longest_pause() -> None:

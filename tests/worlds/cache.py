@@ -19,7 +19,7 @@ from relaygr.worker.cache import CacheConfig, Fill, Handle, Hit, PageCopy, Prefi
 from relaygr.worker.cache.cache import LONGEST_HOLD_US
 from relaygr.worker.cache.copies import CopyForecast, CopyLimits, CopyPriority, CopyQueue, CopyRequest
 from relaygr.worker.cache.events import CacheListener
-from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.cache.policies import PolicyName, TierPolicies
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.kv import DramGeometry, KvDtype, KvGeometry, PrefixLayout
 
@@ -67,7 +67,7 @@ class SteppedMover:
 
     def __init__(self, arenas: dict[Tier, np.ndarray], limits: CopyLimits) -> None:  # type: ignore[type-arg]
         self._arenas = arenas
-        self._queue = CopyQueue(GEOMETRY.page_bytes, limits)
+        self._queue: CopyQueue[CopyRequest] = CopyQueue(GEOMETRY.page_bytes, limits)
         self._under_way: list[CopyRequest] = []
         self.now_us = 0
         self.refuses = False
@@ -155,7 +155,7 @@ class CacheWorld:
             LAYOUT,
             hbm_pages,
             dram_pages,
-            policies or TierPolicies(),
+            policies or TierPolicies(PolicyName.LRU, PolicyName.LRU),
             layer_wise=layer_wise,
             longest_hold_us=longest_hold_us,
         )

@@ -1,15 +1,17 @@
-"""A real Kafka broker of a test's own, with listeners beside the plain one."""
+"""Real Kafka brokers of a test's own: one with listeners beside the plain one, or a cluster that it may break."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import relaygr.devbroker.kafka
 from relaygr.devbroker import available_brokers
+from relaygr.devbroker.cluster import KafkaCluster
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
 from tests.promised import unavailable
@@ -26,6 +28,20 @@ class OwnBroker:
 
 
 @contextmanager
+def own_cluster(brokers: int, properties: Mapping[str, str | int] | None = None) -> Iterator[KafkaCluster]:
+    """Starts a cluster from KAFKA_HOME. Without one the test is skipped, or fails if a broker is promised."""
+    with KafkaCluster(_kafka_home(), brokers, properties) as cluster:
+        yield cluster
+
+
+def _kafka_home() -> Path:
+    home = available_brokers().kafka_home
+    if home is None:
+        unavailable("broker", "KAFKA_HOME is not set")
+    return home
+
+
+@contextmanager
 def own_broker(
     listeners: Mapping[str, str],
     properties: Mapping[str, str] | None = None,
@@ -36,9 +52,7 @@ def own_broker(
     `listeners`: the security protocol of each further listener, by name. `advertised`: the addresses that clients of
     these listeners get to know, where they are not the listeners' own.
     """
-    home = available_brokers().kafka_home
-    if home is None:
-        unavailable("broker", "KAFKA_HOME is not set")
+    home = _kafka_home()
     plain, controller, *ports = free_ports(2 + len(listeners))
     others = {name: f"127.0.0.1:{port}" for name, port in zip(listeners, ports, strict=True)}
     clients = {"PLAINTEXT": f"127.0.0.1:{plain}", **others}

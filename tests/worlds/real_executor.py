@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +20,7 @@ from relaygr.schemas.messages import (
 )
 from relaygr.worker.cache import CacheConfig, Tier
 from relaygr.worker.cache.arena import copy_page, zero_pages
-from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.build import DramMemory, build_cache
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.context import ExecutorParts
@@ -31,6 +33,8 @@ from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.options import ContextualFeature, InputForm, PositionOrigin, RelativeBias, TimeEncoding
 from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.shared.arena import ArenaShape, SharedArena
+from relaygr.worker.shared.lock import ArenaLock
 from tests.workers.reference import full_inference
 from tests.worlds.executor import DrivenExecutor
 from tests.worlds.model import VOCABULARY, small_config
@@ -70,19 +74,32 @@ def behaviours_of(count: int, seed: int = 0, start: int = 0) -> Behaviours:
 class RealExecutorWorld(DrivenExecutor):
     """An executor over a real engine on the CPU."""
 
-    def __init__(self, kind: str, hbm_pages: int = HBM_PAGES, **settings) -> None:
+    def __init__(
+        self, kind: str, hbm_pages: int = HBM_PAGES, shared: Path | None = None, dram_pages: int = 0, **settings
+    ) -> None:
+        """`shared`: the folder of an arena for the DRAM tier, with the prefixes that an earlier world left there."""
         self.checkpoint: Checkpoint = random_checkpoint(small_config(**KINDS[kind]), seed=3)
         device = CpuDevice()
         self.engine = build_engine(self.checkpoint, device, KvDtype.FLOAT32, PAGE_TOKENS)
         longest = self.engine.geometry.pages_for(self.engine.layout.tokens(self.engine.limits.max_prefix_behaviours))
-        config = CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages)
-        built = build_cache(device, config, extra_hbm_pages=longest)
+        config = CacheConfig(DramGeometry(self.engine.geometry), self.engine.layout, hbm_pages, dram_pages)
+        memory = None
+        if shared is not None:
+            self.lock = ArenaLock(shared)
+            assert self.lock.try_acquire() is not None
+            shape = ArenaShape("worker-00", dram_pages, config.geometry, config.layout)
+            arena = SharedArena.attach(shared, shape, device, self.lock)
+            memory = DramMemory(arena.tensor, arena.journal, arena.journal)
+        built = build_cache(device, config, extra_hbm_pages=longest, dram=memory)
         self.arena, self.cache = built.hbm_arena, built.cache
         self.engine.bind(self.arena)
         self.clock = ManualClock(monotonic_us=1_000_000, wall_us=1_700_000_000_000_000)
+        if shared is not None:
+            self.cache.restore(arena.adopt(self.engine.namespace), self.clock.monotonic_us())
         self.outbox = Outbox(may_expire=False)
         self.histories: dict[str, StoredHistory] = {}
-        values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "longest_chunk_ms": 0.04, "dram_bytes": 0} | settings
+        tiers = {"dram_bytes": dram_pages * self.engine.geometry.page_bytes}
+        values = {"page_tokens": PAGE_TOKENS, "chunk_ms": 0.04, "longest_chunk_ms": 0.04} | tiers | settings
         self.settings = WorkerSettings(**values)
         admission = AdmissionSettings(load_limit=1.0, footprint_reserve=0.0, burst_ms=60_000)
         capacity = hbm_pages * self.engine.geometry.page_bytes
@@ -105,6 +122,11 @@ class RealExecutorWorld(DrivenExecutor):
             ),
         )
 
+    def die(self) -> None:
+        """Ends the copy threads. The arena stays, and its lock is free."""
+        self.cache.close()
+        self.lock.release()
+
     # -- the history store, as the executor sees it
 
     def get(self, user_id: str) -> StoredHistory | None:
@@ -121,11 +143,16 @@ class RealExecutorWorld(DrivenExecutor):
     # -- what tests do
 
     def job(self, user_id: str, version: HistoryVersion, request_id: str = "r", at_ms: int = 10 * HOUR_MS, suffix=0):
+        self.queue_job(user_id, version, request_id, at_ms, suffix)
+        self.run()
+
+    def queue_job(
+        self, user_id: str, version: HistoryVersion, request_id: str = "r", at_ms: int = 10 * HOUR_MS, suffix=0
+    ):
         message = PreInferJob(
             request_id, user_id, at_ms * 1000, at_ms * 1000 + 100_000, 50, 10, suffix, at_ms * 1000, version
         )
         self.take_job(message, 100_000, 50_000)
-        self.run()
 
     def rank(
         self,

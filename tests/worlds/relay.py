@@ -41,7 +41,7 @@ PARTITIONS = 12
 MAX_PREFIX = 1024
 MAX_CANDIDATES = 64
 VOCABULARY = 500
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
 COEFFICIENTS = LatencyCoefficients(
     # Full inference is said to take 200 s, so that every event is at risk, though the worker finds that an eighth of it

@@ -13,7 +13,7 @@ def _watch(wish: Path) -> None:
     while not wish.exists() or wish.read_text() != str(os.getpid()):
         time.sleep(0.05)
     executor = sys.modules["relaygr.worker.executor.executor"].Executor  # type: ignore[attr-defined]
-    executor.step = lambda _: time.sleep(1e6)
+    executor.step = lambda *_: time.sleep(1e6)
 
 
 if "RELAYGR_TEST_HANG" in os.environ:

@@ -1,0 +1,55 @@
+"""The plan of the demo: what it makes of the calibration and of the machine's free cores."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.demo.machine import Cores, CoreWatch
+from relaygr.demo.plan import LEAST_IMPRESSIONS, LONGEST_S, DemoPlan, PlanOverrides, plan_demo
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+
+LATENCY = LatencyModel(LatencyCoefficients(1000, 40, 0.005, 1000, 35, 0.004, 500, 20, 0.01, 20, 0.0001))
+GEOMETRY = KvGeometry(num_layers=4, num_heads=3, attention_dim=32, hidden_dim=32, page_tokens=64, dtype=KvDtype.FLOAT32)
+QUIET = Cores(usable=2, foreign=0.0)
+
+
+def plan(cores: Cores = QUIET, duration_s: float = 24.0, overrides: PlanOverrides | None = None) -> DemoPlan:
+    lengths = [600, 1000, 1400]
+    layout = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
+    return plan_demo(LATENCY, GEOMETRY, layout, lengths, 48, 2, cores, duration_s, overrides or PlanOverrides())
+
+
+def test_cores_that_others_use_lower_the_rate_and_leave_the_deadline() -> None:
+    quiet, half = plan(), plan(Cores(usable=2, foreign=1.0))
+    assert half.rate_per_s == pytest.approx(quiet.rate_per_s / 2, rel=0.02)
+    assert replace(half, rate_per_s=0, duration_s=0, cores=QUIET) == replace(quiet, rate_per_s=0, duration_s=0)
+    assert plan(Cores(usable=1, foreign=0.0)).rate_per_s == half.rate_per_s
+
+
+def test_a_run_at_a_low_rate_lasts_until_there_is_enough_to_compare() -> None:
+    slow = plan(Cores(usable=1, foreign=0.0))
+    assert slow.rate_per_s * slow.duration_s == pytest.approx(LEAST_IMPRESSIONS, rel=0.02)
+    assert plan(Cores(usable=2, foreign=2.0)).duration_s == LONGEST_S
+    assert plan(duration_s=50.0).duration_s == 50.0
+    assert plan(Cores(usable=1, foreign=0.0), overrides=PlanOverrides(duration_s=3.0)).duration_s == 3.0
+
+
+def test_the_machine_is_busy_when_others_use_more_than_a_quarter_of_it() -> None:
+    assert not Cores(usable=2, foreign=0.5).is_busy
+    assert Cores(usable=2, foreign=0.6).is_busy
+
+
+def test_the_watch_leaves_out_what_this_process_uses() -> None:
+    with CoreWatch() as watch:
+        before_s = sum(psutil.Process().cpu_times()[:2])
+        while sum(psutil.Process().cpu_times()[:2]) - before_s < 0.1:
+            time.sleep(0)
+    assert watch.cores.usable >= 1
+    assert 0 <= watch.cores.foreign <= watch.cores.usable
+    assert watch.cores.free > 0

@@ -1,0 +1,271 @@
+"""The socket for operators: who may ask, what a slow or hostile client can do, and which thread makes the changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.admin_socket import (
+    MAX_REQUEST_BYTES,
+    SOCKET_NAME,
+    WAITING,
+    AdminSocket,
+    ask,
+    run_on,
+)
+from relaygr.worker.cache.admin import (
+    CacheAdmin,
+    CacheReport,
+    Caller,
+    DropReport,
+    DropUser,
+    Limit,
+    LimitReport,
+    ServingModel,
+    Show,
+    decode_report,
+    encode_request,
+)
+from relaygr.worker.executor.thread import DeviceThread
+from tests.worlds.real_executor import RealExecutorWorld
+
+PATIENCE_S = 20.0
+
+
+def echo(line: bytes, caller: Caller) -> bytes:
+    return json.dumps({"asked": line.decode(), "pid": caller.pid, "uid": caller.uid}).encode()
+
+
+@contextmanager
+def serving(
+    folder: Path, answer: Callable[[bytes, Caller], bytes] = echo, client_timeout_s: float = 0.1
+) -> Iterator[Path]:
+    path = folder / SOCKET_NAME
+    served = AdminSocket(path, answer, client_timeout_s)
+    served.start()
+    try:
+        yield path
+    finally:
+        served.close()
+
+
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(PATIENCE_S)
+    connection.connect(str(path))
+    return connection
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has a short name, which a plain `connect` needs."""
+    monkeypatch.chdir(tmp_path)
+    return Path()
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65_536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_the_socket_is_for_its_user_alone_and_tells_who_asks(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with serving(tmp_path) as path:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            answer = json.loads(ask(path, b"hello", PATIENCE_S))
+    finally:
+        os.umask(before)
+    assert answer == {"asked": "hello", "pid": os.getpid(), "uid": os.getuid()}
+    assert not path.exists()
+
+
+def test_a_folder_with_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    with serving(folder) as path:
+        assert b"hello" in ask(path, b"hello", PATIENCE_S)
+
+
+def test_the_socket_of_a_dead_process_is_replaced(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+        left.bind(SOCKET_NAME)
+    with pytest.raises(ConnectionRefusedError):
+        ask(folder / SOCKET_NAME, b"hello", PATIENCE_S)
+    with serving(folder) as path:
+        assert b"hello" in ask(path, b"hello", PATIENCE_S)
+
+
+def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+    with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
+        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", os.geteuid())
+        assert b"Only the worker's own user" in ask(path, b"hello", PATIENCE_S)
+    assert asked == []
+
+
+def test_a_client_does_not_ask_a_socket_that_another_user_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+    with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
+        monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", -1)
+        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        with pytest.raises(RelayError, match="belongs to user"):
+            ask(path, b"hello", PATIENCE_S)
+    assert asked == []
+
+
+@pytest.mark.parametrize("size", [MAX_REQUEST_BYTES + 1, 10 * MAX_REQUEST_BYTES, 1 << 20])
+def test_a_request_that_is_too_long_is_refused(folder: Path, size: int) -> None:
+    with serving(folder) as path, connected(path) as client:
+        try:
+            client.sendall(b"x" * size + b"\n")
+            answer = rest_of(client)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b"at most 4096 bytes"  # The worker had closed before all was sent.
+        assert b"at most 4096 bytes" in answer
+        assert b"hello" in ask(path, b"hello", PATIENCE_S)
+
+
+def test_a_client_that_sends_nothing_or_too_slowly_is_dropped_and_the_next_is_served(folder: Path) -> None:
+    with serving(folder) as path, connected(path) as silent, connected(path) as slow:
+        assert rest_of(silent) == b""
+        try:
+            for _ in range(1000):
+                slow.sendall(b" ")
+                time.sleep(0.01)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        else:
+            pytest.fail("one byte each 10 ms kept the connection")
+        assert b"hello" in ask(path, b"hello", PATIENCE_S)
+
+
+def test_a_client_that_does_not_read_its_answer_is_dropped(folder: Path) -> None:
+    with serving(folder, lambda line, caller: b"x" * (4 << 20)) as path, connected(path) as deaf:
+        deaf.sendall(b"hello\n")
+        assert len(ask(path, b"hello", PATIENCE_S)) == 4 << 20
+
+
+def test_clients_beyond_the_waiting_ones_wait_outside(folder: Path) -> None:
+    with serving(folder, client_timeout_s=0.02) as path:
+        silent = [connected(path)]
+        try:
+            silent += [connected(path) for _ in range(WAITING)]
+            assert b"hello" in ask(path, b"hello", PATIENCE_S)
+        finally:
+            for each in silent:
+                each.close()
+
+
+def test_an_answer_that_fails_is_said_and_the_next_is_served(tmp_path: Path) -> None:
+    def fails_once(line: bytes, caller: Caller, failed: list[bool] = []) -> bytes:  # noqa: B006
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("a bug")
+        return b"{}"
+
+    with serving(tmp_path, fails_once) as path:
+        assert b"its log has the error" in ask(path, b"hello", PATIENCE_S)
+        assert ask(path, b"hello", PATIENCE_S) == b"{}"
+
+
+def test_closing_ends_a_connection_under_way(folder: Path) -> None:
+    with serving(folder, client_timeout_s=PATIENCE_S) as path, connected(path) as client:
+        client.sendall(b"not a whole li")
+    assert [each.name for each in threading.enumerate() if each.name == "admin"] == []
+    assert not path.exists()
+
+
+# The thread that carries requests out.
+
+
+class Owner(threading.Thread):
+    """Runs what is posted, once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[Callable[[], None]] = []
+        self.may_run = threading.Event()
+
+    def run(self) -> None:
+        self.may_run.wait(PATIENCE_S)
+        for call in self.posted:
+            call()
+
+
+def test_a_call_that_the_owner_does_not_begin_in_time_is_never_made() -> None:
+    owner, made = Owner(), []
+    with pytest.raises(RelayError, match="device thread was busy"):
+        run_on(owner.posted.append, lambda: made.append(1), timeout_s=0.01)
+    owner.may_run.set()
+    owner.start()
+    owner.join()
+    assert made == []
+
+
+def test_a_call_has_its_result_and_its_error_and_the_owner_goes_on() -> None:
+    owner = Owner()
+    owner.start()
+
+    def post(call: Callable[[], None]) -> None:
+        owner.posted.append(call)
+        owner.may_run.set()
+
+    with pytest.raises(ZeroDivisionError):
+        run_on(post, lambda: 1 / 0)
+    owner.join()
+    assert run_on(lambda call: call(), lambda: 7) == 7
+
+
+def test_operators_reach_the_real_cache_through_the_executors_thread(tmp_path: Path) -> None:
+    world = RealExecutorWorld("plain")
+    version = world.put("ann", 200)
+    world.rank("ann", version)
+    device = DeviceThread(world.executor, lambda: None, SystemClock(), 10.0, on_death=lambda: None)
+    threads: set[str] = set()
+    drop_user = world.executor.drop_user
+    world.executor.drop_user = lambda user: threads.add(threading.current_thread().name) or drop_user(user)  # type: ignore[method-assign]
+    admin = CacheAdmin(
+        "w-00",
+        world.cache,
+        world.executor,
+        lambda call: run_on(world.executor.post, call),
+        lambda: ServingModel(world.engine.revision, world.engine.namespace),
+        least_hbm_pages=1,
+        clock=world.clock,
+    )
+
+    def asked(kind: Any, request: Any) -> Any:
+        return decode_report(kind, ask(tmp_path / SOCKET_NAME, encode_request(request), PATIENCE_S))
+
+    device.start()
+    try:
+        with serving(tmp_path, admin.answer):
+            report = asked(CacheReport, Show())
+            assert [share.user_id for share in report.top] == ["ann"]
+            assert report.model_revision == world.engine.revision
+            page_bytes = world.engine.geometry.page_bytes
+            (limit,) = asked(LimitReport, Limit(tiers={"hbm": 20 * page_bytes})).tiers
+            assert limit.limit_bytes == 20 * page_bytes
+            assert asked(DropReport, DropUser(user_id="ann")).entries == 1
+            assert asked(CacheReport, Show()).users == 0
+    finally:
+        device.stop(PATIENCE_S)
+    assert threads == {"device"}
