@@ -76,6 +76,17 @@ class FakeDeadLetters:
             on_done(ok)
 
 
+@dataclass(frozen=True, slots=True)
+class RawMessage:
+    """The client's object, of which the handler reads the time stamp. Without one, messages have just been sent."""
+
+    offset: int
+    sent_wall_ms: int = 1 << 45
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, self.sent_wall_ms
+
+
 def received(
     topic: str,
     value: bytes | None,
@@ -84,7 +95,10 @@ def received(
     partition: int = 0,
     offset: int = 0,
     received_us: int = 0,
+    sent_wall_ms: int = 1 << 45,
 ) -> Received:
     """A message as the handler gets it from the consumer loop."""
     token = Token(topic, partition, offset, 0)
-    return Received(topic, partition, offset, key, value, list(headers), received_us, 1, token, f"raw {offset}")
+    return Received(
+        topic, partition, offset, key, value, list(headers), received_us, 1, token, RawMessage(offset, sent_wall_ms)
+    )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import FailureReason, LatencyCoefficients, Path
+from relaygr.worker.executor.executor import MAIL_PER_STEP
 from relaygr.worker.executor.order import Backlog
 from relaygr.worker.executor.work import RankingWork
 from relaygr.worker.model.interface import RankOutputs
@@ -138,22 +139,22 @@ class Overload:
         position = 0
         while position < count or executor.ranking_outstanding:
             while position < count and times[position] <= clock.monotonic_us():
-                self.receive(names[position], int(times[position]) + self.model.budget_us)
+                self.receive(names[position], int(times[position]))
                 position += 1
             if executor.step() != 0 and position < count:
                 clock.advance_us(max(0, int(times[position]) - clock.monotonic_us()))
         self.sent += count
         return self.row(names, rate_per_s, device_us)
 
-    def receive(self, name: str, deadline_us: int) -> None:
+    def receive(self, name: str, sent_us: int) -> None:
         """The poll thread's part. Of each twelve requests, four are of new users."""
         clock, executor = self.world.clock, self.world.executor
-        self.deadlines[name] = deadline_us
-        deadline_us -= REPLY_MARGIN_US
+        self.deadlines[name] = sent_us + self.model.budget_us
+        deadline_us = self.deadlines[name] - REPLY_MARGIN_US
         if not self.are_new:
             self.are_new = list(self.random.permutation([True] * 4 + [False] * 8))
         is_new = self.are_new.pop()
-        if executor.is_hopeless("unknown", name, deadline_us, clock.monotonic_us()):
+        if executor.is_hopeless("unknown", name, deadline_us, clock.monotonic_us(), sent_us):
             executor.note_refused("unknown", name)
             clock.advance_us(self.model.refuse_us)
             self.outbox.told_at[name] = clock.monotonic_us()
@@ -322,10 +323,40 @@ def test_new_work_waits_at_most_for_the_part_of_its_time_that_patience_allows(an
     for must_end_us, demand_us in pieces:
         ahead_us = sum(promise.remaining_us for promise in admitted if promise.must_end_us <= must_end_us)
         room_us = backlog.room_us(must_end_us, 0)
-        new_room_us = backlog.room_us(must_end_us, 0, is_new=True)
+        new_room_us = backlog.room_us(must_end_us, 0, sent_us=0)
         assert new_room_us == room_us if ahead_us <= backlog.patience * must_end_us else new_room_us < 0
         if demand_us <= new_room_us:
             admitted.append(put(backlog, Promise(must_end_us, demand_us)))
+
+
+@given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 200))
+def test_the_time_on_the_way_counts_as_waiting(waited_us, left_us, ahead_us):
+    backlog = Backlog()
+    for _ in range(100):
+        backlog.refused()
+    put(backlog, Promise(left_us, ahead_us))
+    room_us = backlog.room_us(left_us, 0, sent_us=-waited_us)
+    may_wait = waited_us + ahead_us <= backlog.patience * (waited_us + left_us)
+    assert room_us == backlog.room_us(left_us, 0) if may_wait else room_us <= 0
+
+
+def test_requests_that_are_missed_cost_patience_too():
+    backlog = Backlog()
+    for _ in range(20):
+        backlog.missed()
+    assert backlog.patience < 1
+
+
+def test_requests_that_arrive_without_a_pause_do_not_keep_ready_ones_from_being_ranked():
+    world = ExecutorWorld()
+    version = world.store.put("u", 100)
+    world.rank("u", version, "first", budget_us=10_000_000)
+    world.run()
+    ranked = len(world.outbox.ranked_works)
+    for number in range(3 * MAIL_PER_STEP):
+        world.rank("u", version, f"r{number}", budget_us=10_000_000, looks_up=False)
+    world.executor.step()
+    assert ranked < len(world.outbox.ranked_works) <= ranked + MAIL_PER_STEP
 
 
 def test_patience_lasts_while_few_are_refused_and_falls_while_many_are():
@@ -371,8 +402,10 @@ def test_an_impatient_worker_does_not_refuse_the_request_whose_prefix_was_prepar
     for number in range(3):
         world.rank("u", version, f"r{number}", budget_us=4_900)
     must_end_us = world.clock.monotonic_us() + 5_000
-    assert world.executor.is_hopeless("u", "other", must_end_us, world.clock.monotonic_us())
-    assert not world.executor.is_hopeless("u", "prepared", must_end_us, world.clock.monotonic_us())
+    assert world.executor.is_hopeless("u", "other", must_end_us, world.clock.monotonic_us(), world.clock.monotonic_us())
+    assert not world.executor.is_hopeless(
+        "u", "prepared", must_end_us, world.clock.monotonic_us(), world.clock.monotonic_us()
+    )
     world.rank("u", version, "prepared", budget_us=5_000)
     world.rank("u", version, "other", budget_us=5_000)
     world.run()
@@ -445,4 +478,4 @@ def test_while_many_are_refused_results_tell_the_time_that_a_new_request_must_ha
     for _ in range(100):
         backlog.refused()
     told_us = backlog.predicted_us
-    assert backlog.room_us(told_us, 0, is_new=True) > 0 > backlog.room_us(told_us - 10, 0, is_new=True)
+    assert backlog.room_us(told_us, 0, sent_us=0) > 0 > backlog.room_us(told_us - 10, 0, sent_us=0)

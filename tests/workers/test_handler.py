@@ -19,6 +19,7 @@ from relaygr.schemas.messages import (
     Behaviours,
     FailureReason,
     Outcome,
+    Path,
     PreInferJob,
     RankingRequest,
     RankingResult,
@@ -46,8 +47,8 @@ class Sink:
     backlog: Backlog = field(default_factory=Backlog)
     refused: list[tuple[str, str]] = field(default_factory=list)
 
-    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int) -> bool:
-        return self.backlog.is_hopeless(must_end_us, now_us)
+    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
+        return self.backlog.is_hopeless(must_end_us, now_us, sent_us)
 
     def note_refused(self, user_id: str, request_id: str) -> None:
         self.refused.append((user_id, request_id))
@@ -114,11 +115,14 @@ class HandlerWorld:
         wall_us = self.clock.wall_us()
         return PreInferJob("g.0.1", user_id, wall_us, wall_us + lead_us, 50, 3, 0, wall_us)
 
-    def send(self, topic: str, value: bytes | None, user_id="u", headers=(), partition=None, key=...) -> Received:
+    def send(
+        self, topic: str, value: bytes | None, user_id="u", headers=(), partition=None, key=..., age_us: int = 0
+    ) -> Received:
         place = partition_for(user_id.encode(), PARTITIONS) if partition is None else partition
         message = received(
-            topic, value, user_id.encode() if key is ... else key, headers, place, 7, self.clock.monotonic_us()
-        )
+            topic, value, user_id.encode() if key is ... else key, headers, place, 7, self.clock.monotonic_us(),
+            (self.clock.wall_us() - age_us) // 1000,
+        )  # fmt: skip
         self.handler.on_message(message)
         return message
 
@@ -231,6 +235,24 @@ def test_a_request_behind_a_long_backlog_is_refused_without_its_body_being_read(
     assert not world.sink.rankings
     world.rank(world.headers(request_id="g.0.2", deadline_us=world.clock.wall_us() + 100_000))
     assert len(world.sink.rankings) == 1
+
+
+def test_above_capacity_messages_that_waited_on_their_way_are_refused_so_that_newer_ones_are_served(
+    world: HandlerWorld,
+):
+    left = world.headers(deadline_us=world.clock.wall_us() + 40_000)
+    world.rank(left, age_us=60_000)
+    assert len(world.sink.rankings) == 1, "nothing is refused yet"
+    for _ in range(20):
+        world.sink.backlog.refused()
+    world.send(RANKING, b"not a message", headers=left.encode(), age_us=60_000)
+    assert [result.reason for result in world.results] == [FailureReason.OVERLOADED]
+    world.rank(left, age_us=10_000)
+    assert len(world.sink.rankings) == 2
+    for _ in range(100):
+        world.sink.backlog.observe(Path.HBM, 0, 0, in_time=True)
+    world.rank(left, age_us=60_000)
+    assert len(world.sink.rankings) == 3, "the worker keeps up again"
 
 
 def test_an_answer_goes_to_the_partition_that_the_headers_name_under_its_id(world: HandlerWorld):

@@ -182,12 +182,13 @@ class DrivenExecutor:
         self.executor.take_job(JobWork(job, self.received("preinfer"), expected_us, expected_us + budget_us))
         self.executor.take_mail()
 
-    def take_ranking(self, request: RankingRequest, budget_us: int) -> RankingWork:
+    def take_ranking(self, request: RankingRequest, budget_us: int, *, looks_up: bool = True) -> RankingWork:
         reply = RankingHeaders(request.request_id, "g", "relaygr.results", 0, request.deadline_us)
         deadline_us = self.clock.monotonic_us() + budget_us
         work = RankingWork(request, reply, self.received("ranking"), self.clock.wall_us(), deadline_us, deadline_us)
         self.executor.take_ranking(work)
-        self.executor.take_mail()
+        if looks_up:
+            self.executor.take_mail()
         return work
 
     def run(self, steps: int = 1_000) -> None:
@@ -244,13 +245,15 @@ class ExecutorWorld(DrivenExecutor):
         )
         self.take_job(message, lead_us, budget_ms * 1000)
 
-    def rank(self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None):
+    def rank(
+        self, user_id="u", version=None, request_id="r", budget_us=50_000, candidates=10, history=None, looks_up=True
+    ):
         wall_us = self.clock.wall_us()
         request = RankingRequest(
             request_id, user_id, wall_us, wall_us + budget_us, 0, np.arange(candidates), behaviours_of(0), version,
             history,
         )  # fmt: skip
-        return self.take_ranking(request, budget_us)
+        return self.take_ranking(request, budget_us, looks_up=looks_up)
 
     def idle_until(self, time_us: int):
         self.clock.advance_us(max(0, time_us - self.clock.monotonic_us()))

@@ -121,11 +121,17 @@ class WorkerHandler:
         answer_by_us = deadline_us - max(self._reply_margin_us, self._results.deliveries.median_us)
         backlog = self._executor.backlog
         # A worker without a backlog decides on the device thread, when it knows the cost.
-        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up
+        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up or backlog.patience < 1.0
         if (
             is_busy
             and now_wall_us <= reply.deadline_us
-            and self._executor.is_hopeless(_user_of(received), reply.request_id, answer_by_us, received.received_us)
+            and self._executor.is_hopeless(
+                _user_of(received),
+                reply.request_id,
+                answer_by_us,
+                received.received_us,
+                _sent_us(received, now_wall_us),
+            )
         ):
             return self._refuse(reply, received)
         try:
@@ -218,6 +224,12 @@ class WorkerHandler:
 def _user_of(received: Received) -> str:
     """The user of a request that is not decoded, whose prefix may be leased for it: the message's key."""
     return (received.key or b"").decode(errors="replace")
+
+
+def _sent_us(received: Received, now_wall_us: int) -> int:
+    """When a request that is not decoded was sent, on the monotonic clock: by the message's time stamp."""
+    _, sent_wall_ms = received.message.timestamp()
+    return received.received_us - max(0, now_wall_us - sent_wall_ms * 1000)
 
 
 def _is_routed_to(partition: int, received: Received, user_id: str) -> bool:

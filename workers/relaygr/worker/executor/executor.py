@@ -39,6 +39,9 @@ CLEANED_BYTES = 2 * 1024 * 1024
 """Bytes of free pages of each tier that are zeroed every LEASE_CHECK_INTERVAL_US: a fraction of a millisecond."""
 MANY: Final = 8
 """With more messages in the mailbox the device thread begins before the poll thread has read all of them."""
+MAIL_PER_STEP: Final = 32
+"""Look-ups between two pieces of device work: where requests arrive without a pause, they must not keep those that are
+ready from being ranked."""
 LEFT: Final = -1
 """`step` has left a piece of device work, since it takes too long."""
 
@@ -81,12 +84,12 @@ class Executor:
             self.mail_arrived.set()
         return True
 
-    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int) -> bool:
+    def is_hopeless(self, user_id: str, request_id: str, must_end_us: int, now_us: int, sent_us: int) -> bool:
         """Whether a ranking request that is still undecoded cannot be answered in time, however cheap it is, or would
         have to wait for too long. One whose prefix was prepared for it may wait, since device time was paid for it.
         """
         is_new = (user_id, request_id) not in self._context.leased
-        return self.backlog.is_hopeless(must_end_us, now_us, is_new)
+        return self.backlog.is_hopeless(must_end_us, now_us, sent_us if is_new else None)
 
     def note_refused(self, user_id: str, request_id: str) -> None:
         """Notes, at the next step, that a ranking request was answered without work."""
@@ -212,9 +215,9 @@ class Executor:
         """The users to warm up, the most likely first. They replace those that were offered before."""
         self._warm_ups.offer(user_ids)
 
-    def take_mail(self) -> None:
-        """Runs all posted calls."""
-        while self._mailbox:
+    def take_mail(self, most: int = MAIL_PER_STEP) -> None:
+        """Runs the posted calls, at most so many."""
+        for _ in range(min(len(self._mailbox), most)):
             self._mailbox.popleft()()
 
     def histories_changed(self, user_ids: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ import bisect
 import enum
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -92,8 +93,8 @@ class Backlog:
         """Predictions are multiplied by this. It rises with each admitted request that was not answered in time, and
         falls with each that was, so that about `_MISS_SHARE` of them are missed when there is no room to spare."""
         self.patience = 1.0
-        """The largest part of its time that a new request may wait for admitted work. It falls with each request that
-        is refused, and rises with each that is answered."""
+        """The largest part of its time, from when it was sent, that a new request may wait: on its way here and for
+        admitted work. It falls with each request that is refused or missed, and rises with each that is answered."""
         self.own_us = dict.fromkeys(Path, 0.0)
         """The worker's own time of a request: of its device thread, outside of forwards."""
         self.answer_us = 0.0
@@ -144,16 +145,23 @@ class Backlog:
         now_us: int,
         preinfer_share: float = 0.0,
         *,
-        is_new: bool = False,
+        sent_us: int | None = None,
         unread_us: float = 0.0,
     ) -> float:
         """The largest demand of other work that then ends by `must_end_us` and makes no admitted work late.
 
-        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. `is_new`: no time was spent on the
-        work before, and it has no room (less than 0) if it would wait for longer than `patience` allows. `unread_us`:
-        demand that is ahead of it and not admitted. Work that is late already is not considered.
+        `preinfer_share`: the part of the device time that pre-infer gets meanwhile. `sent_us`: when a new request was
+        sent. It has no room (less than 0) if it would wait for longer than `patience` allows; None for work on which
+        time was spent before. `unread_us`: demand that is ahead of it and not admitted. Work that is late already is
+        not considered.
         """
         left_us = must_end_us - now_us
+        longest_wait_us = math.inf
+        if sent_us is not None and self.patience < 1.0:
+            longest_wait_us = self.patience * (must_end_us - sent_us) - (now_us - sent_us)
+            if longest_wait_us < 0:
+                # Where messages come faster than they are read, the newest have the most time left.
+                return longest_wait_us
         if not self._entries and not unread_us:
             # Without a queue there is nothing to be cautious of, so the first request after a burst is served as ever.
             return left_us
@@ -163,7 +171,7 @@ class Backlog:
         for entry in later:
             ahead_us -= entry[2]
         wait_us = slowness * max(0.0, ahead_us)
-        if is_new and wait_us > self.patience * left_us:
+        if wait_us > longest_wait_us:
             return -wait_us
         # The share of pre-infer delays what is ahead, not the new work, which is more urgent than pre-infer by then.
         room_us = (left_us - wait_us) / self.caution
@@ -181,18 +189,18 @@ class Backlog:
         """
         return int(self.total_us * self.caution * self.pace / self.patience)
 
-    def is_hopeless(self, must_end_us: int, now_us: int, is_new: bool = True) -> bool:
-        """Whether a request that is still undecoded cannot be answered in time, however cheap it is. `is_new`: or would
-        have to wait for longer than `patience` allows.
+    def is_hopeless(self, must_end_us: int, now_us: int, sent_us: int | None = None) -> bool:
+        """Whether a request that is still undecoded cannot be answered in time, however cheap it is. With `sent_us`: or
+        would have to wait for longer than `patience` allows.
 
         Requests in the mailbox are looked up first. For any thread.
         """
         unread_us = (self.handed_over - self.looked_up) * self.expected_us
-        return self.room_us(must_end_us, now_us, is_new=is_new, unread_us=unread_us) < self.own_us[Path.HBM]
+        return self.room_us(must_end_us, now_us, sent_us=sent_us, unread_us=unread_us) < self.own_us[Path.HBM]
 
     def refused(self) -> None:
         """Notes a request that was refused, or cut short, because other work leaves no time for it."""
-        self.patience = max(_LEAST_PATIENCE, self.patience - _IMPATIENT_STEP)
+        self._lose_patience()
 
     def observe(self, path: Path, demand_us: float, answer_us: float, in_time: bool) -> None:
         """Notes a request that was ranked: the time to write its result, and whether it ended in time."""
@@ -228,6 +236,10 @@ class Backlog:
     def missed(self) -> None:
         """Notes that an admitted request was answered late, or not at all because it would have been late."""
         self.caution = min(_MAX_CAUTION, self.caution + _MISS_STEP)
+        self._lose_patience()
+
+    def _lose_patience(self) -> None:
+        self.patience = max(_LEAST_PATIENCE, self.patience - _IMPATIENT_STEP)
 
 
 @dataclass(order=True, slots=True)

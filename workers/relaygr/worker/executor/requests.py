@@ -166,9 +166,10 @@ class Requests:
         # Asked before anything is done for the request: later steps take the device thread's time, a reload the link's.
         if work.is_promised:
             self._backlog.drop(work)
-        room_us = self._backlog.room_us(work.answer_by_us, now_us, is_new=is_new)
+        room_us = self._backlog.room_us(work.answer_by_us, now_us, sent_us=work.sent_us if is_new else None)
         if work.predicted_us + self._backlog.own_us[work.path] > room_us:
-            self._backlog.expected_us *= 1 - OWN_WEIGHT
+            # Its look-up took time, even if no other work follows.
+            self._backlog.expected_us += OWN_WEIGHT * (self._backlog.prepare_us - self._backlog.expected_us)
             left_us = room_us - self._backlog.own_us[work.path]
             return self._cut_short(work, prefix, int(left_us), now_us)
         self._backlog.expected_us += OWN_WEIGHT * (work.remaining_us - self._backlog.expected_us)

@@ -218,6 +218,11 @@ class RankingWork:
     """Whether the backlog holds its demand although it is not in the queue, since it waits."""
     done: bool = False
 
+    @property
+    def sent_us(self) -> int:
+        """When the gateway sent it, by the clocks of both machines; at the latest when it was received."""
+        return self.received.received_us - max(0, self.received_wall_us - self.request.sent_at_us)
+
 
 @dataclass(slots=True, eq=False)
 class PrefixWork:
