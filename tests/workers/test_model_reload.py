@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -291,6 +293,16 @@ def test_the_old_models_memory_is_freed_at_the_swap():
 # -- ModelReloading ---------------------------------------------------------------------------
 
 
+WORLDS: list[Reloading] = []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+
+
 class Reloading:
     """`ModelReloading` with small fakes of the worker's parts."""
 
@@ -299,6 +311,7 @@ class Reloading:
         self.prepared = SimpleNamespace(engine=serving(folder), corrector=Corrector(LatencyModel(COEFFICIENTS)))
         self.clock = ManualClock()
         self.reloading = ModelReloading(settings_of(folder, **settings), self.prepared, self.registry, self.clock)  # type: ignore[arg-type]
+        WORLDS.append(self)
         self.calls = []
         self.warm_ups = []
         self.weighs = []
@@ -314,8 +327,11 @@ class Reloading:
     def reload(self, parts=None, is_active=False) -> None:
         self.reloading.request()
         self.reloading.tick(parts, is_active=is_active)
-        await_loading()
+        self.await_loading()
         self.reloading.tick(parts, is_active=is_active)
+
+    def await_loading(self) -> None:
+        until(lambda: not self.reloading.is_loading)
 
     def outcomes(self) -> dict[str, float]:
         counts = {
@@ -325,14 +341,12 @@ class Reloading:
         return {outcome: count for outcome, count in counts.items() if count}
 
 
-def loading() -> list[threading.Thread]:
-    """The threads that load a model."""
-    return [thread for thread in threading.enumerate() if thread.name == "reload"]
-
-
-def await_loading() -> None:
-    for thread in loading():
-        thread.join(30)
+@pytest.fixture(autouse=True)
+def closed_reloadings(nothing_left_behind: None) -> Iterator[None]:
+    yield
+    while WORLDS:
+        WORLDS.pop().reloading.close()
+    until(lambda: not any(thread.name == "reload" for thread in threading.enumerate()))
 
 
 def test_a_standby_swaps_at_once(tmp_path):
@@ -365,7 +379,7 @@ def test_a_second_reload_that_is_requested_while_one_loads_is_not_lost(tmp_path,
         world.reloading.tick(None, is_active=False)
     may_end.set()
     for _ in range(2):
-        await_loading()
+        world.await_loading()
         world.reloading.tick(None, is_active=False)
     assert world.outcomes() == {"unchanged": 2}, "two of the three requests share one reload"
 
@@ -379,7 +393,7 @@ def test_a_reload_of_the_old_model_that_is_requested_before_the_swap_waits_for_i
     save(tmp_path, seed=0)
     world.reloading.request()
     world.reloading.tick(world.parts, is_active=True)
-    assert not loading(), "waits for the swap"
+    assert not world.reloading.is_loading, "waits for the swap"
     world.calls.pop()()
     assert world.prepared.engine.revision != first
     world.reload(world.parts, is_active=True)
@@ -446,9 +460,9 @@ def test_a_reload_waits_for_its_turn_and_serves_meanwhile(tmp_path):
     world.reloading.tick(world.parts, is_active=True)
     world.clock.advance_us(6_000_000)
     world.reloading.tick(world.parts, is_active=True)
-    assert loading() == []
+    assert not world.reloading.is_loading
     world.clock.advance_us(300_000)
     world.reloading.tick(world.parts, is_active=True)
-    await_loading()
+    world.await_loading()
     world.reloading.tick(None, is_active=False)
     assert world.outcomes() == {"swapped": 1}

@@ -402,7 +402,7 @@ class _Run:
                 if usage[Resource.RSS]:
                     self.samples += [Sample(second, role, pid, *each) for each in usage.items()]
         files = {
-            Resource.STORE_FILE: _bytes_of([self.settings.worker.history_path / "data.mdb"]),
+            Resource.STORE_FILE: _bytes_of(self.settings.worker.history_path.rglob("data.mdb")),
             Resource.SHARED: _bytes_of(Path(str(self.settings.worker.shared_path)).rglob("*")),
             Resource.LOGS: _bytes_of(self.folder.glob("*.log")),
         }

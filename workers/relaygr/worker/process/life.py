@@ -194,6 +194,7 @@ class WorkerProcess:
 
     def _close(self) -> None:
         self._send_heartbeat(ChildPhase.STOPPING, WAITING)
+        self._reloading.close()
         if self._parts is not None:
             self._parts.close()
         self._prepared.store.close()

@@ -1,7 +1,7 @@
 """Model reload: SIGHUP makes a worker load the checkpoint in `worker.model` again and swap the models.
 
     main thread      starts the reload, and passes the loaded model on (`ModelReloading.tick`)
-    reload thread    loads and tests the new model while the old one serves (`load_beside`)
+    reload thread    loads and tests the new model while the old one serves (`load_beside`), then frees old prefixes
     device thread    swaps between two steps: binds the new engine to the same arena, restarts the work in progress
 
 A new revision makes every prefix of a worker cold at once. With `worker.reload_spread_s` the workers of a fleet that
@@ -20,10 +20,13 @@ since a restart would refuse another one. Without the setting the present latenc
 from __future__ import annotations
 
 import enum
+import queue
 import re
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,52 +117,75 @@ class ModelReloading:
         for outcome in ReloadOutcome:
             self._reloads.labels(outcome.value)
         self._requested = False
-        self._swapping = False
-        self._thread: threading.Thread | None = None
+        self._loading = self._swapping = False
         self._loaded: NewModel | None = None
+        # One thread for all reloads: a new thread for each gets a new arena of malloc, which keeps the memory of a model.
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
         self._file = self._loading_file = _identity(settings.model)
 
     def request(self) -> None:
         """Requests a reload. Takes no lock, so a signal handler may call it."""
         self._requested = True
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the reload thread loads a model."""
+        return self._loading and self._loaded is None
+
     def tick(self, parts: Parts | None, *, is_active: bool) -> None:
         """Starts a requested reload, and starts the swap of a loaded model. Does not wait for either.
 
         `parts` is None while a standby has no memory. `is_active`: the device thread may have work.
         """
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread = None
-            loaded, self._loaded = self._loaded, None
-            if loaded is not None:
-                self._hand_over(loaded, parts, is_active)
+        loaded = self._loaded
+        if loaded is not None:
+            self._loaded = None
+            self._hand_over(loaded, parts, is_active)
         # `load_beside` compares the checkpoint with the serving model, which a swap in progress may replace.
         if self._requested and self._due_us is None:
             self._due_us = self._clock.monotonic_us() + self._delay_us
             if self._delay_us:
                 log.info("the reload waits for its turn", delay_s=self._delay_us / 1e6)
         is_due = self._due_us is not None and self._clock.monotonic_us() >= self._due_us
-        if is_due and self._thread is None and not self._swapping:
+        if is_due and not self._loading and not self._swapping:
             self._requested = False
             self._due_us = None
             self._loading_file = _identity(self._settings.model)
             self._warn_if_overwritten()
-            self._thread = threading.Thread(target=self._load, name="reload", daemon=True)
-            self._thread.start()
+            self._loading = True
+            self._calls.put(self._load)
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def close(self) -> None:
+        """Ends the reload thread once it has nothing to do. Does not wait for it."""
+        self._calls.put(None)
 
     # -- the reload thread -------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                log.exception("the reload thread failed")
+
     def _load(self) -> None:
+        """Leaves a model that may take over in `_loaded`: the main thread hands it over, which ends `_loading`."""
+        loaded = None
         try:
             loaded = load_beside(self._prepared.engine, self._settings)
         except ReloadRefusedError as refused:
             log.error("the model is not replaced", outcome=refused.outcome.value, cause=str(refused))
-            return self._count(refused.outcome)
-        if loaded is None:
-            log.info("the checkpoint is the serving model", model_revision=self._prepared.engine.revision)
-            return self._count(ReloadOutcome.UNCHANGED)
+            self._count(refused.outcome)
+        else:
+            if loaded is None:
+                log.info("the checkpoint is the serving model", model_revision=self._prepared.engine.revision)
+                self._count(ReloadOutcome.UNCHANGED)
+        finally:
+            self._loading = loaded is not None
         self._loaded = loaded
-        return None
 
     # -- taking over -------------------------------------------------------------------------------
 
@@ -170,7 +196,7 @@ class ModelReloading:
             finally:
                 self._swapping = False
 
-        self._swapping = True
+        self._swapping, self._loading = True, False
         if parts is not None and is_active:
             parts.executor.post(swap)
         else:
@@ -195,15 +221,14 @@ class ModelReloading:
         if parts is not None:
             parts.metrics.bytes_at_most.labels("weights").set(model.engine.weights_bytes)
             parts.housekeeping.warm_up.begin()
-            threading.Thread(
-                target=self._free_old, args=(parts, model.engine.namespace), name="free-old", daemon=True
-            ).start()
+            # There may be very many prefixes.
+            self._calls.put(partial(self._free_old, parts, model.engine.namespace))
         log.info("another model serves", model_revision=model.engine.revision, instead_of=old)
         return self._count(ReloadOutcome.SWAPPED)
 
     @staticmethod
     def _free_old(parts: Parts, namespace: bytes) -> None:
-        """Runs on a thread of its own, since there may be very many prefixes."""
+        """Runs on the reload thread."""
         freed = parts.cache.keep_only(namespace)
         log.info("prefixes of other models freed", prefixes=freed)
 
