@@ -17,6 +17,7 @@ import pytest
 
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_sockets import Peer
 from relaygr.worker.admin_socket import (
     MAX_REQUEST_BYTES,
     SOCKET_NAME,
@@ -28,7 +29,6 @@ from relaygr.worker.admin_socket import (
 from relaygr.worker.cache.admin import (
     CacheAdmin,
     CacheReport,
-    Caller,
     DropReport,
     DropUser,
     Limit,
@@ -44,13 +44,13 @@ from tests.worlds.real_executor import RealExecutorWorld
 PATIENCE_S = 20.0
 
 
-def echo(line: bytes, caller: Caller) -> bytes:
+def echo(line: bytes, caller: Peer) -> bytes:
     return json.dumps({"asked": line.decode(), "pid": caller.pid, "uid": caller.uid}).encode()
 
 
 @contextmanager
 def serving(
-    folder: Path, answer: Callable[[bytes, Caller], bytes] = echo, client_timeout_s: float = 0.1
+    folder: Path, answer: Callable[[bytes, Peer], bytes] = echo, client_timeout_s: float = 0.1
 ) -> Iterator[Path]:
     path = folder / SOCKET_NAME
     served = AdminSocket(path, answer, client_timeout_s)
@@ -113,7 +113,7 @@ def test_the_socket_of_a_dead_process_is_replaced(folder: Path) -> None:
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
-        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", os.geteuid())
         assert b"Only the worker's own user" in ask(path, b"hello", PATIENCE_S)
     assert asked == []
@@ -125,7 +125,7 @@ def test_a_client_does_not_ask_a_socket_that_another_user_serves(
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", -1)
-        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
         with pytest.raises(RelayError, match="belongs to user"):
             ask(path, b"hello", PATIENCE_S)
     assert asked == []
@@ -175,7 +175,7 @@ def test_clients_beyond_the_waiting_ones_wait_outside(folder: Path) -> None:
 
 
 def test_an_answer_that_fails_is_said_and_the_next_is_served(tmp_path: Path) -> None:
-    def fails_once(line: bytes, caller: Caller, failed: list[bool] = []) -> bytes:  # noqa: B006
+    def fails_once(line: bytes, caller: Peer, failed: list[bool] = []) -> bytes:  # noqa: B006
         if not failed:
             failed.append(True)
             raise RuntimeError("a bug")

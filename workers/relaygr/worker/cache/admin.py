@@ -5,7 +5,7 @@
     Limit              bounds the pages in use and evicts what exceeds the bound, on that thread, in batches too
 
 A request and its report are one JSON object each. `CacheAdmin` logs who dropped prefixes and who set a limit; the log
-names a user by a digest. This module knows no socket (`relaygr.worker.admin_socket`) and no executor.
+names a user by a digest. This module opens no socket (`relaygr.worker.admin_socket`) and knows no executor.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Typ
 
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_sockets import Peer
 from relaygr.schemas.messages import USER_ID_TEXT, PrefixSource
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding
@@ -211,14 +212,6 @@ _REPORTS: Final[dict[type[Any], TypeAdapter[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The process that asks."""
-
-    pid: int
-    uid: int
-
-
 class CacheOwner(Protocol):
     """The changes that only the thread which owns the cache makes. `relaygr.worker.executor` has them."""
 
@@ -281,7 +274,7 @@ class CacheAdmin:
         self._least_pages = {Tier.HBM: least_hbm_pages, Tier.DRAM: 0}
         self._clock = clock
 
-    def answer(self, line: bytes, caller: Caller) -> bytes:
+    def answer(self, line: bytes, caller: Peer) -> bytes:
         """The report for a request, each one JSON object."""
         report: Report
         try:
@@ -294,7 +287,7 @@ class CacheAdmin:
             report = Refused(str(error))
         return _REPORTS[type(report)].dump_json(report)
 
-    def _carry_out(self, request: Request, caller: Caller) -> Report:
+    def _carry_out(self, request: Request, caller: Peer) -> Report:
         match request:
             case Show(users=users):
                 return self._show(users)
@@ -384,7 +377,7 @@ class CacheAdmin:
 
     # Changing.
 
-    def _drop(self, users: Iterable[str], caller: Caller, whose: str) -> DropReport:
+    def _drop(self, users: Iterable[str], caller: Peer, whose: str) -> DropReport:
         totals: Counter[str] = Counter()
         try:
             for batch in _batches(users):
@@ -409,7 +402,7 @@ class CacheAdmin:
         )  # fmt: skip
         return Counter(dict(zip(_DROPPED, figures, strict=True)))
 
-    def _limit(self, sizes: dict[Tier, int | None], caller: Caller) -> LimitReport:
+    def _limit(self, sizes: dict[Tier, int | None], caller: Peer) -> LimitReport:
         pages = {tier: self._pages_of(tier, size_bytes) for tier, size_bytes in sizes.items()}
         before = self._run(partial(self._set_limits, pages))
         for tier, limit in pages.items():
