@@ -139,8 +139,15 @@ def ask(path: Path, request: bytes, timeout_s: float) -> bytes:
         server = peer_of(connection)
         if os.geteuid() not in (server.uid, _ROOT):
             raise RelayError(f"The socket {path} belongs to user {server.uid}: ask as that user, or as root.")
-        connection.sendall(request + b"\n")
-        answer = _read_line(connection, MAX_ANSWER_BYTES, timeout_s)
+        # A worker that refuses closes the connection without reading the whole request, so `sendall` may fail. The
+        # kernel keeps the answer for this end all the same.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(request + b"\n")
+        try:
+            answer = _read_line(connection, MAX_ANSWER_BYTES, timeout_s)
+        except ConnectionResetError:
+            # The worker ended the connection with the request unread, and without an answer.
+            answer = None
     if answer is None:
         raise RelayError("The worker closed the connection without an answer: it may be stopping, so ask again.")
     return answer
