@@ -300,6 +300,22 @@ def test_a_write_by_another_process_makes_the_compaction_begin_again(store: Hist
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_slices")
+def test_a_write_by_another_process_is_noticed_after_a_transaction_that_changed_nothing(
+    store: HistoryStore, other: Other
+) -> None:
+    """LMDB gives both transactions the same number."""
+    apply(store, record(0, "ann"), record(1, "bob"))
+    store.compact()
+    assert store.apply_all([HistoryBatch(0, (record(0, "ann"),), 2)]).repeated == 1
+    other.ask("store.apply_all([HistoryBatch(1, (), 9)])")
+    with pytest.raises(lmdb.Error, match="another process has written"):
+        compact(store)
+    compact(store)
+    assert store.next_offset(1) == 9
+
+
+@pytest.mark.slow
 def test_one_process_compacts_at_a_time(store: HistoryStore, other: Other) -> None:
     assert other.ask("store.compact()") == "False"
     with pytest.raises(BlockingIOError):

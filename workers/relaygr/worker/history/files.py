@@ -42,6 +42,7 @@ LAYOUT_KEY: Final = b"layout"
 REMOVED_AT: Final = b"removed_at_ms"
 """The wall-clock time of the oldest removal whose bytes may still be in the files; ms since the epoch."""
 _NEWER: Final = b"newer"
+_COUNTED: Final = b"counted"
 _FILES: Final = ("data.mdb", "lock.mdb")
 _MAX_READERS: Final = 512
 # A slice takes a few milliseconds, in which the device thread may wait for the interpreter.
@@ -121,6 +122,10 @@ class Files:
         found = txn.get(_NEWER, db=self.meta)
         return None if found is None else int(bytes(found))
 
+    def count(self, txn: Any) -> None:
+        """Makes a write transaction change something: LMDB gives the number of one that does not to the next one."""
+        txn.put(_COUNTED, b"", db=self.meta)
+
     def open_newer(self) -> Files:
         """Opens the files that have replaced these, which stay open."""
         with self.env.begin() as txn:
@@ -138,6 +143,7 @@ class Compaction:
     """The copy of one store's live records into new files. One thread uses it.
 
     The caller reports its own changes meanwhile: `changed`, `removed` and, after each write transaction, `committed`.
+    Each transaction changes something (`Files.count`), so a gap in their numbers is a write by another process.
     """
 
     def __init__(self, source: Files) -> None:

@@ -376,6 +376,8 @@ class HistoryStore:
                     is_newest = files.newer(txn) is None
                     if is_newest:
                         yield txn
+                        if self._compaction is not None:
+                            files.count(txn)
                         txn_id = txn.id()
                 if is_newest:
                     break
