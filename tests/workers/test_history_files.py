@@ -193,6 +193,16 @@ def test_a_store_that_is_emptied_during_a_compaction_begins_it_again(store: Hist
     assert traces(store.path, "ann") == []
 
 
+def test_only_old_files_that_exist_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is compacted many thousand times."""
+    for number in (7, 12, 13):
+        (tmp_path / str(number)).mkdir()
+    deleted: list[str] = []
+    monkeypatch.setattr(files_module.shutil, "rmtree", lambda place, **_: deleted.append(place.name))
+    files_module._delete_before(tmp_path, 12)
+    assert deleted == ["7"]
+
+
 def test_replaced_files_are_unmapped_when_their_last_reader_is_done(store: HistoryStore) -> None:
     def is_mapped() -> bool:
         maps = Path("/proc/self/maps").read_text().splitlines()

@@ -275,8 +275,9 @@ def _move_on(folder: Path, number: int) -> None:
 
 def _delete_before(folder: Path, number: int) -> None:
     """Files with a number exist only after all processes can see that they have replaced those before them."""
-    for older in range(1, number):
-        shutil.rmtree(_place(folder, older), ignore_errors=True)
+    for entry in folder.iterdir():
+        if entry.name.isdecimal() and int(entry.name) < number:
+            shutil.rmtree(entry, ignore_errors=True)
     if number:
         for name in _FILES:
             (folder / name).unlink(missing_ok=True)
