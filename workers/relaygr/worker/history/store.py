@@ -65,6 +65,7 @@ _PARTITION_KEY = struct.Struct(">I")
 _TIME = struct.Struct("<q")
 _SCAN_RECORDS: Final = 500
 _SCAN_PAUSE_S: Final = 0.002
+_MOST_FORGOTTEN: Final = 10_000
 _HEAD = struct.Struct("<QIIIIQ")
 
 
@@ -141,7 +142,10 @@ class HistoryStore:
         self.max_bytes = files.max_bytes
         self._clock = clock
         self._page_bytes = int(files.env.stat()["psize"])
-        self._value_bytes = files.max_bytes - files.max_bytes // _RESERVE_FRACTION
+        reserve_bytes = files.max_bytes // _RESERVE_FRACTION
+        self._value_bytes = files.max_bytes - reserve_bytes
+        # Each deletion may copy a page. LMDB frees the old pages two transactions later.
+        self._forgotten_at_once = min(_MOST_FORGOTTEN, reserve_bytes // self._page_bytes // 4)
         self._trusted = False
         self._compaction: Compaction | None = None
         # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
@@ -261,20 +265,44 @@ class HistoryStore:
         return _joined(outcomes)
 
     def forget(self, *partitions: int) -> int:
-        """Deletes the users of these partitions and their offsets. Returns the number of users."""
+        """Deletes the users of these partitions and their offsets. Returns the number of users.
+
+        Makes several transactions, since each needs free pages for copies of those that it changes. After a crash in
+        between, the partition counts as too old (`current_at_ms` is 0), so its follower forgets it again.
+        """
         with self._write() as txn:
-            keys = [
-                bytes(key)
-                for key, value in txn.cursor(db=self._files.users)
-                if read_head(value).partition in partitions
-            ]
-            for key in keys:
-                self._delete(txn, key)
+            for partition in partitions:
+                self._put_state(txn, partition, PartitionState(0, 0, 0))
+        forgotten = 0
+        after: bytes | None = b""
+        while after is not None:
+            users, after = self._forget_some(partitions, after)
+            forgotten += users
+        with self._write() as txn:
             for partition in partitions:
                 txn.delete(_PARTITION_KEY.pack(partition), db=self._files.partitions)
+        return forgotten
+
+    def _forget_some(self, partitions: Container[int], after: bytes) -> tuple[int, bytes | None]:
+        """Deletes the next users of these partitions. Returns their number, and the key to continue after; None at the
+        end.
+        """
+        keys: list[bytes] = []
+        last: bytes | None = after
+        with self._write() as txn:
+            for key, value in records_after(txn.cursor(db=self._files.users), after):
+                if len(keys) == self._forgotten_at_once:
+                    break
+                last = bytes(key)
+                if read_head(value).partition in partitions:
+                    keys.append(last)
+            else:
+                last = None
+            for key in keys:
+                self._delete(txn, key)
             if keys:
                 self._note_removal(txn)
-        return len(keys)
+        return len(keys), last
 
     def rewind(self, partition: int) -> None:
         """Resets a partition's offset to the beginning and keeps its users."""
