@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -21,6 +22,7 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history import files as files_module
+from relaygr.worker.history.files import claim
 from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, PartitionState, StoreOrigin
 
 MIB = 1024 * 1024
@@ -332,6 +334,18 @@ def test_one_process_compacts_at_a_time(store: HistoryStore, other: Other) -> No
         store.compact()
     other.close()
     compact(store)
+
+
+@pytest.mark.slow
+def test_a_store_belongs_to_the_processes_of_one_worker(store: HistoryStore, other: Other) -> None:
+    """Another worker would delete the histories of users that are not its own."""
+    store.claim("worker-00")
+    assert other.ask("store.claim('worker-00')") == "None"
+    store.close()
+    with pytest.raises(RelayError, match=r"worker-00 uses .* set another `worker\.history_path` for worker-01"):
+        claim(store.path, "worker-01")
+    other.close()
+    os.close(claim(store.path, "worker-01"))
 
 
 # -- deaths ----------------------------------------------------------------------------------------

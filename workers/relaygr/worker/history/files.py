@@ -4,6 +4,7 @@ LMDB never overwrites a page in use. The bytes of a deleted or replaced record s
 of other pages, until LMDB needs the space. So a compaction copies the live records into new files, and the old files
 are deleted. The first files lie in the store's folder. Later ones have a subfolder with their number:
 
+    worker                      held (flock) by the processes of one worker; its content is the worker's id
     data.mdb, lock.mdb          number 0, deleted by the first compaction
     1/data.mdb, 1/lock.mdb      number 1, deleted by the second compaction
     2.new/                      number 2, incomplete
@@ -34,7 +35,7 @@ from typing import Any, Final
 import lmdb
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import make_private, private_folder
+from relaygr.runtime.private_files import make_private, open_private, private_folder
 
 REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
 ORIGIN: Final = b"origin"
@@ -44,6 +45,8 @@ REMOVED_AT: Final = b"removed_at_ms"
 _NEWER: Final = b"newer"
 _COUNTED: Final = b"counted"
 _FILES: Final = ("data.mdb", "lock.mdb")
+_OWNER: Final = "worker"
+_OWNER_BYTES: Final = 200
 _MAX_READERS: Final = 512
 # A slice takes a few milliseconds, in which the device thread may wait for the interpreter.
 _SLICE_BYTES: Final = 1024 * 1024
@@ -241,6 +244,30 @@ class Compaction:
             _sync_folder(self._place)
             _sync_folder(source.folder)
             txn.put(_NEWER, b"%d" % target.number, db=source.meta)
+
+
+def claim(folder: Path, worker_id: str) -> int:
+    """Keeps workers of other ids off the store, as long as the returned file is open.
+
+    Both processes of a worker with a standby may claim it. Raises RelayError if a worker of another id has.
+    """
+    file = open_private(folder / _OWNER, os.O_RDWR | os.O_CREAT)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, os.pwrite(file, worker_id.encode(), 0))
+        # Waits only while another process writes its id.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        owner = os.pread(file, _OWNER_BYTES, 0).decode(errors="replace")
+        if owner != worker_id:
+            raise RelayError(
+                f"{owner} uses the history store in {folder}, and each worker deletes the histories of users that are "
+                f"not its own: set another `worker.history_path` for {worker_id}."
+            )
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def records_after(cursor: Any, key: bytes) -> Iterator[tuple[Any, Any]]:

@@ -2,8 +2,9 @@
 
 Contract:
 
-* One process writes (`HistoryFollower` calls `apply_all`), any number read. LMDB serialises writers, and records
-  below the stored offset are skipped, so a predecessor that is still alive does no harm.
+* A store belongs to one worker (`claim`). One of its processes writes (`HistoryFollower` calls `apply_all`), all read.
+  LMDB serialises writers, and records below the stored offset are skipped, so a predecessor that is still alive does
+  no harm.
 * `apply_all` is one transaction: after a crash of the process or the machine, the records and the next offset are both
   stored or both missing. The last batches may be missing; the follower reads them again.
 * The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
@@ -32,6 +33,7 @@ There is one `HistoryStore` for each path and process. Any thread may call its m
 from __future__ import annotations
 
 import heapq
+import os
 import struct
 import threading
 import time
@@ -51,7 +53,7 @@ from relaygr.runtime.private_files import check_room, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
-from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, records_after
+from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, claim, records_after
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
@@ -147,6 +149,7 @@ class HistoryStore:
         # Each deletion may copy a page. LMDB frees the old pages two transactions later.
         self._forgotten_at_once = min(_MOST_FORGOTTEN, reserve_bytes // self._page_bytes // 4)
         self._trusted = False
+        self._claim: int | None = None
         self._compaction: Compaction | None = None
         # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
         # transaction has ended and nothing refers to them.
@@ -173,10 +176,17 @@ class HistoryStore:
             ) from error
         return cls(Files.open_newest(folder, max_bytes), clock or SystemClock())
 
+    def claim(self, worker_id: str) -> None:
+        """Keeps workers of other ids off the store until `close`. Raises RelayError if one of them uses it."""
+        self._claim = claim(self.path, worker_id)
+
     def close(self) -> None:
         """Unmaps the files. No other call may be running."""
         self._abandon_compaction()
         self._files.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def trust(self, origin: StoreOrigin) -> bool:
         """Enables `get`. Empties the store first if it is a copy of another topic.
