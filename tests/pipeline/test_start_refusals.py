@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.private_files import private_folder
+from relaygr.worker.history.files import claim
 from tests.worlds.relay import environment
 
 pytestmark = pytest.mark.slow
@@ -88,6 +91,16 @@ def test_a_path_that_cannot_be_written_is_refused_with_its_setting(kafka_with_to
     said = refusal(run_worker(kafka_with_topics, model, tmp_path, f"{setting}=/proc/nowhere/file"))
     assert setting in said
     assert "delete the folder" not in said
+
+
+def test_the_history_store_of_another_worker_is_refused_before_the_model_is_loaded(kafka_with_topics, tmp_path):
+    private_folder(tmp_path / "history", "worker.history_path")
+    held = claim(tmp_path / "history", "worker-07")
+    try:
+        said = refusal(run_worker(kafka_with_topics, tmp_path / "no model", tmp_path))
+    finally:
+        os.close(held)
+    assert "worker-07" in said and "worker.history_path" in said
 
 
 def test_a_trace_that_is_a_folder_is_refused_before_the_model_is_loaded(kafka_with_topics, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_sockets import Peer, listen_private
 from relaygr.worker.admin_socket import (
     MAX_REQUEST_BYTES,
     SOCKET_NAME,
@@ -28,7 +29,6 @@ from relaygr.worker.admin_socket import (
 from relaygr.worker.cache.admin import (
     CacheAdmin,
     CacheReport,
-    Caller,
     DropReport,
     DropUser,
     Limit,
@@ -44,13 +44,13 @@ from tests.worlds.real_executor import RealExecutorWorld
 PATIENCE_S = 20.0
 
 
-def echo(line: bytes, caller: Caller) -> bytes:
+def echo(line: bytes, caller: Peer) -> bytes:
     return json.dumps({"asked": line.decode(), "pid": caller.pid, "uid": caller.uid}).encode()
 
 
 @contextmanager
 def serving(
-    folder: Path, answer: Callable[[bytes, Caller], bytes] = echo, client_timeout_s: float = 0.1
+    folder: Path, answer: Callable[[bytes, Peer], bytes] = echo, client_timeout_s: float = 0.1
 ) -> Iterator[Path]:
     path = folder / SOCKET_NAME
     served = AdminSocket(path, answer, client_timeout_s)
@@ -113,7 +113,7 @@ def test_the_socket_of_a_dead_process_is_replaced(folder: Path) -> None:
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
-        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", os.geteuid())
         assert b"Only the worker's own user" in ask(path, b"hello", PATIENCE_S)
     assert asked == []
@@ -125,22 +125,62 @@ def test_a_client_does_not_ask_a_socket_that_another_user_serves(
     asked: list[bytes] = []
     with serving(tmp_path, lambda line, caller: asked.append(line) or b"{}") as path:
         monkeypatch.setattr("relaygr.worker.admin_socket._ROOT", -1)
-        monkeypatch.setattr("relaygr.worker.admin_socket._peer", lambda connection: Caller(1, os.geteuid() + 1))
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", lambda connection: Peer(1, os.geteuid() + 1))
         with pytest.raises(RelayError, match="belongs to user"):
             ask(path, b"hello", PATIENCE_S)
     assert asked == []
 
 
 @pytest.mark.parametrize("size", [MAX_REQUEST_BYTES + 1, 10 * MAX_REQUEST_BYTES, 1 << 20])
-def test_a_request_that_is_too_long_is_refused(folder: Path, size: int) -> None:
-    with serving(folder) as path, connected(path) as client:
-        try:
-            client.sendall(b"x" * size + b"\n")
-            answer = rest_of(client)
-        except (BrokenPipeError, ConnectionResetError):
-            answer = b"at most 4096 bytes"  # The worker had closed before all was sent.
-        assert b"at most 4096 bytes" in answer
+def test_a_request_that_is_too_long_is_refused(tmp_path: Path, size: int) -> None:
+    with serving(tmp_path) as path:
+        assert b"at most 4096 bytes" in ask(path, b"x" * size, PATIENCE_S)
         assert b"hello" in ask(path, b"hello", PATIENCE_S)
+
+
+@pytest.mark.parametrize("size", [5, 1 << 20])
+def test_a_refusal_is_read_though_the_server_closed_before_the_request_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    path = tmp_path / SOCKET_NAME
+    with listen_private(path, WAITING) as listener:
+
+        def refuse(_: socket.socket) -> Peer:
+            with listener.accept()[0] as server:
+                server.sendall(b"refused\n")
+            return Peer(os.getpid(), os.geteuid())
+
+        # The client asks who serves before it sends.
+        monkeypatch.setattr("relaygr.worker.admin_socket.peer_of", refuse)
+        assert ask(path, b"x" * size, PATIENCE_S) == b"refused"
+
+
+@contextmanager
+def closing_early(folder: Path, answer: bytes) -> Iterator[Path]:
+    """A server that reads one byte of a request, answers and closes."""
+    with listen_private(folder / SOCKET_NAME, WAITING) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as server:
+                server.recv(1)
+                server.sendall(answer)
+
+        serves = threading.Thread(target=serve)
+        serves.start()
+        yield folder / SOCKET_NAME
+        serves.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("size", [5, 1 << 20])
+def test_a_refusal_is_read_though_the_server_did_not_read_the_request(tmp_path: Path, size: int) -> None:
+    with closing_early(tmp_path, b"refused\n") as path:
+        assert ask(path, b"x" * size, PATIENCE_S) == b"refused"
+
+
+@pytest.mark.parametrize("size", [5, 1 << 20])
+def test_a_connection_that_ends_without_an_answer_is_said(tmp_path: Path, size: int) -> None:
+    with closing_early(tmp_path, b"") as path, pytest.raises(RelayError, match="closed the connection without"):
+        ask(path, b"x" * size, PATIENCE_S)
 
 
 def test_a_client_that_sends_nothing_or_too_slowly_is_dropped_and_the_next_is_served(folder: Path) -> None:
@@ -175,7 +215,7 @@ def test_clients_beyond_the_waiting_ones_wait_outside(folder: Path) -> None:
 
 
 def test_an_answer_that_fails_is_said_and_the_next_is_served(tmp_path: Path) -> None:
-    def fails_once(line: bytes, caller: Caller, failed: list[bool] = []) -> bytes:  # noqa: B006
+    def fails_once(line: bytes, caller: Peer, failed: list[bool] = []) -> bytes:  # noqa: B006
         if not failed:
             failed.append(True)
             raise RuntimeError("a bug")

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 )
 
 from relaygr.runtime.clock import ManualClock
+from relaygr.runtime.private_sockets import Peer
 from relaygr.worker.cache import (
     Fill,
     Handle,
@@ -45,7 +46,6 @@ from relaygr.worker.cache import (
 from relaygr.worker.cache.admin import (
     CacheAdmin,
     CacheReport,
-    Caller,
     DropAll,
     DropReport,
     DropUser,
@@ -395,7 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.limit(tier, pages)
 
     def ask(self, kind: type[R], request: Request) -> R:
-        return decode_report(kind, self.admin.answer(encode_request(request), Caller(1, 2)))
+        return decode_report(kind, self.admin.answer(encode_request(request), Peer(1, 2)))
 
     # Half of the time lifted: beside a small limit there is little to do.
     @rule(tier=st.sampled_from(Tier), share=st.none() | st.floats(0, 1), evicts=st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -21,6 +22,7 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.worker.history import files as files_module
+from relaygr.worker.history.files import claim
 from relaygr.worker.history.store import HistoryBatch, HistoryRecord, HistoryStore, PartitionState, StoreOrigin
 
 MIB = 1024 * 1024
@@ -193,6 +195,16 @@ def test_a_store_that_is_emptied_during_a_compaction_begins_it_again(store: Hist
     assert traces(store.path, "ann") == []
 
 
+def test_only_old_files_that_exist_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is compacted many thousand times."""
+    for number in (7, 12, 13):
+        (tmp_path / str(number)).mkdir()
+    deleted: list[str] = []
+    monkeypatch.setattr(files_module.shutil, "rmtree", lambda place, **_: deleted.append(place.name))
+    files_module._delete_before(tmp_path, 12)
+    assert deleted == ["7"]
+
+
 def test_replaced_files_are_unmapped_when_their_last_reader_is_done(store: HistoryStore) -> None:
     def is_mapped() -> bool:
         maps = Path("/proc/self/maps").read_text().splitlines()
@@ -300,12 +312,40 @@ def test_a_write_by_another_process_makes_the_compaction_begin_again(store: Hist
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_slices")
+def test_a_write_by_another_process_is_noticed_after_a_transaction_that_changed_nothing(
+    store: HistoryStore, other: Other
+) -> None:
+    """LMDB gives both transactions the same number."""
+    apply(store, record(0, "ann"), record(1, "bob"))
+    store.compact()
+    assert store.apply_all([HistoryBatch(0, (record(0, "ann"),), 2)]).repeated == 1
+    other.ask("store.apply_all([HistoryBatch(1, (), 9)])")
+    with pytest.raises(lmdb.Error, match="another process has written"):
+        compact(store)
+    compact(store)
+    assert store.next_offset(1) == 9
+
+
+@pytest.mark.slow
 def test_one_process_compacts_at_a_time(store: HistoryStore, other: Other) -> None:
     assert other.ask("store.compact()") == "False"
     with pytest.raises(BlockingIOError):
         store.compact()
     other.close()
     compact(store)
+
+
+@pytest.mark.slow
+def test_a_store_belongs_to_the_processes_of_one_worker(store: HistoryStore, other: Other) -> None:
+    """Another worker would delete the histories of users that are not its own."""
+    store.claim("worker-00")
+    assert other.ask("store.claim('worker-00')") == "None"
+    store.close()
+    with pytest.raises(RelayError, match=r"worker-00 uses .* set another `worker\.history_path` for worker-01"):
+        claim(store.path, "worker-01")
+    other.close()
+    os.close(claim(store.path, "worker-01"))
 
 
 # -- deaths ----------------------------------------------------------------------------------------

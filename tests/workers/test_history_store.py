@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -373,6 +373,49 @@ def test_rewinding_keeps_the_users_and_forgetting_deletes_those_of_the_partition
     assert store.get("a") is None
     assert store.get("b") is not None
     assert (store.state(0), store.state(1)) == (None, PartitionState(7, 0, 0))
+
+
+@pytest.fixture
+def two_partitions(tmp_path: Path) -> Iterator[HistoryStore]:
+    """A store that is more than half full of short histories. Each page has users of both partitions."""
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    for first in range(0, 1200, 100):
+        for partition in (0, 1):
+            offsets = range(first + partition, first + 100, 2)
+            apply(opened, partition, [entry(offset, f"u{offset:04}", length=20) for offset in offsets], first + 100)
+    yield opened
+    opened.close()
+
+
+def test_a_partition_is_forgotten_though_copies_of_all_pages_would_not_fit(two_partitions: HistoryStore) -> None:
+    """LMDB copies each page that a transaction changes: one transaction for all needed more pages than were free."""
+    assert two_partitions.bytes_used > MIB / 2
+    assert two_partitions.forget(0) == 600
+    assert two_partitions.user_count == 600
+    assert two_partitions.get("u0001") is not None
+    assert (two_partitions.state(0), two_partitions.state(1)) == (None, PartitionState(1200, 0, 0))
+    assert two_partitions.removed_at_ms is not None
+
+
+def test_a_partition_that_was_forgotten_in_part_counts_as_too_old(
+    two_partitions: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its follower forgets it again, whatever the time, and then reads it from the beginning."""
+    two_partitions.mark_current([0], 1 << 60)
+    forget_some, left = two_partitions._forget_some, iter([True, False])
+
+    def dies(partitions: Container[int], after: bytes) -> tuple[int, bytes | None]:
+        if not next(left):
+            raise KeyboardInterrupt
+        return forget_some(partitions, after)
+
+    monkeypatch.setattr(two_partitions, "_forget_some", dies)
+    with pytest.raises(KeyboardInterrupt):
+        two_partitions.forget(0)
+    assert 600 < two_partitions.user_count < 1200
+    assert two_partitions.state(0) == PartitionState(0, 0, 0)
+    assert two_partitions.next_offset(0) is None
 
 
 def test_the_time_when_a_partition_was_current_is_stored(store: HistoryStore) -> None:

@@ -19,6 +19,7 @@ from relaygr.worker.supervisor.link import STANDBY_EARLIER_S, SupervisorLink
 from relaygr.worker.supervisor.records import ProcessStat, SupervisorPost, delete_record, read_record, read_records
 
 ORPHAN_S = 60.0
+HEARTBEAT_S = 0.25
 
 
 class LinkWorld:
@@ -82,6 +83,22 @@ def test_a_child_connects_to_the_next_supervisor(world: LinkWorld) -> None:
             assert not world.is_over_after(3600)
     assert not world.is_over_after(0)
     assert world.is_over_after(ORPHAN_S)
+
+
+def test_a_supervisor_that_refuses_a_child_does_not_keep_it_alive(world: LinkWorld) -> None:
+    """The child's record may be missing, if the file system was full. The child connects again and again."""
+    world.send(ChildPhase.ACTIVE)
+    world.supervisor.close()
+    assert not world.is_over_after(0)
+    ends = []
+    with closing(SupervisorPost(world.folder, "worker-00")) as post:
+        for _ in range(int(ORPHAN_S / HEARTBEAT_S)):
+            world.send(ChildPhase.ACTIVE)
+            accepted = post.accept()
+            assert accepted is not None
+            accepted[0].close()
+            ends.append(world.is_over_after(HEARTBEAT_S))
+    assert ends == [False] * (len(ends) - 1) + [True]
 
 
 def test_a_worker_id_has_one_supervisor(world: LinkWorld) -> None:

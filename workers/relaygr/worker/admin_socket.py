@@ -8,9 +8,6 @@ the kernel gives (SO_PEERCRED): only its own user and root may ask. A client tha
 read the answer, is dropped after CLIENT_TIMEOUT_S; it delays other operators, and nothing else in the worker. The
 process that holds the folder's lock owns the socket: a standby has none, and replaces that of a dead process when it
 takes over.
-
-The name of a socket may have 107 bytes only, and the folder's path may be longer. So both sides open the folder, and
-name the socket by the number of the open file.
 """
 
 from __future__ import annotations
@@ -19,10 +16,9 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +26,7 @@ from typing import Any, Final
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.cache.admin import Caller
+from relaygr.runtime.private_sockets import Peer, address_of, listen_private, peer_of
 
 log = structlog.get_logger()
 
@@ -46,8 +42,6 @@ WAITING: Final = 8
 _PIECE_TIMEOUT_S: Final = 5.0
 _PAUSE_S: Final = 0.1
 _ROOT: Final = 0
-_CREDENTIALS: Final = struct.Struct("iII")
-_MODE: Final = 0o600
 _CHUNK: Final = 65_536
 
 
@@ -55,7 +49,7 @@ class AdminSocket:
     """Serves from `start` to `close`."""
 
     def __init__(
-        self, path: Path, answer: Callable[[bytes, Caller], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
+        self, path: Path, answer: Callable[[bytes, Peer], bytes], client_timeout_s: float = CLIENT_TIMEOUT_S
     ) -> None:
         """`answer` is called on the socket's thread, with one request after the other."""
         self._path = path
@@ -68,18 +62,7 @@ class AdminSocket:
 
     def start(self) -> None:
         """Replaces a socket that a dead process left: the caller holds the folder's lock. Raises OSError."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # The mode that the new socket file gets, so that it has no other one for a moment.
-            os.fchmod(listener.fileno(), _MODE)
-            self._path.unlink(missing_ok=True)
-            with _address(self._path) as address:
-                listener.bind(address)
-            listener.listen(WAITING)
-        except BaseException:
-            listener.close()
-            raise
-        self._listener = listener
+        self._listener = listen_private(self._path, WAITING)
         self._thread.start()
 
     def close(self) -> None:
@@ -122,7 +105,7 @@ class AdminSocket:
                 self._client = None
 
     def _serve_one(self, client: socket.socket) -> None:
-        caller = _peer(client)
+        caller = peer_of(client)
         if caller.uid not in (os.geteuid(), _ROOT):
             log.warning("an operator's request was refused: another user", uid=caller.uid, pid=caller.pid)
             answer = _refusal("Only the worker's own user and root may ask.")
@@ -135,7 +118,7 @@ class AdminSocket:
         client.settimeout(self._timeout_s)
         client.sendall(answer + b"\n")
 
-    def _answer_to(self, line: bytes, caller: Caller) -> bytes:
+    def _answer_to(self, line: bytes, caller: Peer) -> bytes:
         try:
             return self._answer(line, caller)
         except Exception:
@@ -151,13 +134,20 @@ def ask(path: Path, request: bytes, timeout_s: float) -> bytes:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
-        with _address(path) as address:
+        with address_of(path) as address:
             _connect(connection, address, timeout_s)
-        server = _peer(connection)
+        server = peer_of(connection)
         if os.geteuid() not in (server.uid, _ROOT):
             raise RelayError(f"The socket {path} belongs to user {server.uid}: ask as that user, or as root.")
-        connection.sendall(request + b"\n")
-        answer = _read_line(connection, MAX_ANSWER_BYTES, timeout_s)
+        # A worker that refuses closes the connection without reading the whole request, so `sendall` may fail. The
+        # kernel keeps the answer for this end all the same.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(request + b"\n")
+        try:
+            answer = _read_line(connection, MAX_ANSWER_BYTES, timeout_s)
+        except ConnectionResetError:
+            # The worker ended the connection with the request unread, and without an answer.
+            answer = None
     if answer is None:
         raise RelayError("The worker closed the connection without an answer: it may be stopping, so ask again.")
     return answer
@@ -205,21 +195,6 @@ def _connect(connection: socket.socket, address: str, timeout_s: float) -> None:
             if time.monotonic() > ends_s:
                 raise
             time.sleep(_PAUSE_S)
-
-
-@contextlib.contextmanager
-def _address(path: Path) -> Iterator[str]:
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
-
-
-def _peer(connection: socket.socket) -> Caller:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    return Caller(pid, uid)
 
 
 def _read_line(connection: socket.socket, most_bytes: int, timeout_s: float) -> bytes | None:

@@ -102,7 +102,7 @@ class WorkerSettings(Section):
         True, description="false: every ranking request is full inference without chunks, as a baseline"
     )
 
-    history_path: Path = Field(Path("history"), description="folder of the user-history store")
+    history_path: Path = Field(Path("history"), description="folder of the user-history store; each worker has its own")
     history_max_bytes: ByteSize = Field(
         ByteSize(4096 * _MIB), ge=_MIB, description="size limit of the user-history store"
     )

@@ -5,7 +5,7 @@
     Limit              bounds the pages in use and evicts what exceeds the bound, on that thread, in batches too
 
 A request and its report are one JSON object each. `CacheAdmin` logs who dropped prefixes and who set a limit; the log
-names a user by a digest. This module knows no socket (`relaygr.worker.admin_socket`) and no executor.
+names a user by a digest. This module opens no socket (`relaygr.worker.admin_socket`) and knows no executor.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Typ
 
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.private_sockets import Peer
 from relaygr.schemas.messages import USER_ID_TEXT, PrefixSource
 from relaygr.worker.cache.cache import PrefixCache
 from relaygr.worker.cache.entries import CacheEntry, EntryState, Holding
@@ -39,7 +40,6 @@ MOST_USERS: Final = 1000
 """Most users that one report lists."""
 _BATCH: Final = 64
 """Most users that one section reads, and that one piece of work on the owner's thread drops: about 2 ms."""
-_NEVER_US: Final = 2**63
 _UserId = Annotated[str, AfterValidator(USER_ID_TEXT.unpack)]
 _Size = Annotated[int, Field(ge=0)]
 
@@ -211,14 +211,6 @@ _REPORTS: Final[dict[type[Any], TypeAdapter[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The process that asks."""
-
-    pid: int
-    uid: int
-
-
 class CacheOwner(Protocol):
     """The changes that only the thread which owns the cache makes. `relaygr.worker.executor` has them."""
 
@@ -281,7 +273,7 @@ class CacheAdmin:
         self._least_pages = {Tier.HBM: least_hbm_pages, Tier.DRAM: 0}
         self._clock = clock
 
-    def answer(self, line: bytes, caller: Caller) -> bytes:
+    def answer(self, line: bytes, caller: Peer) -> bytes:
         """The report for a request, each one JSON object."""
         report: Report
         try:
@@ -294,7 +286,7 @@ class CacheAdmin:
             report = Refused(str(error))
         return _REPORTS[type(report)].dump_json(report)
 
-    def _carry_out(self, request: Request, caller: Caller) -> Report:
+    def _carry_out(self, request: Request, caller: Peer) -> Report:
         match request:
             case Show(users=users):
                 return self._show(users)
@@ -312,8 +304,8 @@ class CacheAdmin:
     def _show(self, most_users: int) -> CacheReport:
         now_us = self._clock.monotonic_us()
         users = self._users()
-        shares = (share for batch in _batches(users) for share in self._shares(batch))
-        top = heapq.nlargest(most_users, shares)
+        shares = (share for batch in _batches(users) for share in self._shares(batch, now_us))
+        top = heapq.nlargest(most_users, shares, key=lambda share: share.hbm_bytes + share.dram_bytes)
         stats = self._cache.stats()
         return CacheReport(
             worker_id=self._worker_id,
@@ -325,10 +317,7 @@ class CacheAdmin:
                 for tier, pages in _by_tier(stats).items()
             ),
             users=len(users),
-            top=tuple(
-                UserShare(user_id, entries, hbm_bytes, dram_bytes, _since(ready_us, now_us), _since(used_us, now_us))
-                for _, user_id, entries, hbm_bytes, dram_bytes, ready_us, used_us in top
-            ),
+            top=tuple(top),
         )
 
     def _show_user(self, user_id: str) -> UserReport:
@@ -360,31 +349,27 @@ class CacheAdmin:
             by_tier = [list(tier.index.by_user) for tier in self._cache.ledger.tiers]
         return list(dict.fromkeys(itertools.chain(*by_tier)))
 
-    def _shares(self, users: Iterable[str]) -> list[tuple[int, str, int, int, int, int, int]]:
-        """All bytes of each user, the user, and the figures of a `UserShare`, with times in µs; 0 without one."""
-        shares = []
-        hbm, dram = ((tier.index.by_user, self._cache.page_bytes(tier.tier)) for tier in self._cache.ledger.tiers)
+    def _shares(self, users: Iterable[str], now_us: int) -> list[UserShare]:
         with self._cache.ledger.lock:
-            for user_id in users:
-                entries = used_us = 0
-                ready_us, sizes = _NEVER_US, []
-                for by_user, page_bytes in (hbm, dram):
-                    pages = 0
-                    for entry in by_user.get(user_id, ()):
-                        entries += 1
-                        pages += entry.pages.size + (entry.work.new_pages.size if entry.work is not None else 0)
-                        ready_us = min(ready_us, entry.ready_us or _NEVER_US)
-                        used_us = max(used_us, entry.used_us)
-                    sizes.append(pages * page_bytes)
-                if entries:
-                    ready_us = 0 if ready_us == _NEVER_US else ready_us
-                    hbm_bytes, dram_bytes = sizes
-                    shares.append((sum(sizes), user_id, entries, hbm_bytes, dram_bytes, ready_us, used_us))
-        return shares
+            return [
+                self._share(user_id, entries, now_us) for user_id in users if (entries := list(self._entries(user_id)))
+            ]
+
+    def _share(self, user_id: str, found: list[tuple[TierMetadata, CacheEntry]], now_us: int) -> UserShare:
+        """Called under the lock."""
+        sizes, entries = self._sizes(found), [entry for _, entry in found]
+        return UserShare(
+            user_id,
+            len(entries),
+            sizes[Tier.HBM],
+            sizes[Tier.DRAM],
+            age_s=_since(min((entry.ready_us for entry in entries if entry.ready_us), default=0), now_us),
+            idle_s=_since(max(entry.used_us for entry in entries), now_us),
+        )
 
     # Changing.
 
-    def _drop(self, users: Iterable[str], caller: Caller, whose: str) -> DropReport:
+    def _drop(self, users: Iterable[str], caller: Peer, whose: str) -> DropReport:
         totals: Counter[str] = Counter()
         try:
             for batch in _batches(users):
@@ -409,7 +394,7 @@ class CacheAdmin:
         )  # fmt: skip
         return Counter(dict(zip(_DROPPED, figures, strict=True)))
 
-    def _limit(self, sizes: dict[Tier, int | None], caller: Caller) -> LimitReport:
+    def _limit(self, sizes: dict[Tier, int | None], caller: Peer) -> LimitReport:
         pages = {tier: self._pages_of(tier, size_bytes) for tier, size_bytes in sizes.items()}
         before = self._run(partial(self._set_limits, pages))
         for tier, limit in pages.items():

@@ -262,7 +262,7 @@ class TierMetadata:
         account = self.account
         works = [work for work in self.works if work.purpose is Purpose.RANKING]
         return Room(
-            free_pages=self.pool.free + account.held[Holding.EVICTABLE],
+            free_pages=max(0, self._room() + account.held[Holding.EVICTABLE]),
             held_pages=account.held[Holding.PINNED] + account.orphaned + sum(work.new_pages.size for work in works),
             reloads=sum(work.kind is PendingKind.LOAD for work in works),
         )

@@ -111,8 +111,8 @@ class NoRoom:
 
 @record(frozen=True, slots=True)
 class Room:
-    """Pages of HBM that are free or evictable, and pages that ranking requests hold and will give back. `reloads`:
-    copies from DRAM under way or queued.
+    """Pages of HBM that are free or evictable, without those that a limit withholds, and pages that ranking requests
+    hold and will give back. `reloads`: copies from DRAM under way or queued.
     """
 
     free_pages: int

@@ -4,6 +4,7 @@ LMDB never overwrites a page in use. The bytes of a deleted or replaced record s
 of other pages, until LMDB needs the space. So a compaction copies the live records into new files, and the old files
 are deleted. The first files lie in the store's folder. Later ones have a subfolder with their number:
 
+    worker                      held (flock) by the processes of one worker; its content is the worker's id
     data.mdb, lock.mdb          number 0, deleted by the first compaction
     1/data.mdb, 1/lock.mdb      number 1, deleted by the second compaction
     2.new/                      number 2, incomplete
@@ -34,7 +35,7 @@ from typing import Any, Final
 import lmdb
 
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.private_files import make_private, private_folder
+from relaygr.runtime.private_files import make_private, open_private, private_folder
 
 REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
 ORIGIN: Final = b"origin"
@@ -42,7 +43,10 @@ LAYOUT_KEY: Final = b"layout"
 REMOVED_AT: Final = b"removed_at_ms"
 """The wall-clock time of the oldest removal whose bytes may still be in the files; ms since the epoch."""
 _NEWER: Final = b"newer"
+_COUNTED: Final = b"counted"
 _FILES: Final = ("data.mdb", "lock.mdb")
+_OWNER: Final = "worker"
+_OWNER_BYTES: Final = 200
 _MAX_READERS: Final = 512
 # A slice takes a few milliseconds, in which the device thread may wait for the interpreter.
 _SLICE_BYTES: Final = 1024 * 1024
@@ -121,6 +125,10 @@ class Files:
         found = txn.get(_NEWER, db=self.meta)
         return None if found is None else int(bytes(found))
 
+    def count(self, txn: Any) -> None:
+        """Makes a write transaction change something: LMDB gives the number of one that does not to the next one."""
+        txn.put(_COUNTED, b"", db=self.meta)
+
     def open_newer(self) -> Files:
         """Opens the files that have replaced these, which stay open."""
         with self.env.begin() as txn:
@@ -138,6 +146,7 @@ class Compaction:
     """The copy of one store's live records into new files. One thread uses it.
 
     The caller reports its own changes meanwhile: `changed`, `removed` and, after each write transaction, `committed`.
+    Each transaction changes something (`Files.count`), so a gap in their numbers is a write by another process.
     """
 
     def __init__(self, source: Files) -> None:
@@ -237,6 +246,30 @@ class Compaction:
             txn.put(_NEWER, b"%d" % target.number, db=source.meta)
 
 
+def claim(folder: Path, worker_id: str) -> int:
+    """Keeps workers of other ids off the store, as long as the returned file is open.
+
+    Both processes of a worker with a standby may claim it. Raises RelayError if a worker of another id has.
+    """
+    file = open_private(folder / _OWNER, os.O_RDWR | os.O_CREAT)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, os.pwrite(file, worker_id.encode(), 0))
+        # Waits only while another process writes its id.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        owner = os.pread(file, _OWNER_BYTES, 0).decode(errors="replace")
+        if owner != worker_id:
+            raise RelayError(
+                f"{owner} uses the history store in {folder}, and each worker deletes the histories of users that are "
+                f"not its own: set another `worker.history_path` for {worker_id}."
+            )
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 def records_after(cursor: Any, key: bytes) -> Iterator[tuple[Any, Any]]:
     """Keys and values that follow `key`; all if it is empty."""
     found = cursor.set_range(key) if key else cursor.first()
@@ -269,8 +302,9 @@ def _move_on(folder: Path, number: int) -> None:
 
 def _delete_before(folder: Path, number: int) -> None:
     """Files with a number exist only after all processes can see that they have replaced those before them."""
-    for older in range(1, number):
-        shutil.rmtree(_place(folder, older), ignore_errors=True)
+    for entry in folder.iterdir():
+        if entry.name.isdecimal() and int(entry.name) < number:
+            shutil.rmtree(entry, ignore_errors=True)
     if number:
         for name in _FILES:
             (folder / name).unlink(missing_ok=True)

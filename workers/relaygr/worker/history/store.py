@@ -2,8 +2,9 @@
 
 Contract:
 
-* One process writes (`HistoryFollower` calls `apply_all`), any number read. LMDB serialises writers, and records
-  below the stored offset are skipped, so a predecessor that is still alive does no harm.
+* A store belongs to one worker (`claim`). One of its processes writes (`HistoryFollower` calls `apply_all`), all read.
+  LMDB serialises writers, and records below the stored offset are skipped, so a predecessor that is still alive does
+  no harm.
 * `apply_all` is one transaction: after a crash of the process or the machine, the records and the next offset are both
   stored or both missing. The last batches may be missing; the follower reads them again.
 * The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
@@ -32,6 +33,7 @@ There is one `HistoryStore` for each path and process. Any thread may call its m
 from __future__ import annotations
 
 import heapq
+import os
 import struct
 import threading
 import time
@@ -51,7 +53,7 @@ from relaygr.runtime.private_files import check_room, private_folder
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
-from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, records_after
+from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, claim, records_after
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
@@ -65,6 +67,7 @@ _PARTITION_KEY = struct.Struct(">I")
 _TIME = struct.Struct("<q")
 _SCAN_RECORDS: Final = 500
 _SCAN_PAUSE_S: Final = 0.002
+_MOST_FORGOTTEN: Final = 10_000
 _HEAD = struct.Struct("<QIIIIQ")
 
 
@@ -141,8 +144,12 @@ class HistoryStore:
         self.max_bytes = files.max_bytes
         self._clock = clock
         self._page_bytes = int(files.env.stat()["psize"])
-        self._value_bytes = files.max_bytes - files.max_bytes // _RESERVE_FRACTION
+        reserve_bytes = files.max_bytes // _RESERVE_FRACTION
+        self._value_bytes = files.max_bytes - reserve_bytes
+        # Each deletion may copy a page. LMDB frees the old pages two transactions later.
+        self._forgotten_at_once = min(_MOST_FORGOTTEN, reserve_bytes // self._page_bytes // 4)
         self._trusted = False
+        self._claim: int | None = None
         self._compaction: Compaction | None = None
         # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
         # transaction has ended and nothing refers to them.
@@ -169,10 +176,17 @@ class HistoryStore:
             ) from error
         return cls(Files.open_newest(folder, max_bytes), clock or SystemClock())
 
+    def claim(self, worker_id: str) -> None:
+        """Keeps workers of other ids off the store until `close`. Raises RelayError if one of them uses it."""
+        self._claim = claim(self.path, worker_id)
+
     def close(self) -> None:
         """Unmaps the files. No other call may be running."""
         self._abandon_compaction()
         self._files.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def trust(self, origin: StoreOrigin) -> bool:
         """Enables `get`. Empties the store first if it is a copy of another topic.
@@ -261,20 +275,44 @@ class HistoryStore:
         return _joined(outcomes)
 
     def forget(self, *partitions: int) -> int:
-        """Deletes the users of these partitions and their offsets. Returns the number of users."""
+        """Deletes the users of these partitions and their offsets. Returns the number of users.
+
+        Makes several transactions, since each needs free pages for copies of those that it changes. After a crash in
+        between, the partition counts as too old (`current_at_ms` is 0), so its follower forgets it again.
+        """
         with self._write() as txn:
-            keys = [
-                bytes(key)
-                for key, value in txn.cursor(db=self._files.users)
-                if read_head(value).partition in partitions
-            ]
-            for key in keys:
-                self._delete(txn, key)
+            for partition in partitions:
+                self._put_state(txn, partition, PartitionState(0, 0, 0))
+        forgotten = 0
+        after: bytes | None = b""
+        while after is not None:
+            users, after = self._forget_some(partitions, after)
+            forgotten += users
+        with self._write() as txn:
             for partition in partitions:
                 txn.delete(_PARTITION_KEY.pack(partition), db=self._files.partitions)
+        return forgotten
+
+    def _forget_some(self, partitions: Container[int], after: bytes) -> tuple[int, bytes | None]:
+        """Deletes the next users of these partitions. Returns their number, and the key to continue after; None at the
+        end.
+        """
+        keys: list[bytes] = []
+        last: bytes | None = after
+        with self._write() as txn:
+            for key, value in records_after(txn.cursor(db=self._files.users), after):
+                if len(keys) == self._forgotten_at_once:
+                    break
+                last = bytes(key)
+                if read_head(value).partition in partitions:
+                    keys.append(last)
+            else:
+                last = None
+            for key in keys:
+                self._delete(txn, key)
             if keys:
                 self._note_removal(txn)
-        return len(keys)
+        return len(keys), last
 
     def rewind(self, partition: int) -> None:
         """Resets a partition's offset to the beginning and keeps its users."""
@@ -376,6 +414,8 @@ class HistoryStore:
                     is_newest = files.newer(txn) is None
                     if is_newest:
                         yield txn
+                        if self._compaction is not None:
+                            files.count(txn)
                         txn_id = txn.id()
                 if is_newest:
                     break

@@ -99,9 +99,11 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
 def _open_files(settings: WorkerSettings) -> HistoryStore:
     """Opens the history store, before the slow part of the start.
 
-    Raises RelayError if the files of `worker.history_path` and `worker.cache_trace` cannot be written.
+    Raises RelayError if the files of `worker.history_path` and `worker.cache_trace` cannot be written, or if another
+    worker uses the history store.
     """
     store = HistoryStore.open(settings.history_path, settings.history_max_bytes)
+    store.claim(settings.worker_id)
     if settings.cache_trace is not None:
         require_writable(settings.cache_trace)
     return store

@@ -3,7 +3,7 @@
 When the supervisor dies, the socket closes. The child goes on, and connects to the next supervisor as soon as one
 listens in the shared folder. Without a supervisor nobody would replace the child, stop it, or notice that it hangs. So
 it stops by itself after `worker.orphan_s`. A standby stops a little earlier than an active process, so that it does
-not take over.
+not take over. A supervisor that refuses the child, since it found no record of it, counts as none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from relaygr.worker.supervisor.records import OwnRecord, connect
 log = structlog.get_logger()
 
 STANDBY_EARLIER_S: Final = 1.0
+REFUSED_WITHIN_S: Final = 1.0
+"""A supervisor that closes a new connection this soon has refused the child."""
 
 
 class SupervisorLink:
@@ -39,7 +41,9 @@ class SupervisorLink:
         self._folder = folder
         self._orphan_s = orphan_s
         self._clock = clock if clock is not None else SystemClock()
-        self._lost_us = 0
+        self._connected_us = 0
+        self._lost_us: int | None = None
+        """When the last supervisor that kept the child was lost."""
         self._phase = ChildPhase.PREPARING
         self._record = OwnRecord(folder)
 
@@ -49,6 +53,7 @@ class SupervisorLink:
         self._record.note(heartbeat.phase)
         if not self._has_supervisor():
             self._socket = connect(self._folder)
+            self._connected_us = self._clock.monotonic_us()
         if self._socket is not None:
             try:
                 self._socket.send(heartbeat.encode())
@@ -65,7 +70,7 @@ class SupervisorLink:
         if self._has_supervisor():
             return False
         bound_s = self._orphan_s - (STANDBY_EARLIER_S if self._phase is ChildPhase.STANDBY else 0.0)
-        return self._clock.monotonic_us() - self._lost_us >= bound_s * 1e6
+        return self._clock.monotonic_us() - (self._lost_us or 0) >= bound_s * 1e6
 
     def close(self) -> None:
         """Closes the connection."""
@@ -75,9 +80,11 @@ class SupervisorLink:
 
     def _has_supervisor(self) -> bool:
         if self._socket is not None and _has_hung_up(self._socket):
-            log.warning("the supervisor is gone: waits for the next one", orphan_s=self._orphan_s)
             self.close()
-            self._lost_us = self._clock.monotonic_us()
+            now_us = self._clock.monotonic_us()
+            if self._lost_us is None or now_us - self._connected_us >= REFUSED_WITHIN_S * 1e6:
+                log.warning("the supervisor is gone: waits for the next one", orphan_s=self._orphan_s)
+                self._lost_us = now_us
         return self._socket is not None
 
 

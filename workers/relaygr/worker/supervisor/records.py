@@ -18,14 +18,13 @@ import fcntl
 import json
 import os
 import socket
-import struct
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import open_private, write_private
+from relaygr.runtime.private_sockets import address_of, listen_private, peer_of
 from relaygr.worker.exits import Exit
 from relaygr.worker.supervisor.heartbeat import ChildPhase
 
@@ -33,8 +32,6 @@ _CHILD: Final = "child-"
 _LOCK: Final = "supervisor"
 _SOCKET: Final = "supervisor.socket"
 _BACKLOG: Final = 8
-_CREDENTIALS: Final = struct.Struct("3i")
-"""What Linux says about a peer: process, user and group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +143,14 @@ class SupervisorPost:
             ) from None
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, os.pwrite(self._lock, f"{os.getpid()}\n".encode("ascii"), 0))
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listen(folder)
+            self.socket = listen_private(folder / _SOCKET, _BACKLOG)
         except OSError as error:
-            self.close()
+            os.close(self._lock)
             raise RelayError(
                 f"{folder} cannot hold a socket ({error.strerror}): check `worker.shared_path`."
             ) from error
+        self.socket.setblocking(False)
 
     def accept(self) -> tuple[socket.socket, int] | None:
         """The next connection and the process id of its other end, which the kernel vouches for; None without one.
@@ -164,28 +161,17 @@ class SupervisorPost:
             connection, _ = self.socket.accept()
         except OSError:
             return None
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(raw)
-        if user != os.geteuid():
+        peer = peer_of(connection)
+        if peer.uid != os.geteuid():
             connection.close()
             return None
         connection.setblocking(False)
-        return connection, pid
+        return connection, peer.pid
 
     def close(self) -> None:
         """Children find nobody at the socket from now on, and another supervisor may start."""
         self.socket.close()
         os.close(self._lock)
-
-    def _listen(self, folder: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (folder / _SOCKET).unlink()
-        # The mode is set before the file exists.
-        os.fchmod(self.socket.fileno(), 0o600)
-        with _socket_name(folder) as name:
-            self.socket.bind(name)
-        self.socket.listen(_BACKLOG)
-        self.socket.setblocking(False)
 
 
 def connect(folder: Path) -> socket.socket | None:
@@ -193,19 +179,9 @@ def connect(folder: Path) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
     try:
-        with _socket_name(folder) as name:
-            connection.connect(name)
+        with address_of(folder / _SOCKET) as address:
+            connection.connect(address)
     except OSError:
         connection.close()
         return None
     return connection
-
-
-@contextlib.contextmanager
-def _socket_name(folder: Path) -> Iterator[str]:
-    """A short name of the socket: the kernel takes 107 bytes, and the folder's path may be longer."""
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{opened}/{_SOCKET}"
-    finally:
-        os.close(opened)
