@@ -119,7 +119,7 @@ class ModelReloading:
         self._requested = False
         self._loading = self._swapping = False
         self._loaded: NewModel | None = None
-        # One thread for all reloads: each new thread would get a new arena of malloc, which keeps the memory of a model.
+        # One thread for all reloads: each new thread would get its own arena of malloc, which keeps a model's memory.
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
         self._file = self._loading_file = _identity(settings.model)
