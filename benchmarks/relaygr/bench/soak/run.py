@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.bench.rows import now
+from relaygr.bench.small_relay import CANDIDATES, NO_RESTART_LIMIT, SUFFIX, VOCABULARY, small_config, small_settings
 from relaygr.bench.soak.judge import (
     BROKER,
     FILES,
@@ -41,6 +42,7 @@ from relaygr.bench.standby.pair import await_pair, child_pages
 from relaygr.demo.board import RecordTail
 from relaygr.demo.processes import CommandProcess, Processes, Reading, is_ready, read_metrics, write_config
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.schemas.topics import Topic
@@ -51,16 +53,12 @@ from relaygr.traffic.records import LOST, NOT_SENT
 from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.shared.lock import memory_folder
 
 PARTITIONS = 8
 HISTORY_MAX = 512
-SUFFIX = 8
-CANDIDATES = 64
-VOCABULARY = 5_000
 CALIBRATION = "calibration.json"
 BUDGET_MS = 55_000
 """Longer than a restart of the broker: no request may be lost, not even then."""
@@ -580,19 +578,7 @@ def _progress(console: Console, seconds: float) -> Iterator[Callable[[float, str
 
 def _save_model(folder: Path, revision: int) -> Engine:
     """Writes a model with its calibration, which is made up: by it every event is at risk."""
-    config = ModelConfig(
-        embedding_dim=64,
-        num_heads=2,
-        attention_dim=32,
-        hidden_dim=32,
-        num_layers=4,
-        normalizer=float(HISTORY_MAX),
-        vocabulary_size=VOCABULARY,
-        num_positions=HISTORY_MAX + 64,
-        max_prefix_behaviours=HISTORY_MAX,
-        max_suffix_behaviours=SUFFIX,
-        max_candidates=CANDIDATES,
-    )
+    config = small_config(HISTORY_MAX)
     save_checkpoint(folder, config, random_checkpoint(config, revision).tensors)
     engine = load_engine(folder, "cpu", threads=1)
     coefficients = LatencyCoefficients(
@@ -607,41 +593,28 @@ def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
     model = folder / "model"
     engine = _save_model(model, revision=0)
     prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(HISTORY_MAX)) * engine.geometry.page_bytes
-    base = broker.settings()
-    prefix = "soak" if broker.ours else f"soak-{secrets.token_hex(3)}"
-    return Settings.model_validate(
-        {
-            "bootstrap": base.bootstrap,
-            "fetch_wait_max_ms": base.fetch_wait_max_ms,
-            "session_timeout_ms": base.session_timeout_ms,
-            "replication_factor": base.replication_factor,
-            "topic_prefix": prefix,
-            "group_prefix": prefix,
-            "partitions": PARTITIONS,
-            "worker": {
-                "model": model,
-                "calibration": model / CALIBRATION,
-                "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
-                "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
-                "history_path": folder / "history",
-                "history_max_bytes": 64 << 20,
-                "shared_path": folder / "shared",
-            },
-            "client": {"remembered_answers": 1_000},
-            # The kills must not use up the restart policy's limit.
-            "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
-            "gateway": {
-                "duration_s": plan.seconds,
-                "rate_per_s": plan.rate_per_s,
-                "users": plan.users,
-                "items": VOCABULARY,
-                "history_median": HISTORY_MAX // 3,
-                "history_max": HISTORY_MAX,
-                "growth": 16,
-                "start_again": True,
-                "suffix": SUFFIX,
-                "candidates": CANDIDATES,
-                "budget_ms": BUDGET_MS,
-            },
-        }
+    name = "soak" if broker.ours else f"soak-{secrets.token_hex(3)}"
+    return small_settings(
+        broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS)),
+        folder,
+        worker={
+            "calibration": model / CALIBRATION,
+            "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
+            "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
+        },
+        client={"remembered_answers": 1_000},
+        supervisor=NO_RESTART_LIMIT,
+        gateway={
+            "duration_s": plan.seconds,
+            "rate_per_s": plan.rate_per_s,
+            "users": plan.users,
+            "items": VOCABULARY,
+            "history_median": HISTORY_MAX // 3,
+            "history_max": HISTORY_MAX,
+            "growth": 16,
+            "start_again": True,
+            "suffix": SUFFIX,
+            "candidates": CANDIDATES,
+            "budget_ms": BUDGET_MS,
+        },
     )
