@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relaygr.devbroker import LocalBroker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.settings import Settings
@@ -46,6 +48,11 @@ def small_settings(kafka: KafkaSettings, folder: Path, worker: Mapping[str, Any]
         "shared_path": folder / "shared",
     }
     return Settings.model_validate({**kafka.model_dump(), "worker": {**files, **worker}, **sections})
+
+
+def own_prefix(broker: LocalBroker, name: str) -> str:
+    """The prefix of a benchmark's topics and groups. On a cluster that was not started here nobody else has it."""
+    return name if broker.ours else f"{name}-{secrets.token_hex(3)}"
 
 
 def history_of(user: str, length: int) -> History:

@@ -6,7 +6,6 @@ import enum
 import itertools
 import math
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -23,7 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.bench.rows import now
-from relaygr.bench.small_relay import CANDIDATES, NO_RESTART_LIMIT, SUFFIX, VOCABULARY, small_config, small_settings
+from relaygr.bench.small_relay import (
+    CANDIDATES,
+    NO_RESTART_LIMIT,
+    SUFFIX,
+    VOCABULARY,
+    own_prefix,
+    small_config,
+    small_settings,
+)
 from relaygr.bench.soak.judge import (
     BROKER,
     FILES,
@@ -593,7 +600,7 @@ def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
     model = folder / "model"
     engine = _save_model(model, revision=0)
     prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(HISTORY_MAX)) * engine.geometry.page_bytes
-    name = "soak" if broker.ours else f"soak-{secrets.token_hex(3)}"
+    name = own_prefix(broker, "soak")
     return small_settings(
         broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS)),
         folder,

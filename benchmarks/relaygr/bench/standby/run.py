@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import signal
@@ -21,8 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.rows import append_rows, machine, now
-from relaygr.bench.small_relay import CANDIDATES, NO_RESTART_LIMIT, history_of, small_config, small_settings
-from relaygr.bench.standby.pair import await_pair
+from relaygr.bench.small_relay import (
+    CANDIDATES,
+    NO_RESTART_LIMIT,
+    history_of,
+    own_prefix,
+    small_config,
+    small_settings,
+)
+from relaygr.bench.standby.pair import Killed, await_pair
 from relaygr.bench.standby.traffic import Traffic, hit_ratio
 from relaygr.client import LostRequest, RankStatus, RelayClient
 from relaygr.demo.processes import CommandProcess, Processes, write_config
@@ -71,16 +77,6 @@ class KillFigures:
     not_ranked: int
     lost: int
     standby_again_s: float
-
-
-class Killed(enum.StrEnum):
-    """The processes that get kill -9."""
-
-    ACTIVE = "active"
-    SUPERVISOR = "supervisor"
-    """The supervisor alone: the pair goes on."""
-    PAIR = "pair"
-    """The supervisor and both processes, as when a container ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +129,16 @@ def measure_kills(
         console.print(f"broker: {started.what}", soft_wrap=True)
         settings = _settings(started, Path(name), history, hbm_mib, dram_mib, memory)
         started.create_topics(settings)
-        run = _StandbyRun(started, settings, Path(name), users, history, rate)
-        with run.processes:
-            run.start()
-            for number in range(kills):
-                figures.append(run.kill() if killed is Killed.ACTIVE else run.restart(killed))
-                console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
+        try:
+            run = _StandbyRun(started, settings, Path(name), users, history, rate)
+            with run.processes:
+                run.start()
+                for number in range(kills):
+                    figures.append(run.kill() if killed is Killed.ACTIVE else run.restart(killed))
+                    console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
+        finally:
+            if not started.ours:
+                started.delete_topics(settings)
     _print(console, figures)
     append_rows(out, [_rounded(one) for one in figures])
     console.print(f"appended to {out}")
@@ -288,7 +288,8 @@ def _steps(log: Path, killed_at_s: float) -> dict[str, float]:
 def _settings(broker: LocalBroker, folder: Path, history: int, hbm_mib: int, dram_mib: int, memory: str) -> Settings:
     config = small_config(history)
     save_checkpoint(folder / "model", config, random_checkpoint(config, seed=0).tensors)
-    kafka = broker.settings(KafkaSettings(topic_prefix="standby", group_prefix="standby", partitions=PARTITIONS))
+    name = own_prefix(broker, "standby")
+    kafka = broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS))
     worker = {"hbm_bytes": hbm_mib << 20, "dram_bytes": dram_mib << 20, "standby_memory": memory}
     return small_settings(kafka, folder, worker, supervisor=NO_RESTART_LIMIT)
 
