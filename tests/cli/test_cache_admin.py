@@ -35,16 +35,10 @@ class Worker:
         self.folder.mkdir(parents=True)
         model = ServingModel("0123456789abcdef", ANN.namespace)
         admin = CacheAdmin(
-            "w-00", self.world.cache, self, lambda call: call(), lambda: model, 8, ManualClock(monotonic_us=90_000_000)
+            "w-00", self.world.cache, self.world, lambda call: call(), lambda: model, 8, ManualClock(90_000_000)
         )
         self.socket = AdminSocket(self.folder / SOCKET_NAME, admin.answer)
         self.socket.start()
-
-    def drop_user(self, user_id: str) -> int:
-        return self.world.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.world.cache.limit(tier, pages)
 
     def run(self, command: str, *arguments: str, answer: str | None = None, worker_id: str = "w-00") -> Result:
         given = ["cache", command, worker_id, *arguments, "--set", f"worker.shared_path={self.shared_path}"]

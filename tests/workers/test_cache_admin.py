@@ -137,19 +137,6 @@ class TestLimit:
         assert [world.cache.shrink(1) for _ in range(11)] == [64] * 9 + [24, 0]
 
 
-class Owner:
-    """The executor's part, without an executor."""
-
-    def __init__(self, world: CacheWorld) -> None:
-        self.world = world
-
-    def drop_user(self, user_id: str) -> int:
-        return self.world.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.world.cache.limit(tier, pages)
-
-
 class Admin:
     """A `CacheAdmin` whose owner's thread is the caller's."""
 
@@ -158,7 +145,7 @@ class Admin:
         self.pieces = 0
         self.busy_after = busy_after
         model = ServingModel("0123456789abcdef", ANN.namespace)
-        self.admin = CacheAdmin("w-00", world.cache, Owner(world), self.run, lambda: model, PAGES, self.clock)
+        self.admin = CacheAdmin("w-00", world.cache, world, self.run, lambda: model, PAGES, self.clock)
 
     def run(self, call: Any) -> Any:
         self.pieces += 1
