@@ -148,7 +148,7 @@ def test_limit_says_what_it_did_and_that_it_ends_with_the_process(worker: Worker
     ("arguments", "error"),
     [
         ((), "Give --hbm SIZE, --dram SIZE or both"),
-        (("--hbm", "lots"), "--hbm lots is not a size: write it as 512MiB or 8GiB."),
+        (("--hbm", "lots"), "--hbm lots is not a size: write it as 32KiB, 512MiB or 8GiB."),
         (("--hbm", "2GiB"), "--hbm is more than the 6.0KiB that w-00 took at its start"),
         (("--hbm", "100"), "--hbm has no room for the prefix of the model's longest history"),
         (("--dram", "-1"), "--dram -1 is not a size"),
