@@ -25,6 +25,7 @@ from relaygr.bench.soak.judge import (
 )
 from relaygr.bench.soak.run import EventKind, SoakPlan, planned_events, soak
 from relaygr.demo.processes import Reading
+from relaygr.worker.supervisor.policy import SupervisorSettings
 
 MIB = 1 << 20
 RUN_S = 600
@@ -250,7 +251,11 @@ def test_a_run_in_miniature_kills_reloads_and_adds_up(tmp_path: Path) -> None:
     planned = [event.kind for event in planned_events(plan.seconds, can_restart_broker=False)]
     assert set(planned) == set(EventKind) - {EventKind.BROKER_RESTARTED}
     assert [event["kind"] for event in found["events"]] == planned
-    assert found["seconds"] > found["events"][-1]["second"]
+    seconds = {event["kind"]: event["second"] for event in found["events"]}
+    # A new standby is not started before this pause is over.
+    least_s = SupervisorSettings().restart_pause_s
+    assert seconds[EventKind.TRIGGER_KILLED] > seconds[EventKind.WORKER_KILLED] + least_s, "after the relay's recovery"
+    assert found["seconds"] > seconds[EventKind.TRIGGER_KILLED]
     assert [one for one in found["accounts"] if not one["adds_up"]] == []
     series = {(one["process"], one["resource"]) for one in found["growth"]}
     assert {("gateway", "rss_bytes"), ("supervisor", "threads"), ("active", "leases")} <= series

@@ -264,6 +264,7 @@ class _Run:
     _told: dict[int, _Told] = field(default_factory=dict)
     _known: dict[int, psutil.Process] = field(default_factory=dict)
     _keepers: list[psutil.Process] = field(default_factory=list)
+    _killed: set[int] = field(default_factory=set)
     _due: list[Event] = field(default_factory=list)
     _begun_s: float = 0.0
     _ended_s: float = 0.0
@@ -438,7 +439,9 @@ class _Run:
 
     def _has_recovered(self, pids: Mapping[str, int]) -> bool:
         """Whether the broker is there, the worker has its standby, and everybody is ready. `pids` is by phase."""
-        if self._is_restarting() or not {"active", "standby"} <= pids.keys():
+        # The supervisor notices a kill a little later.
+        has_pair = {"active", "standby"} <= pids.keys() and not self._killed & set(pids.values())
+        if not has_pair or self._is_restarting():
             return False
         return all(is_ready(child.port) for child in self._commands.values())
 
@@ -462,6 +465,7 @@ class _Run:
             return False
         told = self._told[pid]
         os.kill(pid, signal.SIGKILL)
+        self._killed.add(pid)
         in_flight = told.reading.total("relaygr_consumer_in_flight_messages")
         since_s = self._second - told.read_s + redelivered_s
         told.unseen = int(in_flight) + math.ceil(2 * self.plan.rate_per_s * since_s) + 1
