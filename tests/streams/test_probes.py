@@ -240,6 +240,8 @@ def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.M
     large = "x" * (16 << 20)
     subject.checks = (Check("large", True, large),)
     with subject.server, connections(subject, 1, b"GET /readyz HTTP/1.1\r\nhost: worker\r\n\r\n") as opened:
+        with contextlib.suppress(ConnectionResetError):
+            opened[0].recv(1, socket.MSG_PEEK)  # The server has accepted the connection.
         ends_s = time.monotonic() + 60
         while subject.open_connections() and time.monotonic() < ends_s:
             time.sleep(0.02)
