@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from relaygr.bench.engine import run, shapes
-from relaygr.bench.engine.figures import EngineStage, Figure, write_csv
+from relaygr.bench.engine.figures import EngineStage, Figure
 from relaygr.bench.engine.profile import Share, gathered
 from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
 from relaygr.bench.engine.shapes import Shape
+from relaygr.bench.rows import append_rows
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -47,7 +48,7 @@ def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPat
         }
     assert all(figure.rounds == 2 and figure.median_us >= figure.least_us > 0 for figure in figures)
     for _ in range(2):
-        write_csv(tmp_path / "new" / "results.csv", figures)
+        append_rows(tmp_path / "new" / "results.csv", [asdict(figure) for figure in figures])
     with (tmp_path / "new" / "results.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * len(figures)

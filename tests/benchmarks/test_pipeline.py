@@ -55,7 +55,7 @@ def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: 
     )
     with Echo(tmp_path, embedded_broker, settings) as echo:
         gateway = echo.start_run(tmp_path / "run.json", traffic)
-        assert gateway.wait(30) == 0
+        assert gateway.wait(60) == 0
         assert sorted(echo.roles().values()) == ["gateway", "trigger", "worker"]
     latencies, offered = read_run(tmp_path / "run.json")
     assert offered > 20

@@ -18,10 +18,11 @@ RECORD = ImpressionRecord(0, "g.0.0", "u", "ranked", 10_000, 0, False, path="hbm
 
 def test_each_phase_counts_its_own_part_of_the_schedule_without_the_cold_start() -> None:
     records = [replace(RECORD, number=number) for number in range(100)]
+    at_s = [number / 10 for number in range(100)]
     records[20] = replace(records[20], late=True)
     records[55] = replace(records[55], path="truncated")
     records[60:] = [replace(record, model_revision="new") for record in records[60:]]
-    before, push, after = phases(records, 100, pushed_at=0.5, push_ends=0.75, new_revision="new")
+    before, push, after = phases(records, at_s, pushed_s=5.0, push_ends_s=7.5, new_revision="new")
     assert [each.offered for each in (before, push, after)] == [33, 25, 25]
     assert (before.late_share, push.late_share, after.late_share) == (1 / 33, 1 / 25, 0)
     assert [each.new_revision for each in (before, push, after)] == [0, 15, 25]

@@ -25,6 +25,7 @@ from relaygr.bench.soak.judge import (
 )
 from relaygr.bench.soak.run import EventKind, SoakPlan, planned_events, soak
 from relaygr.demo.processes import Reading
+from relaygr.worker.supervisor.policy import SupervisorSettings
 
 MIB = 1 << 20
 RUN_S = 600
@@ -243,13 +244,22 @@ def test_an_hour_repeats_the_events_and_seconds_have_fewer() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_in_miniature_kills_reloads_and_adds_up(tmp_path: Path) -> None:
-    soak(SoakPlan(6.0, 10.0, 20), "embedded", tmp_path / "samples.csv", tmp_path / "verdicts.json")
+    """The plan is shorter than a recovery, so each event waits for the one before, and the traffic goes on."""
+    plan = SoakPlan(2.0, 10.0, 20)
+    soak(plan, "embedded", tmp_path / "samples.csv", tmp_path / "verdicts.json")
     found = json.loads((tmp_path / "verdicts.json").read_text(encoding="utf-8"))
-    assert {event["kind"] for event in found["events"]} == set(EventKind) - {EventKind.BROKER_RESTARTED}
+    planned = [event.kind for event in planned_events(plan.seconds, can_restart_broker=False)]
+    assert set(planned) == set(EventKind) - {EventKind.BROKER_RESTARTED}
+    assert [event["kind"] for event in found["events"]] == planned
+    seconds = {event["kind"]: event["second"] for event in found["events"]}
+    # A new standby is not started before this pause is over.
+    least_s = SupervisorSettings().restart_pause_s
+    assert seconds[EventKind.TRIGGER_KILLED] > seconds[EventKind.WORKER_KILLED] + least_s, "after the relay's recovery"
+    assert found["seconds"] > seconds[EventKind.TRIGGER_KILLED]
     assert [one for one in found["accounts"] if not one["adds_up"]] == []
-    judged = {(one["process"], one["resource"]) for one in found["growth"]}
-    assert {("gateway", "rss_bytes"), ("supervisor", "threads"), ("active", "leases")} <= judged
-    assert {(FILES, "history_store_file_bytes"), (FILES, "shared_memory_bytes")} <= judged
+    series = {(one["process"], one["resource"]) for one in found["growth"]}
+    assert {("gateway", "rss_bytes"), ("supervisor", "threads"), ("active", "leases")} <= series
+    assert {(FILES, "history_store_file_bytes"), (FILES, "shared_memory_bytes")} <= series
     lines = (tmp_path / "samples.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "second,process,pid,name,value"
     assert any(",relaygr_worker_ranked_total," in line for line in lines)

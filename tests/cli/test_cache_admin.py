@@ -35,16 +35,10 @@ class Worker:
         self.folder.mkdir(parents=True)
         model = ServingModel("0123456789abcdef", ANN.namespace)
         admin = CacheAdmin(
-            "w-00", self.world.cache, self, lambda call: call(), lambda: model, 8, ManualClock(monotonic_us=90_000_000)
+            "w-00", self.world.cache, self.world, lambda call: call(), lambda: model, 8, ManualClock(90_000_000)
         )
         self.socket = AdminSocket(self.folder / SOCKET_NAME, admin.answer)
         self.socket.start()
-
-    def drop_user(self, user_id: str) -> int:
-        return self.world.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.world.cache.limit(tier, pages)
 
     def run(self, command: str, *arguments: str, answer: str | None = None, worker_id: str = "w-00") -> Result:
         given = ["cache", command, worker_id, *arguments, "--set", f"worker.shared_path={self.shared_path}"]
@@ -154,7 +148,7 @@ def test_limit_says_what_it_did_and_that_it_ends_with_the_process(worker: Worker
     ("arguments", "error"),
     [
         ((), "Give --hbm SIZE, --dram SIZE or both"),
-        (("--hbm", "lots"), "--hbm lots is not a size: write it as 512MiB or 8GiB."),
+        (("--hbm", "lots"), "--hbm lots is not a size: write it as 32KiB, 512MiB or 8GiB."),
         (("--hbm", "2GiB"), "--hbm is more than the 6.0KiB that w-00 took at its start"),
         (("--hbm", "100"), "--hbm has no room for the prefix of the model's longest history"),
         (("--dram", "-1"), "--dram -1 is not a size"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.demo import machine
 from relaygr.demo.machine import Cores, CoreWatch
 from relaygr.demo.plan import LEAST_IMPRESSIONS, LONGEST_S, DemoPlan, PlanOverrides, plan_demo
 from relaygr.schemas.messages import LatencyCoefficients
@@ -45,11 +45,25 @@ def test_the_machine_is_busy_when_others_use_more_than_a_quarter_of_it() -> None
     assert Cores(usable=2, foreign=0.6).is_busy
 
 
-def test_the_watch_leaves_out_what_this_process_uses() -> None:
+@pytest.mark.parametrize(("busy_s", "own_s", "foreign"), [(3.0, 2.0, 0.5), (2.0, 2.1, 0.0), (9.0, 0.0, 2.0)])
+def test_the_watch_leaves_out_what_this_process_uses(
+    monkeypatch: pytest.MonkeyPatch, busy_s: float, own_s: float, foreign: float
+) -> None:
+    """In two seconds on two cores. The clocks of the system differ a little, so a share stays within its bounds."""
+    usable = frozenset((0, 1))
+    busy, own, now = iter((10.0, 10.0 + busy_s)), iter((5.0, 5.0 + own_s)), iter((100.0, 102.0))
+    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    monkeypatch.setattr(machine, "busy_s", lambda cores: next(busy))
+    monkeypatch.setattr(machine, "_own_s", lambda: next(own))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(now)))
     with CoreWatch() as watch:
-        before_s = sum(psutil.Process().cpu_times()[:2])
-        while sum(psutil.Process().cpu_times()[:2]) - before_s < 0.1:
-            time.sleep(0)
-    assert watch.cores.usable >= 1
-    assert 0 <= watch.cores.foreign <= watch.cores.usable
-    assert watch.cores.free > 0
+        pass
+    assert watch.cores == Cores(2, foreign)
+
+
+def test_the_time_of_the_processor_only_grows() -> None:
+    usable = machine.usable_cores()
+    before = machine.busy_s(usable), machine.busy_s(), machine._own_s()
+    after = machine.busy_s(usable), machine.busy_s(), machine._own_s()
+    assert 0 < before[0] <= before[1] + 1e-6
+    assert all(0 < earlier <= later for earlier, later in zip(before, after, strict=True))

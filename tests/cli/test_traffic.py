@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,24 @@ def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, st
     assert sorted(record.number for record in records) == numbers
     assert {record.status for record in records} == {status}
     assert client.events == len(numbers)
+
+
+def test_a_stopped_gateway_completes_what_it_began_and_begins_nothing_more_though_it_is_late() -> None:
+    settings = SETTINGS.model_copy(update={"growth": 0})
+    records: list[ImpressionRecord] = []
+
+    class StoppingClient(FakeClient):
+        def publish_retrieval(self, user_id: str, **_: Any) -> None:
+            super().publish_retrieval(user_id)
+            if self.events == 3:
+                gateway.stop()
+                time.sleep(0.1)  # Several impressions are due by then.
+
+    client = StoppingClient("expired")
+    gateway = Gateway(client, settings, SyntheticPopulation(settings), records.append)
+    gateway.play()
+    assert client.events == 3
+    assert sorted(record.number for record in records) == [0, 1, 2]
 
 
 @pytest.mark.slow

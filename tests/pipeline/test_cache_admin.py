@@ -22,7 +22,7 @@ from relaygr.schemas.messages import Path as ServedBy
 from relaygr.worker.admin_socket import SOCKET_NAME
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTH = 300
 BUDGET_MS = 20_000
@@ -96,7 +96,10 @@ def test_an_operator_sees_drops_and_limits_what_a_running_worker_holds(relay: Re
         # Limited: the prefix in DRAM goes, and none is spilled there until the limit is lifted.
         (limit,) = cache(relay, "limit", "--dram", "0")["tiers"]
         assert limit["evicted"] == 1 and limit["excess_bytes"] == 0
-        assert reading(worker).total("relaygr_cache_limit_bytes", tier="dram") == 0
+        wait_until(
+            "the gauge shows the limit",
+            lambda: reading(worker).by_label("relaygr_cache_limit_bytes", "tier").get("dram") == 0,
+        )
         assert rank(users[0], 0) is ServedBy.FULL
         assert cache(relay, "show")["tiers"][1]["pages"]["entries"] == 0
         cache(relay, "limit", "--dram", "none")

@@ -212,7 +212,7 @@ def test_after_a_kill_of_all_processes_the_backlog_is_served_from_the_restored_p
         asked = traffic.stop()
     assert reading(again).by_label("relaygr_arena_prefixes_total", "outcome") == {"restored": len(USERS)}
     backlog = [each for each in asked if each.sent_s > killed_s and each.outcome.status is RankStatus.RANKED]
-    assert hit_ratio(backlog) > 0.95
+    assert hit_ratio(backlog) > 0.8, "the break-even rule may choose full inference for a few"
     assert not traffic.lost
     assert relay.stop(again) == 0
 

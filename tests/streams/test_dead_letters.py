@@ -65,7 +65,7 @@ def test_a_writer_without_dead_letters_has_no_threads() -> None:
     before = psutil.Process().num_threads()
     writer = DeadLetterWriter(KafkaSettings(bootstrap="127.0.0.1:1"), "worker-1")
     assert (writer.poll(), writer.flush(1)) == (0, 0)
-    assert psutil.Process().num_threads() == before
+    assert psutil.Process().num_threads() <= before
 
 
 def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaSettings) -> None:

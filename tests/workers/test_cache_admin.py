@@ -137,19 +137,6 @@ class TestLimit:
         assert [world.cache.shrink(1) for _ in range(11)] == [64] * 9 + [24, 0]
 
 
-class Owner:
-    """The executor's part, without an executor."""
-
-    def __init__(self, world: CacheWorld) -> None:
-        self.world = world
-
-    def drop_user(self, user_id: str) -> int:
-        return self.world.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.world.cache.limit(tier, pages)
-
-
 class Admin:
     """A `CacheAdmin` whose owner's thread is the caller's."""
 
@@ -158,7 +145,7 @@ class Admin:
         self.pieces = 0
         self.busy_after = busy_after
         model = ServingModel("0123456789abcdef", ANN.namespace)
-        self.admin = CacheAdmin("w-00", world.cache, Owner(world), self.run, lambda: model, PAGES, self.clock)
+        self.admin = CacheAdmin("w-00", world.cache, world, self.run, lambda: model, PAGES, self.clock)
 
     def run(self, call: Any) -> Any:
         self.pieces += 1
@@ -388,17 +375,8 @@ def test_a_dropped_users_pages_and_scratch_are_zeroed_and_its_next_request_is_co
     world = RealExecutorWorld("plain")
     version = world.put("ann", 200)
     world.rank("ann", version)
-    (entry,) = world.cache.ledger.hbm.index.of_user("ann")
-    rows = [world.arena[int(page)].numpy().tobytes() for page in entry.pages]
-    scratch = world.executor._parts.scratch_pages
-    world.arena[int(scratch[0])] = 7
-    assert world.executor.drop_user("ann") == 1
-    for _ in range(3):
-        world.clock.advance_us(100_000)
-        world.run()
-    left = world.arena.numpy().tobytes()
-    assert not any(row in left for row in rows)
-    assert not world.arena[int(scratch[0])].any()
+    with world.erases("ann"):
+        assert world.executor.drop_user("ann") == 1
     work = world.rank("ann", version, "again")
     world.assert_exact(work, world.histories["ann"].history.behaviours)
 

@@ -157,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.admin = CacheAdmin(
             "worker-00",
             self.cache,
-            self,
+            self.world,
             lambda call: call(),
             lambda: ServingModel("model-1", _MODELS[0]),
             0,
@@ -387,12 +387,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.cache.peek(other) == _NOTHING for other in _KEYS if matches(other))
 
     # What operators ask for.
-
-    def drop_user(self, user_id: str) -> int:
-        return self.cache.invalidate_user(user_id)
-
-    def limit_tier(self, tier: Tier, pages: int) -> None:
-        self.cache.limit(tier, pages)
 
     def ask(self, kind: type[R], request: Request) -> R:
         return decode_report(kind, self.admin.answer(encode_request(request), Peer(1, 2)))

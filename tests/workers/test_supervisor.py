@@ -66,9 +66,21 @@ class SupervisorWorld:
 
     def both(self) -> tuple[int, int]:
         """Waits for both children. The pids of the active one and the standby."""
-        self.wait(lambda: self.children().keys() >= {"active", "standby"})
-        found = self.children()
+        found: dict[str, int] = {}
+
+        def has_both() -> bool:
+            found.clear()
+            found.update(self.children())
+            return found.keys() >= {"active", "standby"}
+
+        self.wait(has_both)
         return found["active"], found["standby"]
+
+    def is_ready(self) -> bool:
+        try:
+            return bool(json.loads(self.get("/readyz"))["ok"])
+        except OSError:
+            return False
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + TIMEOUT_S
@@ -192,7 +204,7 @@ def test_both_children_outlive_their_supervisor_and_the_next_one_adopts_them(wor
     world.kill()
     world.restart()
     assert world.both() == pids
-    world.wait(lambda: json.loads(world.get("/readyz"))["ok"])
+    world.wait(world.is_ready)
     assert world.said("took first") == [active]
     os.kill(active, signal.SIGKILL)
     world.wait(lambda: world.children().get("active") == standby)

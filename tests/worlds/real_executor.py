@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +123,21 @@ class RealExecutorWorld(DrivenExecutor):
                 admission=JobAdmission(admission, capacity, self.engine.geometry, self.clock),
             ),
         )
+
+    @contextmanager
+    def erases(self, user_id: str) -> Iterator[None]:
+        """The user's pages in HBM and the scratch pages are zeroed within moments of the block."""
+        (entry,) = self.cache.ledger.hbm.index.of_user(user_id)
+        rows = [self.arena[int(page)].numpy().tobytes() for page in entry.pages]
+        scratch = int(self.executor._parts.scratch_pages[0])
+        self.arena[scratch] = 7
+        yield
+        for _ in range(3):
+            self.clock.advance_us(100_000)
+            self.run()
+        left = self.arena.numpy().tobytes()
+        assert not any(row in left for row in rows)
+        assert not self.arena[scratch].any()
 
     def die(self) -> None:
         """Ends the copy threads. The arena stays, and its lock is free."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.cli.options import ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import parse_size
 from relaygr.interactions import Interactions, read_interactions
 from relaygr.replay.synthetic import records_of_interactions, records_of_schedule, write_trace
 from relaygr.runtime.errors import RelayError
@@ -101,10 +101,7 @@ def _header(settings: Settings, token_bytes: int) -> TraceHeader:
 
 
 def _token_bytes(text: str) -> int:
-    try:
-        size_bytes = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise RelayError(f"--token-bytes {text} is not a size: write it as 32KiB.") from None
+    size_bytes = parse_size("--token-bytes", text)
     if size_bytes < 4 or size_bytes % 4:
         raise RelayError(f"--token-bytes {text} must be a multiple of 4: K and V, of two bytes each.")
     return size_bytes

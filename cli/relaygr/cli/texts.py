@@ -29,7 +29,7 @@ def parse_size(option: str, text: str) -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
-        raise RelayError(f"{option} {text} is not a size: write it as 512MiB or 8GiB.") from None
+        raise RelayError(f"{option} {text} is not a size: write it as 32KiB, 512MiB or 8GiB.") from None
 
 
 def show_size(size_bytes: int) -> str:

@@ -27,7 +27,8 @@ from relaygr.devbroker.local import free_ports
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings
 
-STOP_TIMEOUT_S = 8.0
+STOP_TIMEOUT_S = 20.0
+"""Longer than a supervisor waits for its two processes. They would outlive a supervisor that is killed."""
 LOG_TAIL_LINES = 12
 _PR_SET_PDEATHSIG = 1
 

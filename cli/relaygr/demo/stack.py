@@ -22,7 +22,7 @@ from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.shared.lock import memory_folder
 
-START_TIMEOUT_S = 40.0
+START_TIMEOUT_S = 120.0
 _STALE_MS = 3000
 
 

@@ -162,11 +162,12 @@ class Gateway:
 
     def _sleep_until(self, at_us: int, give_up: bool) -> bool:
         """Sleeps until the time. Returns False if `stop` was called and the call may be given up."""
-        while (left_us := at_us - time.monotonic_ns() // 1000) > 0:
-            if give_up and self._stopping:
-                return False
+        while not (give_up and self._stopping):
+            left_us = at_us - time.monotonic_ns() // 1000
+            if left_us <= 0:
+                return True
             time.sleep(min(left_us, _LONGEST_SLEEP_US) / 1e6)
-        return True
+        return False
 
     def _calls_of(self, impression: Impression, started_us: int) -> Iterable[tuple[int, Callable[[int], None]]]:
         request_id = self._client.new_request_id()

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,26 +17,24 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.rows import append_rows, machine, now
+from relaygr.bench.small_relay import CANDIDATES, history_of, small_config, small_settings
 from relaygr.bench.standby.traffic import Asked, Traffic
 from relaygr.client import ClientSettings, LostRequest, RankStatus, RelayClient
 from relaygr.demo.processes import Processes, write_config
 from relaygr.devbroker import available_brokers
 from relaygr.devbroker.cluster import KafkaCluster
 from relaygr.kafka.admin import create_topics
-from relaygr.kafka.settings import Acks
+from relaygr.kafka.settings import Acks, KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.shared.lock import memory_folder
 
 BROKERS: Final = 3
 PARTITIONS: Final = 12
 USERS: Final = 100
 HISTORY: Final = 128
-VOCABULARY: Final = 10_000
 START_TIMEOUT_S: Final = 120.0
 LOST_AFTER_MS: Final = 15_000
 QUIET_S: Final = 3.0
@@ -148,8 +147,9 @@ def _measure(outage: str, happen: Callable[[], None], settings: Settings, load: 
         return clients[-1]
 
     users = [f"user-{number:05d}" for number in range(USERS)]
-    candidates = np.arange(64, dtype=np.int64)
-    with Traffic(make_client, users, _history_of, candidates, 1 / load.rate_per_s, load.budget_ms) as traffic:
+    candidates = np.arange(CANDIDATES, dtype=np.int64)
+    histories = partial(history_of, length=HISTORY)
+    with Traffic(make_client, users, histories, candidates, 1 / load.rate_per_s, load.budget_ms) as traffic:
         # Every user's prefix is cached before.
         time.sleep(USERS / load.rate_per_s + QUIET_S)
         begun_s = time.monotonic()
@@ -189,51 +189,20 @@ def _longest_gap_ms(ranked: Sequence[Asked]) -> float:
     return float(np.diff(ends_s).max() * 1e3)
 
 
-def _history_of(user: str) -> History:
-    random = np.random.default_rng(int(user.rpartition("-")[2]))
-    behaviours = Behaviours(
-        random.integers(0, VOCABULARY, HISTORY).astype("<i8"),
-        random.integers(0, 4, HISTORY).astype("<u2"),
-        1_700_000_000_000 + np.arange(HISTORY, dtype="<i8") * 60_000,
-    )
-    return History(user, HISTORY, np.empty(0, "<i8"), behaviours)
-
-
 def _settings(cluster: KafkaCluster, folder: Path, load: Load) -> Settings:
-    config = ModelConfig(
-        embedding_dim=32,
-        num_heads=2,
-        attention_dim=16,
-        hidden_dim=16,
-        num_layers=2,
-        normalizer=float(HISTORY),
-        vocabulary_size=VOCABULARY,
-        num_positions=HISTORY + 128,
-        max_prefix_behaviours=HISTORY,
-        max_suffix_behaviours=16,
-        max_candidates=64,
-    )
+    config = small_config(HISTORY, width=32, layers=2)
     save_checkpoint(folder / "model", config, random_checkpoint(config, seed=0).tensors)
-    return Settings.model_validate(
-        {
-            "bootstrap": cluster.bootstrap,
-            "topic_prefix": "brokers",
-            "group_prefix": "brokers",
-            "partitions": PARTITIONS,
-            "replication_factor": cluster.replicas,
-            # Three brokers and the others share the machine.
-            "connect_timeout_s": 30,
-            "request_acks": load.acks,
-            "worker": {
-                "model": folder / "model",
-                "hbm_bytes": 16 << 20,
-                "dram_bytes": 64 << 20,
-                "history_path": folder / "history",
-                "history_max_bytes": 64 << 20,
-                "shared_path": folder / "shared",
-            },
-        }
+    kafka = KafkaSettings(
+        bootstrap=cluster.bootstrap,
+        topic_prefix="brokers",
+        group_prefix="brokers",
+        partitions=PARTITIONS,
+        replication_factor=cluster.replicas,
+        # Three brokers and the others share the machine.
+        connect_timeout_s=30,
+        request_acks=load.acks,
     )
+    return small_settings(kafka, folder, {"hbm_bytes": 16 << 20, "dram_bytes": 64 << 20})
 
 
 def _print(console: Console, figures: Sequence[OutageFigures]) -> None:

@@ -24,6 +24,7 @@ from relaygr.replay.link import LinkSpeed
 from relaygr.replay.parallel import replay_all
 from relaygr.replay.run import Candidate, ReplayEnvironment
 from relaygr.replay.synthetic import Sketches, records_of_interactions, records_of_schedule, window_start
+from relaygr.replay.tables import name_of
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.cache.events import EventKind
@@ -220,14 +221,10 @@ def measure(
     for ((hbm, dram), each), one in zip(cases, results, strict=True):
         pages = one.candidate.hbm_bytes // page + one.candidate.dram_bytes // page
         yield PolicyFigures(
-            measured_at, name, hbm, dram, policy_text(each), one.visits,
+            measured_at, name, hbm, dram, name_of(each), one.visits,
             one.hbm_hits / one.visits, (one.hbm_hits + one.dram_hits) / one.visits, bound.hits(pages) / one.visits,
             1 - one.recomputed_tokens / one.asked_tokens, 1 - one.recomputed_us / one.asked_us,
         )  # fmt: skip
-
-
-def policy_text(policies: TierPolicies) -> str:
-    return policies.hbm.value if policies.hbm is policies.dram else f"{policies.hbm.value}/{policies.dram.value}"
 
 
 COMPARED = tuple(TierPolicies(each, each) for each in PolicyName if each is not PolicyName.TTL)

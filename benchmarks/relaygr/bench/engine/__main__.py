@@ -7,6 +7,7 @@ comparison. Passes are timed in the same way as in a calibration (`relaygr.worke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -41,11 +42,11 @@ def main(
     plots: Annotated[Path, typer.Option(help="Folder for plots.")] = HERE,
 ) -> None:
     """Measure pre-infer, append, ranking on a cached prefix and full inference on one device."""
-    from relaygr.bench.engine.figures import write_csv
     from relaygr.bench.engine.profile import table
     from relaygr.bench.engine.report import plot, print_tables
     from relaygr.bench.engine.run import EngineVariant, SideBySide, Sizes
     from relaygr.bench.engine.shapes import SHAPES
+    from relaygr.bench.rows import append_rows
     from relaygr.worker.device import open_device, set_threads
     from relaygr.worker.kv import KvDtype
     from relaygr.worker.model.options import ComputeDtype
@@ -74,7 +75,7 @@ def main(
         figures = bench.figures()
         print_tables(console, figures)
         console.print(table(f"{shape}, {max(sizes.prefixes):,} tokens", bench.profiles()))
-        write_csv(out, figures)
+        append_rows(out, [asdict(figure) for figure in figures])
         picture = plots / f"{shape}-{opened.torch_device.type}.png"
         plot(figures, picture)
         console.print(f"appended to {out}; plotted in {picture}", soft_wrap=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import enum
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class EngineStage(enum.StrEnum):
@@ -79,14 +77,3 @@ class Times:
 
     def median_us(self, point: Point) -> float:
         return statistics.median(self._us[point])
-
-
-def write_csv(path: Path, figures: Iterable[Figure]) -> None:
-    """Appends the figures. A new file begins with a line of names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Figure)])
-        if new:
-            writer.writeheader()
-        writer.writerows(asdict(figure) for figure in figures)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from relaygr.bench.engine.figures import EngineStage, Figure, Point, Times
 from relaygr.bench.engine.profile import Share, shares
 from relaygr.bench.engine.shapes import SHAPES, append_flops, rank_flops
+from relaygr.bench.rows import now
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops
@@ -128,7 +128,7 @@ class SideBySide:
     def figures(self) -> list[Figure]:
         """One figure for each point, in order."""
         peaks = {variant.name: statistics.median(self._peaks[variant.matrix_dtype]) for variant in self._meters}
-        measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        measured_at = now()
         return [self._figure(point, peaks, measured_at) for point in self.times.points()]
 
     def _figure(self, point: Point, peaks: Mapping[str, float], measured_at: str) -> Figure:

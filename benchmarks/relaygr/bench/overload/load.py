@@ -178,6 +178,7 @@ class Load:
 class _Message:
     """An encoded request. Times are on the wall clock, in µs."""
 
+    request_id: str
     phase: int
     at_us: int
     key: bytes
@@ -213,9 +214,9 @@ class _Sender:
         self._publish([user for _, _, user in calls if user not in self._returning])
         with without_collection():
             messages = self._encoded(run, calls)
-            received: list[tuple[int, bytes]] = []
+            received: dict[str, tuple[int, bytes]] = {}
             stopping = threading.Event()
-            receiver = threading.Thread(target=self._receive, args=(received, stopping), daemon=True)
+            receiver = threading.Thread(target=self._receive, args=(run, received, stopping), daemon=True)
             receiver.start()
             (self._folder / f"{run.name}.begun").write_text("begun")
             self._send(messages)
@@ -224,7 +225,7 @@ class _Sender:
                 time.sleep(0.02)
             stopping.set()
             receiver.join()
-            rows = self._ends(messages, received)
+            rows = [self._end(message, received.get(message.request_id)) for message in messages]
         written = self._folder / f"{run.name}.part"
         written.write_text(json.dumps(rows), encoding="utf-8")
         written.rename(self._folder / f"{run.name}.json")
@@ -258,7 +259,7 @@ class _Sender:
                 request_id, user, at_us, deadline_us, at_us // 1000, self._candidates, self._suffix, version
             )
             headers = RankingHeaders(request_id, GATEWAY_ID, self._results, 0, deadline_us).encode()
-            messages.append(_Message(phase, at_us, user.encode(), encode(request), headers))
+            messages.append(_Message(request_id, phase, at_us, user.encode(), encode(request), headers))
         return messages
 
     def _send(self, messages: Sequence[_Message]) -> None:
@@ -275,30 +276,27 @@ class _Sender:
                     time.sleep(0.005)
                     message.sent_us = time.time_ns() // 1000
 
-    def _receive(self, received: list[tuple[int, bytes]], stopping: threading.Event) -> None:
+    def _receive(self, run: Run, received: dict[str, tuple[int, bytes]], stopping: threading.Event) -> None:
+        """Keeps the time and the first result of each request of the run. Late results of earlier runs may come too."""
         while not stopping.is_set():
-            received.extend((time.time_ns() // 1000, value) for value in self._next())
+            for request_id, value in self._next():
+                if request_id.startswith(f"{run.name}."):
+                    received.setdefault(request_id, (time.time_ns() // 1000, value))
             self._producer.poll(0)
 
-    def _next(self) -> Iterator[bytes]:
+    def _next(self) -> Iterator[tuple[str, bytes]]:
+        """Key and value of each result: the key is the id of the request."""
         first = self._consumer.poll(_WAIT_S)
         for message in (first, *self._consumer.consume(_BATCH, 0)) if first is not None else ():
-            value = message.value()
-            if message.error() is None and value is not None:
-                yield value
+            key, value = message.key(), message.value()
+            if message.error() is None and key is not None and value is not None:
+                yield bytes(key).decode(), value
 
-    def _ends(self, messages: Sequence[_Message], received: Sequence[tuple[int, bytes]]) -> list[tuple[object, ...]]:
-        ends: dict[str, tuple[int, RankingResult]] = {}
-        for at_us, value in received:
-            result = decode(RankingResult, value)
-            ends.setdefault(result.request_id, (at_us, result))
-        return [self._end(message, ends.get(str(message.headers[0][1], "utf-8"))) for message in messages]  # type: ignore[arg-type]
-
-    def _end(self, message: _Message, end: tuple[int, RankingResult] | None) -> tuple[object, ...]:
+    def _end(self, message: _Message, received: tuple[int, bytes] | None) -> tuple[object, ...]:
         lag_us = message.sent_us - message.at_us
-        if end is None:
+        if received is None:
             return (message.phase, lag_us)
-        at_us, result = end
+        at_us, result = received[0], decode(RankingResult, received[1])
         return (
             message.phase,
             lag_us,

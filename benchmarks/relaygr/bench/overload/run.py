@@ -215,7 +215,8 @@ def measure(
                 highest = rate
         if not capacity:
             raise RelayError(f"no probe had {IN_TIME_SHARE:.0%} in time: the capacity is below {lowest:.1f}/s")
-        console.print(f"capacity: {capacity:.1f} requests a second")
+        bound = " or more: no probe was above it" if highest == bounds[1] else ""
+        console.print(f"capacity: {capacity:.1f} requests a second{bound}")
         calm = (Phase(0.0, PAUSE_S), Phase(CALM_LOAD * capacity, CALM_S))
         return [runs.play(f"{each:g} times capacity", each, each * capacity, seconds, calm) for each in plan.loads]
 

@@ -46,11 +46,11 @@ from relaygr.traffic.population import history_at, population_of
 from relaygr.traffic.schedule import Candidates, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
 
-START_TIMEOUT_S = 40.0
+START_TIMEOUT_S = 120.0
 _READY = "ready"
 _BATCH = 64
 _WAIT_S = 0.1
-_DRAIN_S = 3.0
+_DRAIN_S = 10.0
 _LONGEST_SLEEP_S = 0.2
 
 
@@ -124,6 +124,8 @@ class Echo:
                 if pipe is not None:
                     pipe.close()
         self._running.clear()
+        if not self._broker.ours:
+            self._broker.delete_topics(self._settings)
 
 
 def read_run(records: Path) -> tuple[np.ndarray, int]:

@@ -22,6 +22,7 @@ from relaygr.demo.processes import Reading
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import percentile
 from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.settings import Settings
@@ -331,15 +332,11 @@ def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds:
     )  # fmt: skip
     made = Calibration(describe(engine), now(), slow_full, (), (), (), ())
     save_calibration(made, folder / "calibration.json")
-    base = broker.settings()
+    prefix = f"pipeline-{rate_per_s:.0f}"
+    kafka = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
     return Settings.model_validate(
         {
-            "bootstrap": base.bootstrap,
-            "fetch_wait_max_ms": base.fetch_wait_max_ms,
-            "session_timeout_ms": base.session_timeout_ms,
-            "topic_prefix": f"pipeline-{rate_per_s:.0f}",
-            "group_prefix": f"pipeline-{rate_per_s:.0f}",
-            "partitions": PARTITIONS,
+            **kafka.model_dump(),
             "log": {"level": "warning"},
             "worker": {
                 "model": model,

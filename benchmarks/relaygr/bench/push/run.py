@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -30,6 +31,7 @@ from relaygr.devbroker import local_broker
 from relaygr.settings import load_settings
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord, read_records
+from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import load_calibration, save_calibration
 from relaygr.worker.model.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR
@@ -54,17 +56,19 @@ class PhaseFigures:
 
 
 def phases(
-    records: Sequence[ImpressionRecord], offered: int, pushed_at: float, push_ends: float, new_revision: str
+    records: Sequence[ImpressionRecord], at_s: Sequence[float], pushed_s: float, push_ends_s: float, new_revision: str
 ) -> list[PhaseFigures]:
-    """Before (without the cold start), during and after the push.
-
-    Records are numbered in the order of the schedule. `offered`: impressions of the schedule; `pushed_at` and
-    `push_ends`: shares of the schedule.
+    """Before (without the cold start), during and after the push. `at_s`: the scheduled times of the requests, by the
+    numbers of the impressions.
     """
-    bounds = {"before": (COLD_SHARE * pushed_at, pushed_at), "push": (pushed_at, push_ends), "after": (push_ends, 1.0)}
+    bounds = {
+        "before": (COLD_SHARE * pushed_s, pushed_s),
+        "push": (pushed_s, push_ends_s),
+        "after": (push_ends_s, math.inf),
+    }
     found = []
-    for phase, (begin, end) in bounds.items():
-        own = [record for record in records if begin <= record.number / offered < end]
+    for phase, (begin_s, end_s) in bounds.items():
+        own = [record for record in records if begin_s <= at_s[record.number] < end_s]
         summary = latency_summary(own)
         ranked = sum(record.model_revision == new_revision for record in own)
         found.append(PhaseFigures(phase, summary.offered, summary.late_share, summary.offered_p99_ms, ranked))
@@ -86,7 +90,8 @@ def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, ou
         own = {"topic_prefix": "push", "group_prefix": "push", "worker": planned.worker.model_copy(update=worker)}
         planned = planned.model_copy(update=own)
         warming_s = settle_s(planned, plan, population.size)
-        push_ends = min(1.0, PUSH_AT_SHARE + (spread_s + RELOAD_S + warming_s) / seconds)
+        pushed_s = PUSH_AT_SHARE * seconds
+        push_ends_s = pushed_s + spread_s + RELOAD_S + warming_s
         records = folder / "records.jsonl"
         revisions: list[str] = []
         with DemoStack(console, folder, started, planned, relay=True, workers=WORKERS, observed=False) as stack:
@@ -95,7 +100,7 @@ def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, ou
             def watch() -> None:
                 if not begun_s and records.exists() and records.stat().st_size:
                     begun_s.append(time.monotonic())
-                if begun_s and not revisions and time.monotonic() - begun_s[0] >= PUSH_AT_SHARE * seconds:
+                if begun_s and not revisions and time.monotonic() - begun_s[0] >= pushed_s:
                     revisions.append(replace_model(model, settings.gateway.seed + 1))
                     for process_id, role in stack.roles().items():
                         if role == "worker":
@@ -103,9 +108,8 @@ def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, ou
 
             with console.status(f"the relay under load for {seconds:g} s, with a push in the middle"):
                 stack.play_unobserved(records, watch, [f"gateway.settle_s={warming_s}"])
-        found = phases(
-            list(read_records(records)), round(plan.rate_per_s * seconds), PUSH_AT_SHARE, push_ends, revisions[0]
-        )
+        at_s = [each.ranking_us / 1e6 for each in impressions(planned.gateway, population)]
+        found = phases(list(read_records(records)), at_s, pushed_s, push_ends_s, revisions[0])
         described = {
             "measured_at": now(),
             "machine": machine(),

@@ -8,6 +8,9 @@ stays the same. Meanwhile
 * the workers load a new model revision;
 * the broker gets `kill -9` and is started again with its data (only a Kafka that was started here).
 
+An event waits until the relay has recovered from the one before. The traffic goes on until the last event is done, for
+at most two minutes longer than planned.
+
 Every second the benchmark samples memory, file descriptors and threads of each process, and the sizes of the history
 store, of the shared memory and of the logs; every five seconds it reads the metrics of each process.
 
@@ -16,10 +19,10 @@ life (Theil and Sen), pooled over the lives in the second half of the run, witho
 between lives do not count, and noise and single steps change the median little. Files outlive processes, so each
 is one life. A series is flat if it grows by no more than its bound a minute. The broker is sampled and not judged.
 
-**Counters add up.** Each impression of the schedule ends as one record of the gateway, and none is lost. In each
-process, requests received are requests answered, and look-ups (hits, joins and misses) are requests. The counters of a
-killed process are those of a scrape directly before the kill; the gateway's records, which no kill ends, bound what a
-process did after that scrape.
+**Counters add up.** All planned events were done, and the last model ranked the last request. Each impression of the
+schedule ends as one record of the gateway, and none is lost. In each process, requests received are requests answered,
+and look-ups (hits, joins and misses) are requests. The counters of a killed process are those of a scrape directly
+before the kill; the gateway's records, which no kill ends, bound what a process did after that scrape.
 
 The exit code is 0 if every series is flat and all counters add up, else 1.
 """

@@ -164,7 +164,7 @@ class Ends:
     """The gateway's view of the run."""
 
     offered: int
-    """Impressions of the schedule."""
+    """Impressions of the schedule until the traffic was stopped."""
     recorded: int
     answered: int
     lost: int

@@ -6,7 +6,6 @@ import enum
 import itertools
 import math
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -23,6 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relaygr.bench.rows import now
+from relaygr.bench.small_relay import (
+    CANDIDATES,
+    NO_RESTART_LIMIT,
+    SUFFIX,
+    VOCABULARY,
+    own_prefix,
+    small_config,
+    small_settings,
+)
 from relaygr.bench.soak.judge import (
     BROKER,
     FILES,
@@ -38,38 +46,43 @@ from relaygr.bench.soak.judge import (
 )
 from relaygr.bench.soak.report import CounterRow, print_verdicts, save_json, save_plot, save_samples
 from relaygr.bench.standby.pair import await_pair, child_pages
+from relaygr.demo.board import RecordTail
 from relaygr.demo.processes import CommandProcess, Processes, Reading, is_ready, read_metrics, write_config
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from relaygr.traffic.gateway import WARM_UP_REQUESTS
 from relaygr.traffic.population import population_of
-from relaygr.traffic.records import LOST, NOT_SENT, read_records
+from relaygr.traffic.records import LOST, NOT_SENT
 from relaygr.traffic.schedule import impressions
 from relaygr.worker.calibration import Calibration, describe, save_calibration
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.shared.lock import memory_folder
 
 PARTITIONS = 8
 HISTORY_MAX = 512
-SUFFIX = 8
-CANDIDATES = 64
-VOCABULARY = 5_000
 CALIBRATION = "calibration.json"
 BUDGET_MS = 55_000
 """Longer than a restart of the broker: no request may be lost, not even then."""
 START_TIMEOUT_S = 120.0
+EVENTS_TIMEOUT_S = 120.0
+"""Longest time after the planned end for which the traffic goes on until the last event is done."""
 END_TIMEOUT_S = 120.0
+"""Longest time for the gateway to end: its last request may be lost, after its budget and its grace time."""
 RECOVERY_S = 10.0
 """Time for all clients to find a restarted broker."""
 IDLE_S = 3.0
 """Time after the last answer for leases and spills to end."""
+AGREE_TIMEOUT_S = 20.0
+"""Longest time after that for the counters to agree, on a busy machine."""
 SAMPLE_S = 1.0
+LAST_READ_S = 0.1
+"""Time between two readings of the gateway's metrics while it ends."""
 READ_EVERY = 5
 """Samples between two readings of the metrics."""
 CYCLE_S = 600.0
@@ -154,13 +167,15 @@ class SoakPlan:
 class SoakResult:
     """The verdicts of a run, and what they come from."""
 
+    seconds: float
+    """The length of the traffic."""
     samples: Sequence[Sample]
     counters: Sequence[CounterRow]
     events: Sequence[Event]
     growths: Sequence[Growth]
     accounts: Sequence[Account]
     missed: Sequence[Event]
-    """Planned events for which the run was too short."""
+    """Planned events that the relay was not ready for in time."""
 
     @property
     def passed(self) -> bool:
@@ -177,7 +192,7 @@ def soak(plan: SoakPlan, broker: str, out: Path, json_out: Path | None) -> bool:
         console.print(f"broker: {started.what}", soft_wrap=True)
         if started.restart is None:
             console.print("The broker is not restarted: only a Kafka that is started here (KAFKA_HOME) can be.")
-        described = {"measured_at": now(), "broker": started.what.split(" at ")[0], "seconds": plan.seconds}
+        described = {"measured_at": now(), "broker": started.what.split(" at ")[0]}
         try:
             result = run_soak(console, started, Path(name), plan)
         finally:
@@ -185,12 +200,13 @@ def soak(plan: SoakPlan, broker: str, out: Path, json_out: Path | None) -> bool:
     save_samples(out, result.samples, result.counters)
     plot = out.with_name("soak.png")
     marks = [(event.second, event.kind.value) for event in result.events]
-    save_plot(plot, result.samples, marks, Window.of(plan.seconds).from_s)
+    save_plot(plot, result.samples, marks, Window.of(result.seconds).from_s)
     for event in result.missed:
-        console.print(f"not done, for lack of time: {event.kind} at {event.second:.0f} s")
+        console.print(f"not done, since the relay did not recover: {event.kind}, planned at {event.second:.0f} s")
     print_verdicts(console, result.growths, result.accounts, result.passed)
     if json_out is not None:
-        save_json(json_out, described | {"passed": result.passed}, marks, result.growths, result.accounts)
+        ended = {"seconds": round(result.seconds, 1), "passed": result.passed}
+        save_json(json_out, described | ended, marks, result.growths, result.accounts)
     console.print(f"samples: {out}; plot: {plot}")
     return result.passed
 
@@ -248,11 +264,22 @@ class _Run:
     _told: dict[int, _Told] = field(default_factory=dict)
     _known: dict[int, psutil.Process] = field(default_factory=dict)
     _keepers: list[psutil.Process] = field(default_factory=list)
+    _killed: set[int] = field(default_factory=set)
     _due: list[Event] = field(default_factory=list)
     _begun_s: float = 0.0
-    _revision: int = 0
+    _ended_s: float = 0.0
+    _revisions: list[str] = field(default_factory=list)
+    """The models that were put in place of the first one."""
+    _scheduled: int = field(init=False)
+    """Impressions of the schedule until the planned end."""
+    _tail: RecordTail = field(init=False)
     _restart: Future[None] | None = None
     _outage_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._tail = RecordTail(self._records)
+        traffic = self.settings.gateway
+        self._scheduled = sum(1 for _ in impressions(traffic, population_of(traffic)))
 
     # -- begin and end -------------------------------------------------------------------------------
 
@@ -265,7 +292,8 @@ class _Run:
             self._start("lag", ["lag", "serve"])
         self.processes.await_ready(list(self._commands.values()), START_TIMEOUT_S)
         await_pair(self._commands["supervisor"].port, START_TIMEOUT_S)
-        self._start("gateway", ["gateway", "--out", str(self._records)])
+        # The gateway plays until it is stopped.
+        self._start("gateway", ["gateway", "--out", str(self._records)], ["gateway.duration_s=0"])
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not (self._records.exists() and self._records.stat().st_size):
             self.processes.require_running()
@@ -275,26 +303,65 @@ class _Run:
         self._begun_s = time.monotonic()
 
     def play(self) -> None:
-        """Samples and carries out the events until the gateway has played its schedule."""
+        """Samples and carries out the events, and then ends the traffic.
+
+        The traffic lasts longer than planned if the relay needs the time to recover from an event.
+        """
         self._due = planned_events(self.plan.seconds, self.broker.restart is not None)
-        gateway = self._commands["gateway"].process
         with _progress(self.console, self.plan.seconds) as show:
             for turn in itertools.count():
-                if gateway.poll() is not None:
-                    break
-                if self._second > self.plan.seconds + END_TIMEOUT_S:
-                    raise RelayError(f"the gateway did not end:\n{self._commands['gateway'].log_tail()}")
                 self.processes.require_running()
                 self._sample(with_metrics=turn % READ_EVERY == 0)
                 self._carry_out_events()
                 show(self._second, str(self.events[-1].kind) if self.events else "")
+                if self._is_played() or self._second > self.plan.seconds + EVENTS_TIMEOUT_S:
+                    break
                 time.sleep(max(0.0, (turn + 1) * SAMPLE_S - self._second))
         if self._restart is not None:
             self._restart.result()
+        self._end_traffic()
 
     def finish(self) -> SoakResult:
         """The verdicts, and the orderly stop of all processes."""
         time.sleep(IDLE_S)
+        ends_s = time.monotonic() + AGREE_TIMEOUT_S
+        found = self._accounts()
+        while not all(one.adds_up for one in found) and time.monotonic() < ends_s:
+            time.sleep(SAMPLE_S)
+            found = self._accounts()
+        stopped = self.processes.running
+        self.processes.stop(stopped)
+        found += [Account(f"exit code of {child.name}", 0, child.process.returncode) for child in stopped]
+        judged = growths(self.samples, Window.of(self._ended_s))
+        return SoakResult(self._ended_s, self.samples, self.counters, self.events, judged, found, self._due)
+
+    def _is_played(self) -> bool:
+        """Whether the schedule was answered, all events are done, and the relay has recovered from the last one."""
+        if self._due or self._second < self.plan.seconds or not self._has_recovered(self._children()):
+            return False
+        self._tail.read()
+        return len(self._tail.records) >= self._scheduled and self._last_model() == len(self._revisions)
+
+    def _last_model(self) -> int:
+        """The number of the model that ranked the last request; 0: the first one."""
+        ranked = (record.model_revision for record in reversed(self._tail.records) if record.model_revision)
+        revision = next(ranked, None)
+        return self._revisions.index(revision) + 1 if revision in self._revisions else 0
+
+    def _end_traffic(self) -> None:
+        """Stops the gateway, which completes what it has begun. Its metrics are read as late as possible."""
+        self._ended_s = self._second
+        gateway = self._commands["gateway"]
+        gateway.process.terminate()
+        ends_s = time.monotonic() + END_TIMEOUT_S
+        while gateway.process.poll() is None:
+            if time.monotonic() > ends_s:
+                raise RelayError(f"the gateway did not end:\n{gateway.log_tail()}")
+            self._read("gateway", gateway.process.pid, gateway.port)
+            time.sleep(LAST_READ_S)
+
+    def _accounts(self) -> list[Account]:
+        """The accounts as of now."""
         self.processes.require_running()
         self._sample(with_metrics=True)
         lives = {
@@ -306,22 +373,23 @@ class _Run:
             for role in ("worker", "trigger", "supervisor")
         }
         kills = sum(event.kind is EventKind.WORKER_KILLED for event in self.events)
-        found = accounts(lives["worker"], lives["trigger"], lives["supervisor"][0], self._ends(), kills)
-        stopped = self.processes.running
-        self.processes.stop(stopped)
-        found += [Account(f"exit code of {child.name}", 0, child.process.returncode) for child in stopped]
-        judged = growths(self.samples, Window.of(self.plan.seconds))
-        return SoakResult(self.samples, self.counters, self.events, judged, found, self._due)
+        return [
+            Account("events planned, and done", len(self.events) + len(self._due), len(self.events)),
+            *accounts(lives["worker"], lives["trigger"], lives["supervisor"][0], self._ends(), kills),
+            Account("model written last, and model of the last answer", len(self._revisions), self._last_model()),
+        ]
 
     def _ends(self) -> Ends:
-        recorded = list(read_records(self._records))
+        self._tail.read()
+        recorded = self._tail.records
         lost = sum(record.status == LOST for record in recorded)
         not_sent = sum(record.status == NOT_SENT for record in recorded)
         without_prefix = sum(record.status == Outcome.RANKED and not record.prefix_tokens for record in recorded)
         gateway = next(told.reading for told in self._told.values() if told.role == "gateway")
         traffic = self.settings.gateway
         return Ends(
-            offered=sum(1 for _ in impressions(traffic, population_of(traffic))),
+            # The gateway begins the impressions in the order of their numbers.
+            offered=max(self._scheduled, 1 + max((record.number for record in recorded), default=-1)),
             recorded=len(recorded),
             answered=len(recorded) - lost - not_sent,
             lost=lost,
@@ -351,24 +419,31 @@ class _Run:
     def _carry_out(self, kind: EventKind) -> bool:
         """False: not yet possible. Each event finds a relay that has recovered from the one before."""
         pids = self._children()
-        if self._is_restarting() or not {"active", "standby"} <= pids.keys():
-            return False
-        if not all(is_ready(child.port) for child in self._commands.values()):
+        if not self._has_recovered(pids):
             return False
         if kind is EventKind.WORKER_KILLED:
-            self._kill(pids["active"])
-        elif kind is EventKind.TRIGGER_KILLED:
+            return self._kill(pids["active"])
+        if kind is EventKind.TRIGGER_KILLED:
             trigger = self._commands["trigger"]
-            self._kill(trigger.process.pid, REDELIVERED_S)
+            if not self._kill(trigger.process.pid, REDELIVERED_S):
+                return False
             self.processes.stop([trigger])
             self._start("trigger", ["trigger"])
         elif kind is EventKind.MODEL_RELOADED:
-            self._revision += 1
-            _save_model(self._model, self._revision)
+            engine = _save_model(self._model, len(self._revisions) + 1)
+            self._revisions.append(engine.revision)
             self._commands["supervisor"].process.send_signal(signal.SIGHUP)
         else:
             self._restart = ThreadPoolExecutor(1).submit(self._restart_broker)
         return True
+
+    def _has_recovered(self, pids: Mapping[str, int]) -> bool:
+        """Whether the broker is there, the worker has its standby, and everybody is ready. `pids` is by phase."""
+        # The supervisor notices a kill a little later.
+        has_pair = {"active", "standby"} <= pids.keys() and not self._killed & set(pids.values())
+        if not has_pair or self._is_restarting():
+            return False
+        return all(is_ready(child.port) for child in self._commands.values())
 
     def _restart_broker(self) -> None:
         assert self.broker.restart is not None
@@ -383,13 +458,18 @@ class _Run:
             restart.result()
         return restart is not None and not restart.done()
 
-    def _kill(self, pid: int, redelivered_s: float = 0.0) -> None:
+    def _kill(self, pid: int, redelivered_s: float = 0.0) -> bool:
+        """False: the process lives, because nothing is known of its counters yet."""
         self._read_metrics()
+        if pid not in self._told:
+            return False
         told = self._told[pid]
         os.kill(pid, signal.SIGKILL)
+        self._killed.add(pid)
         in_flight = told.reading.total("relaygr_consumer_in_flight_messages")
         since_s = self._second - told.read_s + redelivered_s
         told.unseen = int(in_flight) + math.ceil(2 * self.plan.rate_per_s * since_s) + 1
+        return True
 
     # -- samples -------------------------------------------------------------------------------------
 
@@ -420,7 +500,8 @@ class _Run:
 
     def _read(self, role: str, pid: int, port: int) -> bool:
         """Whether the process told its metrics. Its counters are sampled when they change."""
-        reading, second = read_metrics(port), self._second
+        # The time before the reading: the process goes on while it tells.
+        second, reading = self._second, read_metrics(port)
         if not reading.samples:
             return False
         before = self._told[pid].reading if pid in self._told else Reading()
@@ -460,8 +541,8 @@ class _Run:
             self._known[pid] = psutil.Process(pid)
         return self._known[pid]
 
-    def _start(self, name: str, command: Sequence[str]) -> None:
-        self._commands[name] = self.processes.start(name, command, _SECTIONS[name])
+    def _start(self, name: str, command: Sequence[str], settings: Sequence[str] = ()) -> None:
+        self._commands[name] = self.processes.start(name, command, _SECTIONS[name], settings)
 
     @property
     def _second(self) -> float:
@@ -508,19 +589,7 @@ def _progress(console: Console, seconds: float) -> Iterator[Callable[[float, str
 
 def _save_model(folder: Path, revision: int) -> Engine:
     """Writes a model with its calibration, which is made up: by it every event is at risk."""
-    config = ModelConfig(
-        embedding_dim=64,
-        num_heads=2,
-        attention_dim=32,
-        hidden_dim=32,
-        num_layers=4,
-        normalizer=float(HISTORY_MAX),
-        vocabulary_size=VOCABULARY,
-        num_positions=HISTORY_MAX + 64,
-        max_prefix_behaviours=HISTORY_MAX,
-        max_suffix_behaviours=SUFFIX,
-        max_candidates=CANDIDATES,
-    )
+    config = small_config(HISTORY_MAX)
     save_checkpoint(folder, config, random_checkpoint(config, revision).tensors)
     engine = load_engine(folder, "cpu", threads=1)
     coefficients = LatencyCoefficients(
@@ -535,41 +604,28 @@ def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
     model = folder / "model"
     engine = _save_model(model, revision=0)
     prefix_bytes = engine.geometry.pages_for(engine.layout.tokens(HISTORY_MAX)) * engine.geometry.page_bytes
-    base = broker.settings()
-    prefix = "soak" if broker.ours else f"soak-{secrets.token_hex(3)}"
-    return Settings.model_validate(
-        {
-            "bootstrap": base.bootstrap,
-            "fetch_wait_max_ms": base.fetch_wait_max_ms,
-            "session_timeout_ms": base.session_timeout_ms,
-            "replication_factor": base.replication_factor,
-            "topic_prefix": prefix,
-            "group_prefix": prefix,
-            "partitions": PARTITIONS,
-            "worker": {
-                "model": model,
-                "calibration": model / CALIBRATION,
-                "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
-                "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
-                "history_path": folder / "history",
-                "history_max_bytes": 64 << 20,
-                "shared_path": folder / "shared",
-            },
-            "client": {"remembered_answers": 1_000},
-            # The kills must not use up the restart policy's limit.
-            "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
-            "gateway": {
-                "duration_s": plan.seconds,
-                "rate_per_s": plan.rate_per_s,
-                "users": plan.users,
-                "items": VOCABULARY,
-                "history_median": HISTORY_MAX // 3,
-                "history_max": HISTORY_MAX,
-                "growth": 16,
-                "start_again": True,
-                "suffix": SUFFIX,
-                "candidates": CANDIDATES,
-                "budget_ms": BUDGET_MS,
-            },
-        }
+    name = own_prefix(broker, "soak")
+    return small_settings(
+        broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS)),
+        folder,
+        worker={
+            "calibration": model / CALIBRATION,
+            "hbm_bytes": max(1 << 20, plan.users // 5 * prefix_bytes),
+            "dram_bytes": max(1 << 20, plan.users // 2 * prefix_bytes),
+        },
+        client={"remembered_answers": 1_000},
+        supervisor=NO_RESTART_LIMIT,
+        gateway={
+            "duration_s": plan.seconds,
+            "rate_per_s": plan.rate_per_s,
+            "users": plan.users,
+            "items": VOCABULARY,
+            "history_median": HISTORY_MAX // 3,
+            "history_max": HISTORY_MAX,
+            "growth": 16,
+            "start_again": True,
+            "suffix": SUFFIX,
+            "candidates": CANDIDATES,
+            "budget_ms": BUDGET_MS,
+        },
     )

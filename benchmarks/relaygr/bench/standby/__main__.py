@@ -20,6 +20,8 @@ from typing import Annotated
 
 import typer
 
+from relaygr.bench.standby.pair import Killed
+
 RESULTS = Path("benchmarks/results/standby")
 
 
@@ -32,17 +34,14 @@ def main(
     dram_mib: Annotated[int, typer.Option(min=8)] = 512,
     memory: Annotated[str, typer.Option(help="worker.standby_memory")] = "reserved",
     broker: Annotated[str, typer.Option(metavar="auto|kafka|docker|HOST:PORT")] = "kafka",
-    killed: Annotated[str, typer.Option(metavar="active|supervisor|pair", help="The processes that are killed.")] = (
-        "active"
-    ),
+    killed: Annotated[Killed, typer.Option(help="The processes that are killed.")] = Killed.ACTIVE,
     out: Annotated[Path | None, typer.Option(help="CSV to append to.")] = None,
 ) -> None:
     """Measure the cost of a kill."""
-    from relaygr.bench.standby.run import Killed, measure_kills
+    from relaygr.bench.standby.run import measure_kills
 
-    target = Killed(killed)
-    rows = out or RESULTS / ("results.csv" if target is Killed.ACTIVE else "restarts.csv")
-    measure_kills(target, kills, rate, users, history, hbm_mib, dram_mib, memory, broker, rows)
+    rows = out or RESULTS / ("results.csv" if killed is Killed.ACTIVE else "restarts.csv")
+    measure_kills(killed, kills, rate, users, history, hbm_mib, dram_mib, memory, broker, rows)
 
 
 if __name__ == "__main__":

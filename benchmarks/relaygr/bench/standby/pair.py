@@ -1,7 +1,8 @@
-"""The process ids of a supervisor's children, from its page `/children`."""
+"""A supervisor and its children: which of them are killed, and their process ids, from its page `/children`."""
 
 from __future__ import annotations
 
+import enum
 import json
 import time
 import urllib.request
@@ -10,6 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 POLL_S = 0.05
+
+
+class Killed(enum.StrEnum):
+    """The processes that get kill -9."""
+
+    ACTIVE = "active"
+    SUPERVISOR = "supervisor"
+    """The supervisor alone: the pair goes on."""
+    PAIR = "pair"
+    """The supervisor and both processes, as when a container ends."""
 
 
 @dataclass(frozen=True, slots=True)

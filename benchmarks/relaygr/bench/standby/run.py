@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,25 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.bench.rows import append_rows, machine, now
-from relaygr.bench.standby.pair import await_pair
+from relaygr.bench.small_relay import (
+    CANDIDATES,
+    NO_RESTART_LIMIT,
+    history_of,
+    own_prefix,
+    small_config,
+    small_settings,
+)
+from relaygr.bench.standby.pair import Killed, await_pair
 from relaygr.bench.standby.traffic import Traffic, hit_ratio
 from relaygr.client import LostRequest, RankStatus, RelayClient
 from relaygr.demo.processes import CommandProcess, Processes, write_config
 from relaygr.devbroker import LocalBroker, local_broker
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.settings import Settings
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
-from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.shared.lock import memory_folder
 
 PARTITIONS = 12
-VOCABULARY = 10_000
 START_TIMEOUT_S = 120.0
 BUDGET_MS = 10_000.0
 STEPS = {
@@ -71,16 +77,6 @@ class KillFigures:
     not_ranked: int
     lost: int
     standby_again_s: float
-
-
-class Killed(enum.StrEnum):
-    """The processes that get kill -9."""
-
-    ACTIVE = "active"
-    SUPERVISOR = "supervisor"
-    """The supervisor alone: the pair goes on."""
-    PAIR = "pair"
-    """The supervisor and both processes, as when a container ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +129,16 @@ def measure_kills(
         console.print(f"broker: {started.what}", soft_wrap=True)
         settings = _settings(started, Path(name), history, hbm_mib, dram_mib, memory)
         started.create_topics(settings)
-        run = _StandbyRun(started, settings, Path(name), users, history, rate)
-        with run.processes:
-            run.start()
-            for number in range(kills):
-                figures.append(run.kill() if killed is Killed.ACTIVE else run.restart(killed))
-                console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
+        try:
+            run = _StandbyRun(started, settings, Path(name), users, history, rate)
+            with run.processes:
+                run.start()
+                for number in range(kills):
+                    figures.append(run.kill() if killed is Killed.ACTIVE else run.restart(killed))
+                    console.print(f"kill {number + 1}: the longest request took {figures[-1].longest_ms:.0f} ms")
+        finally:
+            if not started.ours:
+                started.delete_topics(settings)
     _print(console, figures)
     append_rows(out, [_rounded(one) for one in figures])
     console.print(f"appended to {out}")
@@ -265,17 +265,9 @@ class _StandbyRun:
             gateway = f"bench-{time.monotonic_ns()}"
             return RelayClient(self._settings, gateway, registry=CollectorRegistry(), on_lost=on_lost)
 
-        candidates = np.arange(64, dtype=np.int64)
-        return Traffic(make_client, self._users, self._history_of, candidates, 1 / self._rate, BUDGET_MS)
-
-    def _history_of(self, user: str) -> History:
-        random = np.random.default_rng(int(user.rpartition("-")[2]))
-        behaviours = Behaviours(
-            random.integers(0, VOCABULARY, self._history).astype("<i8"),
-            random.integers(0, 4, self._history).astype("<u2"),
-            1_700_000_000_000 + np.arange(self._history, dtype="<i8") * 60_000,
-        )
-        return History(user, self._history, np.empty(0, "<i8"), behaviours)
+        candidates = np.arange(CANDIDATES, dtype=np.int64)
+        histories = partial(history_of, length=self._history)
+        return Traffic(make_client, self._users, histories, candidates, 1 / self._rate, BUDGET_MS)
 
 
 def _steps(log: Path, killed_at_s: float) -> dict[str, float]:
@@ -294,42 +286,12 @@ def _steps(log: Path, killed_at_s: float) -> dict[str, float]:
 
 
 def _settings(broker: LocalBroker, folder: Path, history: int, hbm_mib: int, dram_mib: int, memory: str) -> Settings:
-    config = ModelConfig(
-        embedding_dim=64,
-        num_heads=2,
-        attention_dim=32,
-        hidden_dim=32,
-        num_layers=4,
-        normalizer=float(history),
-        vocabulary_size=VOCABULARY,
-        num_positions=history + 128,
-        max_prefix_behaviours=history,
-        max_suffix_behaviours=16,
-        max_candidates=64,
-    )
+    config = small_config(history)
     save_checkpoint(folder / "model", config, random_checkpoint(config, seed=0).tensors)
-    base = broker.settings()
-    return Settings.model_validate(
-        {
-            "bootstrap": base.bootstrap,
-            "fetch_wait_max_ms": base.fetch_wait_max_ms,
-            "session_timeout_ms": base.session_timeout_ms,
-            "topic_prefix": "standby",
-            "group_prefix": "standby",
-            "partitions": PARTITIONS,
-            "worker": {
-                "model": folder / "model",
-                "hbm_bytes": hbm_mib << 20,
-                "dram_bytes": dram_mib << 20,
-                "history_path": folder / "history",
-                "history_max_bytes": 64 << 20,
-                "shared_path": folder / "shared",
-                "standby_memory": memory,
-            },
-            # The kills must not use up the restart policy's limit.
-            "supervisor": {"restarts_max": 1_000, "restart_window_s": 1.0},
-        }
-    )
+    name = own_prefix(broker, "standby")
+    kafka = broker.settings(KafkaSettings(topic_prefix=name, group_prefix=name, partitions=PARTITIONS))
+    worker = {"hbm_bytes": hbm_mib << 20, "dram_bytes": dram_mib << 20, "standby_memory": memory}
+    return small_settings(kafka, folder, worker, supervisor=NO_RESTART_LIMIT)
 
 
 def _print(console: Console, figures: Sequence[KillFigures | RestartFigures]) -> None:

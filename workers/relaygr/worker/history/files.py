@@ -113,7 +113,7 @@ class Files:
             env.reader_check()
             databases = [env.open_db(name) for name in (b"meta", b"partitions", b"users")]
             return cls(folder, number, max_bytes, env, *databases)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             env.close()
             raise RelayError(f"the history store in {folder} cannot be opened: {error}. {REMEDY}") from error
         except RelayError:
