@@ -42,7 +42,7 @@ def test_every_point_of_every_variant_has_a_figure(monkeypatch: pytest.MonkeyPat
         assert counts == {
             EngineStage.PRE_INFER: 2,
             EngineStage.HIT: 4 + 2,
-            EngineStage.COLD_HIT: 4,
+            EngineStage.RESTED_HIT: 4,
             EngineStage.FULL: 4,
             EngineStage.APPEND: 1,
         }

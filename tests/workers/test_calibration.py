@@ -39,7 +39,7 @@ class TimedEngine(NullEngine):
         config = small_config(family=Family.NULL, max_prefix_behaviours=max_prefix, max_candidates=512)
         super().__init__(random_checkpoint(config, 0), CpuDevice(), KvDtype.FLOAT32, 64)
         self.now_ns = 0
-        self.longest = 0
+        self.longest = self.rests = 0
         self._model = LatencyModel(KNOWN)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
@@ -56,12 +56,15 @@ class TimedEngine(NullEngine):
         self.now_ns += 1
         return self.now_ns
 
+    def rest(self) -> None:
+        self.rests += 1
+
 
 @pytest.fixture(scope="module")
 def timed() -> Calibration:
     torch.set_num_threads(1)  # A fixture of a module runs before those of a test.
     engine = TimedEngine()
-    return calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock)
+    return calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock, rest=engine.rest)
 
 
 def test_a_device_of_known_speed_is_measured_as_it_is(timed: Calibration) -> None:
@@ -70,7 +73,7 @@ def test_a_device_of_known_speed_is_measured_as_it_is(timed: Calibration) -> Non
 
 
 class Stalling(TimedEngine):
-    """The first pass and every seventh pass take long."""
+    """The first pass and every seventeenth pass take long."""
 
     def __init__(self) -> None:
         super().__init__(max_prefix=1024)
@@ -78,19 +81,28 @@ class Stalling(TimedEngine):
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         super().pre_infer(chunk)
-        self.now_ns += 10**9 if self._passes == 0 else 10**7 if self._passes % 7 == 0 else 0
+        self.now_ns += 10**9 if self._passes == 0 else 10**7 if self._passes % 17 == 0 else 0
         self._passes += 1
 
 
 def test_a_slow_first_pass_and_stalls_do_not_change_the_result() -> None:
     engine = Stalling()
-    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock)
+    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock, rest=engine.rest)
     for name in ("b0", "b1"):
         assert getattr(measured.coefficients, name) == pytest.approx(getattr(KNOWN, name), rel=0.01), name
     assert max(point.duration_us for point in measured.append) < 10**4
     engine = Stalling()
-    hasty = calibrate(engine, budget_s=1.001, timer_ns=engine.read_clock)
+    hasty = calibrate(engine, budget_s=1.001, timer_ns=engine.read_clock, rest=engine.rest)
     assert max(point.duration_us for point in hasty.append) < 10**4, "each was measured once, after the first pass"
+
+
+def test_tails_of_grown_prefixes_are_measured_and_every_pass_that_a_request_begins_is_after_a_pause() -> None:
+    engine = TimedEngine(max_prefix=512)
+    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock, rest=engine.rest)
+    tails = {(point.cached_tokens, point.new_tokens) for point in measured.append if point.new_tokens < 64}
+    assert tails == {(tokens - tail, tail) for tokens in (64, 128, 256, 512) for tail in (8, 32)}
+    lengths, rounds, warm_up = 4, 9, 1
+    assert engine.rests == (lengths * rounds + warm_up) * (1 + 2 + 3), "one prefix, two tails and three rankings each"
 
 
 def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
@@ -126,7 +138,7 @@ class SlowAtFirst(TimedEngine):
 
 def test_passes_that_capture_a_graph_are_not_measured() -> None:
     engine = SlowAtFirst()
-    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock).coefficients
+    measured = calibrate(engine, budget_s=60.0, timer_ns=engine.read_clock, rest=engine.rest).coefficients
     for name in ("b0", "b1", "c0", "c1"):
         assert getattr(measured, name) == pytest.approx(getattr(KNOWN, name), rel=0.05), name
 
@@ -140,7 +152,7 @@ def test_a_page_larger_than_the_largest_copy_is_measured_in_enough_sizes() -> No
 
 def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
     engine = TimedEngine(max_prefix=65_536)
-    calibrate(engine, budget_s=0.05, timer_ns=engine.read_clock)
+    calibrate(engine, budget_s=0.05, timer_ns=engine.read_clock, rest=engine.rest)
     assert 64 <= engine.longest < 65_536
     assert engine.now_ns < 0.1e9
 
@@ -148,7 +160,7 @@ def test_a_short_budget_leaves_the_long_prefixes_out() -> None:
 def test_progress_rises_to_the_whole() -> None:
     engine = TimedEngine(max_prefix=256)
     seen: list[float] = []
-    calibrate(engine, 1.0, lambda share, _text: seen.append(share), engine.read_clock)
+    calibrate(engine, 1.0, lambda share, _text: seen.append(share), engine.read_clock, engine.rest)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 

@@ -33,7 +33,7 @@ from relaygr.admission.latency import AppendPoint, LatencyModel, RankPoint, Relo
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter
+from relaygr.worker.measuring import EngineMeter, rest_between_requests
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
 
@@ -53,6 +53,8 @@ QUICK_BUDGET_S = 3.0
 """Time that a worker without a calibration file spends on calibration at its start."""
 _CHUNK_TOKENS = (512, 128, 2048)
 """One chunk size for each round, so that the fit can separate the cost of a chunk from that of its tokens."""
+_TAIL_TOKENS = (8, 32)
+"""Tails of prefixes that grew since they were cached, as most pre-infers of returning users are."""
 _SHORTEST = 64
 _CANDIDATES = (16, 128, 512)
 _RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -127,9 +129,13 @@ def calibrate(
     budget_s: float = QUICK_BUDGET_S,
     on_progress: Progress = lambda _share, _text: None,
     timer_ns: Callable[[], int] = time.perf_counter_ns,
+    rest: Callable[[], None] = rest_between_requests,
 ) -> Calibration:
-    """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages."""
-    run = _CalibrationRun(engine, timer_ns)
+    """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages.
+
+    `rest` is called before each pass that a request or a job would begin.
+    """
+    run = _CalibrationRun(engine, timer_ns, rest)
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()
@@ -157,9 +163,9 @@ def calibrate(
 class _CalibrationRun:
     """The measurements of one engine, grouped by point."""
 
-    def __init__(self, engine: Engine, timer_ns: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, timer_ns: Callable[[], int], rest: Callable[[], None]) -> None:
         self._engine = engine
-        self._meter = EngineMeter(engine, timer_ns)
+        self._meter = EngineMeter(engine, timer_ns, rest)
         self._candidates = sorted({min(count, engine.limits.max_candidates) for count in _CANDIDATES})
         self.forget()
 
@@ -183,6 +189,10 @@ class _CalibrationRun:
         for point in self._meter.prefix(tokens, chunk_tokens):
             self._append[point.cached_tokens, point.new_tokens].append(point.duration_us)
             whole_us += point.duration_us
+        for new_tokens in _TAIL_TOKENS if self._engine.rules.grows else ():
+            if new_tokens < tokens:
+                tail = self._meter.append(tokens - new_tokens, new_tokens)
+                self._append[tail.cached_tokens, tail.new_tokens].append(tail.duration_us)
         for count in self._candidates:
             hit = self._meter.rank(tokens, count)
             size = hit.prefix_tokens, hit.scored_tokens

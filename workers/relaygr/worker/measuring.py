@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,8 +25,7 @@ from relaygr.worker.model.interface import Engine, PrefixChunk, PrefixInputs
 
 SUFFIX_BEHAVIOURS = 16
 _RELOAD_REPEATS = 5
-_CACHES_BYTES = 256 << 20
-"""More than the last level of a processor's caches holds; Triton's `do_bench` clears as much."""
+_REST_S = 0.01
 
 
 def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None = None) -> None:
@@ -37,12 +35,28 @@ def bind_own_arena(engine: Engine, prefixes: int = 1, longest_tokens: int | None
     engine.bind(engine.device.empty_bytes(pages, engine.geometry.page_bytes).zero_())
 
 
+def rest_between_requests() -> None:
+    """Waits for about the pause between two requests of a worker that is not busy.
+
+    After a pause a processor is slower: its caches, its branch predictors and its clock have forgotten the work. Small
+    passes took 1.2 to 1.4 times as long after 10 to 30 ms as in a loop, and whole prefixes 1.03 times.
+    """
+    time.sleep(_REST_S)
+
+
 class EngineMeter:
     """Belongs to the device thread."""
 
-    def __init__(self, engine: Engine, timer_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        timer_ns: Callable[[], int] = time.perf_counter_ns,
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`rest` is called before each prefix, append and ranking."""
         self._engine = engine
         self._timer_ns = timer_ns
+        self._rest = rest
         self._random = np.random.default_rng(0)
         # If K,V depend on the end of the history, only candidates may follow the prefix.
         suffix = min(SUFFIX_BEHAVIOURS, engine.limits.max_suffix_behaviours) if engine.rules.grows else 0
@@ -63,7 +77,7 @@ class EngineMeter:
         inputs = self._inputs(tokens)
         step = chunk_tokens if self._engine.rules.chunks else inputs.tokens
         return [
-            self._chunk(inputs, start, min(start + step, inputs.tokens), prefix)
+            self._chunk(inputs, start, min(start + step, inputs.tokens), prefix, rests=start == 0)
             for start in range(0, inputs.tokens, step)
         ]
 
@@ -72,11 +86,8 @@ class EngineMeter:
         inputs = self._inputs(cached_tokens + new_tokens)
         return self._chunk(inputs, cached_tokens, inputs.tokens, 0)
 
-    def rank(self, prefix_tokens: int, candidates: int, requests: int = 1, *, cold: bool = False) -> RankPoint:
-        """Ranks a batch of requests, each on its own cached prefix. The content of the pages does not matter.
-
-        `cold`: the processor's caches hold neither the pages nor the weights, as after the work of other processes.
-        """
+    def rank(self, prefix_tokens: int, candidates: int, requests: int = 1) -> RankPoint:
+        """Ranks a batch of requests, each on its own cached prefix. The content of the pages does not matter."""
         history = self._history(prefix_tokens)
         tokens = self._engine.layout.tokens(len(history))
         batch = [
@@ -89,7 +100,7 @@ class EngineMeter:
             )
             for request in range(requests)
         ]
-        took_us = self._timed_pass(lambda: self._engine.rank(batch), cold)
+        took_us = self._timed_pass(lambda: self._engine.rank(batch))
         return RankPoint(tokens, candidates + batch[0].suffix_tokens, took_us)
 
     def reloads(self, sizes_bytes: tuple[int, ...]) -> Iterator[ReloadPoint]:
@@ -123,21 +134,17 @@ class EngineMeter:
         features = np.zeros(self._engine.layout.contextual_tokens, np.int64)
         return self._engine.prefix_inputs(features, self._history(tokens))
 
-    def _chunk(self, inputs: PrefixInputs, start: int, end: int, prefix: int) -> AppendPoint:
+    def _chunk(self, inputs: PrefixInputs, start: int, end: int, prefix: int, *, rests: bool = True) -> AppendPoint:
         chunk = PrefixChunk(inputs, start, end, self.pages_of(inputs.tokens, prefix))
-        return AppendPoint(start, end - start, self._timed_pass(lambda: self._engine.pre_infer(chunk)))
+        return AppendPoint(start, end - start, self._timed_pass(lambda: self._engine.pre_infer(chunk), rests=rests))
 
-    def _timed_pass(self, work: Callable[[], object], cold: bool = False) -> float:
+    def _timed_pass(self, work: Callable[[], object], *, rests: bool = True) -> float:
         """The duration of a forward in µs, after the warm-up passes that the engine needs."""
         for _ in range(self._engine.passes_to_warm):
             work()
-        if cold:
-            self._other_bytes.add_(1)
+        if rests:
+            self._rest()
         return self._timed(work)
-
-    @cached_property
-    def _other_bytes(self) -> torch.Tensor:
-        return torch.zeros(_CACHES_BYTES, dtype=torch.uint8, device=self._engine.device.torch_device)
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._engine.device.synchronize()

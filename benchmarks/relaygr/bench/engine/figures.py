@@ -15,8 +15,8 @@ class EngineStage(enum.StrEnum):
     PRE_INFER = "pre_infer"
     APPEND = "append"
     HIT = "hit"
-    COLD_HIT = "cold_hit"
-    """A hit after other work has replaced the content of the processor's caches."""
+    RESTED_HIT = "rested_hit"
+    """A hit after a pause, as in a worker that is not busy."""
     FULL = "full"
 
 

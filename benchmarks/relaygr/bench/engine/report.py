@@ -24,11 +24,11 @@ def print_tables(console: Console, figures: Sequence[Figure]) -> None:
 
 def _lengths(figures: Sequence[Figure]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("prefix", "pre-infer", "of peak", "candidates", "hit", "cold hit", "full", "full / hit"):
+    for name in ("prefix", "pre-infer", "of peak", "candidates", "hit", "hit after a pause", "full", "full / hit"):
         table.add_column(name, justify="right")
     pre = {figure.prefix_tokens: figure for figure in _stage(figures, EngineStage.PRE_INFER)}
     hits = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, EngineStage.HIT) if f.requests == 1}
-    cold = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, EngineStage.COLD_HIT)}
+    rested = {(f.prefix_tokens, f.candidates): f for f in _stage(figures, EngineStage.RESTED_HIT)}
     for full in _stage(figures, EngineStage.FULL):
         computed, hit = pre[full.prefix_tokens], hits[full.prefix_tokens, full.candidates]
         table.add_row(
@@ -37,7 +37,7 @@ def _lengths(figures: Sequence[Figure]) -> Table:
             f"{computed.share_of_peak:.0%}",
             f"{full.candidates:,}",
             _ms(hit.median_us),
-            _ms(cold[full.prefix_tokens, full.candidates].median_us),
+            _ms(rested[full.prefix_tokens, full.candidates].median_us),
             _ms(full.median_us),
             f"{full.median_us / hit.median_us:.1f}",
         )

@@ -17,7 +17,7 @@ from relaygr.bench.engine.shapes import SHAPES, append_flops, rank_flops
 from relaygr.bench.rows import now
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops
+from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops, rest_between_requests
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
@@ -101,7 +101,8 @@ class SideBySide:
                 hit_us = meter.rank(tokens, count).duration_us
                 yield point(EngineStage.HIT, tokens, 0, count), hit_us
                 yield point(EngineStage.FULL, tokens, tokens, count), computed_us + hit_us
-                yield point(EngineStage.COLD_HIT, tokens, 0, count), meter.rank(tokens, count, cold=True).duration_us
+                rest_between_requests()
+                yield point(EngineStage.RESTED_HIT, tokens, 0, count), meter.rank(tokens, count).duration_us
         longest = max(self._sizes.prefixes)
         for new in self._sizes.appends:
             yield point(EngineStage.APPEND, longest, new), meter.append(longest, new).duration_us
@@ -162,7 +163,7 @@ class SideBySide:
                 return append_flops(config, 0, point.prefix_tokens)
             case EngineStage.APPEND:
                 return append_flops(config, point.prefix_tokens, point.new_tokens)
-            case EngineStage.HIT | EngineStage.COLD_HIT:
+            case EngineStage.HIT | EngineStage.RESTED_HIT:
                 return point.requests * rank_flops(config, point.prefix_tokens, point.candidates)
             case EngineStage.FULL:
                 return append_flops(config, 0, point.prefix_tokens) + rank_flops(
