@@ -301,9 +301,17 @@ def print_summary(
     table.add_row("of these, warm-up", *(f"{run.warm_up_seconds:.1f}" for run in runs))
     table.add_row("generator delay, P99", *(f"{run.send_lag_p99_ms:.2f} ms" for run in runs))
     table.add_section()
+    stages = ((Stage.PRE, "pre-infer"), (Stage.HIT, "ranking on cached K,V"), (Stage.FULL, "full inference"))
+    found = [run.predictions for run in runs]
     table.add_row("Device time, measured / calibrated:")
-    for stage, name in ((Stage.PRE, "pre-infer"), (Stage.HIT, "ranking on cached K,V"), (Stage.FULL, "full inference")):
-        table.add_row(name, *(f"{run.slowdowns[stage]:.2f}" if stage in run.slowdowns else "-" for run in runs))
+    for stage, name in stages:
+        table.add_row(name, *(f"{each.slowdowns[stage]:.2f}" if stage in each.slowdowns else "-" for each in found))
+    table.add_row("Predicted / measured, P50 (P10 to P90):")
+    for stage, name in stages:
+        table.add_row(name, *(_ratios(each.ratios.get(stage)) for each in found))
+    table.add_section()
+    table.add_row("not at risk, then late or cut", *(_part(each.misjudged, each.not_at_risk) for each in found))
+    table.add_row("pre-inferred needlessly", *(_part(each.needless, each.jobs) for each in found))
     console.print()
     console.print(table)
     console.print(
@@ -321,6 +329,14 @@ def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
     table.add_row("P50", *(f"{run.p50_ms:.1f} ms" for run in runs))
     table.add_row("P99", *(f"{run.p99_ms:.1f} ms" for run in runs))
     table.add_row("P99 of all offered", *(_or_none(run.offered_p99_ms) for run in runs))
+
+
+def _ratios(ratios: tuple[float, float, float] | None) -> str:
+    return "-" if ratios is None else f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f})"
+
+
+def _part(count: int, whole: int) -> str:
+    return f"{count} of {whole}" if whole else "-"
 
 
 def _or_none(latency_ms: float) -> str:

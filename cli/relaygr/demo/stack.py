@@ -12,9 +12,11 @@ from types import TracebackType
 
 from rich.console import Console
 
+from relaygr.admission.latency import Stage
+from relaygr.admission.policy import DecisionReason
 from relaygr.demo.board import Board, LagWatch, RecordTail
 from relaygr.demo.processes import CommandProcess, Processes, Reading, read_metrics, write_config
-from relaygr.demo.summary import RunSummary, summarise
+from relaygr.demo.summary import PredictionFigures, RunSummary, summarise
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
@@ -101,7 +103,7 @@ class DemoStack:
         )
         board.run(lambda: self._has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
-        return summarise(tail.records, self._device_seconds() - before, warm_up, self._slowdowns())
+        return summarise(tail.records, self._device_seconds() - before, warm_up, self._predictions())
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
@@ -158,11 +160,34 @@ class DemoStack:
     def _device_seconds(self, **labels: str) -> float:
         return sum(reading.total("relaygr_worker_device_seconds_total", **labels) for reading in self.worker_readings())
 
-    def _slowdowns(self) -> dict[str, float]:
-        """Measured / calibrated device time by stage, the mean of the workers that did such work."""
-        told = [reading.by_label("relaygr_worker_slowdown_ratio", "stage") for reading in self.worker_readings()]
-        stages = {stage for each in told for stage in each}
-        return {stage: statistics.mean(each[stage] for each in told if stage in each) for stage in stages}
+    def _predictions(self) -> PredictionFigures:
+        """By stage: the mean of the workers that did such work."""
+        workers = self.worker_readings()
+        trigger = read_metrics(self._trigger.port) if self._trigger is not None else Reading()
+        slowdowns, ratios = {}, {}
+        for stage in Stage:
+            told = [worker for worker in workers if worker.total("relaygr_worker_slowdown_ratio", stage=stage)]
+            if told:
+                slowdowns[stage.value] = statistics.mean(
+                    worker.total("relaygr_worker_slowdown_ratio", stage=stage) for worker in told
+                )
+                p10, p50, p90 = (
+                    statistics.mean(
+                        worker.total("relaygr_worker_prediction_ratio", stage=stage, quantile=quantile)
+                        for worker in told
+                    )
+                    for quantile in ("0.1", "0.5", "0.9")
+                )
+                ratios[stage.value] = p10, p50, p90
+        decisions = "relaygr_trigger_decisions_total"
+        return PredictionFigures(
+            slowdowns,
+            ratios,
+            not_at_risk=int(trigger.total(decisions, reason=DecisionReason.NOT_AT_RISK)),
+            misjudged=int(trigger.total("relaygr_trigger_misjudged_total")),
+            jobs=int(trigger.total(decisions, reason=DecisionReason.ADMITTED)),
+            needless=int(sum(worker.total("relaygr_worker_preinfer_needless_total") for worker in workers)),
+        )
 
     def _owners(self) -> Mapping[str, Sequence[int]]:
         now_us = self._clock.wall_us()

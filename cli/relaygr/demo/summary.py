@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +41,23 @@ class LatencySummary:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionFigures:
+    """How good the predictions of trigger and workers were. By stage, of the run's last work."""
+
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """The median of measured / calibrated device time."""
+    ratios: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """P10, P50 and P90 of predicted / measured device time."""
+    not_at_risk: int = 0
+    """Requests for which the trigger sent no job, since full inference would end in time."""
+    misjudged: int = 0
+    """Those of them that were then late, truncated or rejected."""
+    jobs: int = 0
+    needless: int = 0
+    """Requests with a job that full inference would have answered in time, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The figures of one run over the schedule. Shares are of all offered requests."""
 
@@ -57,8 +73,7 @@ class RunSummary:
     device_seconds: float
     warm_up_seconds: float = 0.0
     """The part of `device_seconds` in which idle devices computed prefixes of likely users."""
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """The median of measured / calibrated device time by stage, of the run's last work."""
+    predictions: PredictionFigures = field(default_factory=lambda: PredictionFigures())
 
     @property
     def offered(self) -> int:
@@ -95,7 +110,7 @@ def summarise(
     records: Sequence[ImpressionRecord],
     device_seconds: float,
     warm_up_seconds: float = 0.0,
-    slowdowns: Mapping[str, float] = MappingProxyType({}),
+    predictions: PredictionFigures | None = None,
 ) -> RunSummary:
     """The figures of one run."""
     # Records are numbered in the order of the schedule, so every run drops the same impressions.
@@ -111,7 +126,7 @@ def summarise(
         send_lag_p99_ms=percentile(lags, 99),
         device_seconds=device_seconds,
         warm_up_seconds=warm_up_seconds,
-        slowdowns=slowdowns,
+        predictions=predictions or PredictionFigures(),
     )
 
 
