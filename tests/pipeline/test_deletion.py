@@ -82,9 +82,9 @@ def memory_holds(worker: CommandProcess, pages: list[bytes]) -> bool:
 
 
 @pytest.fixture
-def relay(embedded_broker: LocalBroker, model: Path, tmp_path: Path) -> Iterator[Relay]:
+def relay(broker: LocalBroker, model: Path, tmp_path: Path) -> Iterator[Relay]:
     with (
-        own_topics(embedded_broker) as kafka,
+        own_topics(broker) as kafka,
         Relay(kafka, tmp_path / "relay", model, moved_prefix_s=MOVED_S, erase_within_s=ERASE_WITHIN_S) as relay,
     ):
         yield relay
