@@ -68,6 +68,10 @@ settings.register_profile("quick", deadline=None, max_examples=25)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# A test's broker lives for minutes: Java's second compiler and its parallel collector cost more than they save.
+os.environ.setdefault("KAFKA_OPTS", "-XX:TieredStopAtLevel=1")
+os.environ.setdefault("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC -Djava.awt.headless=true")
+
 for _name in [name for name in os.environ if name.startswith("RELAYGR_") and not name.startswith("RELAYGR_TEST_")]:
     del os.environ[_name]
 

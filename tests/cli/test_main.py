@@ -71,14 +71,6 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert [name for name in COMMANDS if name not in done.stdout] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_where_the_table_says(name: str) -> None:
-    done = run(name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"relaygr {name}" in done.stdout
-
-
 # Runs `--help` of the command and of every subcommand, and names each that imported something heavy.
 EVERY_HELP = f"""
 import sys
@@ -96,7 +88,7 @@ def paths(command, path):
 name = sys.argv[1]
 for path in paths(load_command(name), [name]):
     try:
-        app([*path, "--help"], standalone_mode=False)
+        app([*path, "--help"], prog_name="relaygr", standalone_mode=False)
     except SystemExit as end:
         assert not end.code, (path, end.code)
     heavy = [library for library in {FORBIDDEN!r} if library in sys.modules]
@@ -107,10 +99,11 @@ for path in paths(load_command(name), [name]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_and_its_subcommands_imports_nothing_heavy(name: str) -> None:
+def test_every_command_is_where_the_table_says_and_its_helps_import_nothing_heavy(name: str) -> None:
     command = [sys.executable, "-c", EVERY_HELP, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert f"Usage: relaygr {name}" in done.stdout
     answered = [line for line in done.stdout.splitlines() if line.startswith("answered:")]
     assert f"answered: {name}" in answered
     if name == "bench":
