@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr.bench.path.__main__ import trace_request
+from relaygr.bench.path.__main__ import time_hits, trace_request
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +38,9 @@ def test_the_path_goes_from_the_loop_over_handler_and_executor_to_the_finished_o
     assert {"ConsumerLoop._receive", "WorkerHandler.on_message", "Executor.step", "PrefixCache.acquire"} <= called
     assert {"ConsumerLoop.finish", "WatermarkTracker.finish"} <= called
     assert not any("bench" in file for file, _ in trace.by_function)
+
+
+def test_the_cpu_time_of_every_hit_is_measured():
+    times_us = time_hits(pause_s=0.001, hits=5)
+    assert len(times_us) == 5
+    assert min(times_us) > 0

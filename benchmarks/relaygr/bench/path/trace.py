@@ -1,19 +1,42 @@
-"""Counts the Python calls of one request, by `sys.setprofile`."""
+"""What is measured of a request: its Python calls, by `sys.setprofile`, or its CPU time."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import relaygr.bench
 
 _BENCHMARKS = str(Path(next(iter(relaygr.bench.__path__))))
 _PRODUCT = "relaygr."
 _MODEL = "relaygr.worker.model."
+
+
+class Probe(Protocol):
+    """Measures what the calling thread does between `begin` and `end`."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class CpuTimes:
+    """The CPU time of the calling thread from each `begin` to its `end`."""
+
+    def __init__(self) -> None:
+        self.took_us: list[float] = []
+        self._began_ns = 0
+
+    def begin(self) -> None:
+        self._began_ns = time.thread_time_ns()
+
+    def end(self) -> None:
+        self.took_us.append((time.thread_time_ns() - self._began_ns) / 1e3)
 
 
 class Trace:

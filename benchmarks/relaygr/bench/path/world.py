@@ -7,6 +7,7 @@ does not move: every run makes the same calls.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.admission.settings import AdmissionSettings
-from relaygr.bench.path.trace import Trace
+from relaygr.bench.path.trace import Probe, Trace
 from relaygr.consumer import ConsumerLoop
 from relaygr.consumer.watermark import WatermarkTracker
 from relaygr.kafka.dead_letters import DeadLetterWriter
@@ -283,21 +284,25 @@ class World:
         history = History(user_id, 1, np.empty(0, "<i8"), _behaviours(HISTORY))
         self.histories.by_user[user_id] = StoredHistory(history, history.chain())
 
-    def rank(self, user_id: str, *, traced: bool = False) -> None:
-        """Adds to the script: the worker receives a ranking request and answers it. `traced`: its calls are counted."""
+    def pause(self, seconds: float) -> None:
+        """Adds a pause to the script."""
+        self._steps.append(partial(time.sleep, seconds))
+
+    def rank(self, user_id: str, probe: Probe | None = None) -> None:
+        """Adds to the script: the worker receives a ranking request and answers it. `probe` measures this."""
         now_us = self.clock.wall_us()
         version = self.histories.by_user[user_id].version
         request = RankingRequest(
             f"r.{user_id}", user_id, now_us, now_us + BUDGET_US, 0, np.arange(CANDIDATES), _behaviours(SUFFIX), version
         )
         headers = RankingHeaders(request.request_id, "gateway", RESULTS, 0, request.deadline_us).encode()
-        if traced:
-            self._steps.append(self.trace.begin)
+        if probe is not None:
+            self._steps.append(probe.begin)
         self._steps.append(partial(self._message, RANKING, user_id, encode(request), headers))
         self._steps.append(self._work)
         self._steps.append(self.producer.deliver)
-        if traced:
-            self._steps.append(self.trace.end)
+        if probe is not None:
+            self._steps.append(probe.end)
         self._steps.append(self.mover.finish)
 
     def run(self) -> list[RankingResult]:
