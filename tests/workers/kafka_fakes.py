@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException
 
 from relaygr.consumer import Received, Token
 from relaygr.schemas.headers import Headers
@@ -81,10 +81,12 @@ class RawMessage:
     """The client's object, of which the handler reads the time stamp. Without one, messages have just been sent."""
 
     offset: int
-    sent_wall_ms: int = 1 << 45
+    sent_wall_ms: int | None = 1 << 45
 
     def timestamp(self) -> tuple[int, int]:
-        return 1, self.sent_wall_ms
+        if self.sent_wall_ms is None:
+            return TIMESTAMP_NOT_AVAILABLE, -1
+        return TIMESTAMP_CREATE_TIME, self.sent_wall_ms
 
 
 def received(
@@ -95,7 +97,7 @@ def received(
     partition: int = 0,
     offset: int = 0,
     received_us: int = 0,
-    sent_wall_ms: int = 1 << 45,
+    sent_wall_ms: int | None = 1 << 45,
 ) -> Received:
     """A message as the handler gets it from the consumer loop."""
     token = Token(topic, partition, offset, 0)

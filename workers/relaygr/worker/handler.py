@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
+
 from relaygr.consumer import Received
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.runtime.clock import Clock
@@ -228,7 +230,9 @@ def _user_of(received: Received) -> str:
 
 def _sent_us(received: Received, now_wall_us: int) -> int:
     """When a request that is not decoded was sent, on the monotonic clock: by the message's time stamp."""
-    _, sent_wall_ms = received.message.timestamp()
+    kind, sent_wall_ms = received.message.timestamp()
+    if kind == TIMESTAMP_NOT_AVAILABLE:
+        return received.received_us
     return received.received_us - max(0, now_wall_us - sent_wall_ms * 1000)
 
 
