@@ -306,7 +306,7 @@ def print_summary(
     table.add_row("Device time, measured / calibrated:")
     for stage, name in stages:
         table.add_row(name, *(f"{each.slowdowns[stage]:.2f}" if stage in each.slowdowns else "-" for each in found))
-    table.add_row("Predicted / measured, P50 (P10 to P90):")
+    table.add_row("Predicted / measured, P10 P50 P90:")
     for stage, name in stages:
         table.add_row(name, *(_ratios(each.ratios.get(stage)) for each in found))
     table.add_section()
@@ -332,7 +332,7 @@ def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
 
 
 def _ratios(ratios: tuple[float, float, float] | None) -> str:
-    return "-" if ratios is None else f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f})"
+    return "-" if ratios is None else " ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _part(count: int, whole: int) -> str:
