@@ -17,8 +17,8 @@ FILES = "files"
 BROKER = "broker"
 JUDGED_FROM = 0.5
 """The part of the run that is warm-up for every series."""
-SETTLE_S = 30.0
-"""The warm-up of each process."""
+SETTLE_S = 150.0
+"""The warm-up of each process: a worker remembers the requests of its last two minutes."""
 LEAST_SPAN_S = 45.0
 """The shortest time of samples of one life that can be judged."""
 _MOST_POINTS = 600
@@ -108,7 +108,7 @@ class Window:
     @classmethod
     def of(cls, run_s: float) -> Window:
         """For a run of `run_s` seconds. The second half of a short run is judged although it shows little."""
-        return cls(JUDGED_FROM * run_s, min(SETTLE_S, 0.05 * run_s), min(LEAST_SPAN_S, 0.1 * run_s))
+        return cls(JUDGED_FROM * run_s, min(SETTLE_S, 0.25 * run_s), min(LEAST_SPAN_S, 0.1 * run_s))
 
 
 def growths(samples: Iterable[Sample], window: Window) -> list[Growth]:

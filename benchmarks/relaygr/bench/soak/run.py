@@ -113,16 +113,16 @@ _CYCLE = (
     (0.32, EventKind.WORKER_KILLED),
     (0.40, EventKind.BROKER_RESTARTED),
     (0.46, EventKind.MODEL_RELOADED),
-    (0.54, EventKind.WORKER_KILLED),
-    (0.56, EventKind.TRIGGER_KILLED),
-    (0.60, EventKind.MODEL_RELOADED),
+    (0.48, EventKind.WORKER_KILLED),
+    (0.53, EventKind.TRIGGER_KILLED),
+    (0.56, EventKind.WORKER_KILLED),
     (0.66, EventKind.MODEL_RELOADED),
-    (0.74, EventKind.WORKER_KILLED),
+    (0.73, EventKind.MODEL_RELOADED),
     (0.80, EventKind.MODEL_RELOADED),
     (0.86, EventKind.MODEL_RELOADED),
     (0.92, EventKind.MODEL_RELOADED),
 )
-"""The events of a cycle by the part of it that is over. The last life is long, with several reloads."""
+"""The events of a cycle by the part of it that is over. The last life of a worker is long, with several reloads."""
 _LEAST_GAP_S = {
     EventKind.WORKER_KILLED: 30.0,
     EventKind.TRIGGER_KILLED: 15.0,
