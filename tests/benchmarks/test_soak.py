@@ -30,7 +30,7 @@ from relaygr.worker.supervisor.policy import SupervisorSettings
 MIB = 1 << 20
 RUN_S = 600
 WINDOW = Window.of(RUN_S)
-KILLS_S = (90, 200, 324, 444)
+KILLS_S = (84, 192, 288, 336)
 STEP_MIB = 40.0
 NOISE_MIB = 1.0
 

@@ -15,7 +15,7 @@ Every second the benchmark samples memory, file descriptors and threads of each 
 store, of the shared memory and of the logs; every five seconds it reads the metrics of each process.
 
 **Flat.** A *life* is one process in one role. Growth is the median of the slopes between all pairs of samples of one
-life (Theil and Sen), pooled over the lives in the second half of the run, without the first 150 s of each life. Steps
+life (Theil and Sen), pooled over the lives after the first 30 % of the run, without the first 150 s of each life. Steps
 between lives do not count, and noise and single steps change the median little. Files outlive processes, so each
 is one life. A series is flat if it grows by no more than its bound a minute. The broker is sampled and not judged.
 

@@ -15,7 +15,7 @@ from relaygr.demo.processes import Reading
 FILES = "files"
 """The process of samples that no single process owns: files, which outlive processes."""
 BROKER = "broker"
-JUDGED_FROM = 0.5
+JUDGED_FROM = 0.3
 """The part of the run that is warm-up for every series."""
 SETTLE_S = 150.0
 """The warm-up of each process: a worker remembers the requests of its last two minutes."""
@@ -107,7 +107,7 @@ class Window:
 
     @classmethod
     def of(cls, run_s: float) -> Window:
-        """For a run of `run_s` seconds. The second half of a short run is judged although it shows little."""
+        """For a run of `run_s` seconds. The end of a short run is judged although it shows little."""
         return cls(JUDGED_FROM * run_s, min(SETTLE_S, 0.25 * run_s), min(LEAST_SPAN_S, 0.1 * run_s))
 
 

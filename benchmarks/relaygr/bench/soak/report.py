@@ -56,7 +56,7 @@ def print_verdicts(console: Console, found: Sequence[Growth], sums: Sequence[Acc
     and the first ones.
     """
     wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
-    growth = Table(title="Growth a minute in the second half, without the warm-up of each process")
+    growth = Table(title="Growth a minute after the first 30 %, without the warm-up of each process")
     for name in ("resource", "process", "at the end", "growth", "bound", ""):
         growth.add_column(name, justify="left" if name in ("resource", "process") else "right")
     for resource, bound in BOUNDS.items():
