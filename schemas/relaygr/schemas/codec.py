@@ -228,7 +228,7 @@ def _unpack_body(packed: memoryview) -> Any:
     except ValueError:
         # Either the bytes are invalid, or a map or list is longer: the next lines find out.
         pass
-    _check_entries(packed)
+    check_entries(packed, MAX_ENTRIES)
     return _unpack_bounded(packed, MAX_MAP_ENTRIES, MAX_LIST_ENTRIES)
 
 
@@ -266,8 +266,8 @@ _LISTS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
 _MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
-def _check_entries(packed: memoryview) -> None:
-    """Reads the headers only. Raises ValueError if all maps and lists together claim more than `MAX_ENTRIES`.
+def check_entries(packed: memoryview, most: int) -> None:
+    """Reads the headers only. Raises ValueError if all maps and lists together claim more than `most` entries.
 
     It ends at the first header that msgpack refuses.
     """
@@ -289,8 +289,8 @@ def _check_entries(packed: memoryview) -> None:
             at += length
             continue
         claimed += length
-        if claimed > MAX_ENTRIES:
-            raise ValueError(f"maps and lists of more than {MAX_ENTRIES} entries")
+        if claimed > most:
+            raise ValueError(f"maps and lists of more than {most} entries")
         unread += 2 * length if code in _MAPS else length
 
 

@@ -428,6 +428,10 @@ class WorkerStatus:
         UInt("µs"),
         "hint of overload: the time that a new request needs because of admitted work; absent: not known",
     ] = None
+    host: Annotated[str | None, Text(255), "name of the worker's machine"] = None
+    metrics_url: Annotated[
+        str | None, Text(255), "the worker's page `/metrics`; a loopback address is meant on the machine `host`"
+    ] = None
 
 
 Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus

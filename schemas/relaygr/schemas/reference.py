@@ -42,6 +42,15 @@ HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+_OTHER_LANGUAGES = """\
+[asyncapi.json](asyncapi.json) describes topics, headers and messages (AsyncAPI 3). The package ships test vectors in
+`schemas/relaygr/schemas/vectors/wire.json`: the bytes of each message, bytes that a reader refuses, each step of three
+digest chains, and the partitions of 50 user ids. Write what your implementation computes into a file of the same form,
+and check it with `python -m relaygr.schemas.vectors --against FILE`. Gateways of one file, which send an impression and
+read its result: [Python](examples/gateway.py) without this package, [Java](examples/Gateway.java) with kafka-clients
+alone (tests run both), and [Go](examples/gateway.go), which was not run."""
+
+
 def reference() -> str:
     """The whole page, Markdown."""
     return "\n".join(_lines()) + "\n"
@@ -61,6 +70,10 @@ def _lines() -> Iterator[str]:
     yield f"{codec.MAX_TEXT_BYTES:,} bytes in a text."
     yield ""
     yield "Decode reasons: " + ", ".join(f"`{reason}`" for reason in codec.DecodeReason) + "."
+    yield ""
+    yield "## Other languages"
+    yield ""
+    yield _OTHER_LANGUAGES
     yield ""
     yield "## Topics"
     yield ""
