@@ -29,13 +29,13 @@ from relaygr.kafka.clients import (
     ProducerKind,
     make_assigned_consumer,
     make_producer,
-    report_retries,
     require_broker,
 )
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.rights import Role, require_rights
 from relaygr.kafka.settings import KafkaSettings, SecurityProtocol
+from relaygr.kafka.statistics import KafkaStatistics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import codec
 from relaygr.schemas.codec import DecodeError, DecodeReason
@@ -73,8 +73,10 @@ class GatewayLink:
         results_partition: int | None,
         ledger: Ledger,
         metrics: GatewayMetrics,
+        statistics: KafkaStatistics,
     ) -> None:
         self._kafka = kafka
+        self._reporting = statistics.options(kafka.statistics_interval_ms)
         self._gateway_id = gateway_id
         self._client_id = f"relaygr-gateway-{gateway_id}"
         self._wanted_partition = results_partition
@@ -105,7 +107,7 @@ class GatewayLink:
                 ProducerKind.LATENCY,
                 self._client_id,
                 self._on_error,
-                report_retries(self._metrics.librdkafka_retries.inc),
+                self._reporting,
             )
             warm_up(self._producer, self._ranking_topic, self._kafka.connect_timeout_s)
             self.events.start()
@@ -165,7 +167,9 @@ class GatewayLink:
         self.results_partition = partition
 
     def _position(self) -> None:
-        self._consumer = make_assigned_consumer(self._kafka, self._client_id, self._on_error, QUICK_RECONNECT)
+        self._consumer = make_assigned_consumer(
+            self._kafka, self._client_id, self._on_error, {**QUICK_RECONNECT, **self._reporting}
+        )
         end = self._end_of_results(self._consumer)
         self._consumer.assign([TopicPartition(self._results_topic, self.results_partition, end)])
 

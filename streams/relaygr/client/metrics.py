@@ -101,11 +101,6 @@ class GatewayMetrics:
         self.retries = Counter(
             "relaygr_gateway_retries_total", "Requests sent again after a failed delivery", registry=registry
         )
-        self.librdkafka_retries = Counter(
-            "relaygr_gateway_librdkafka_retries_total",
-            "Requests that librdkafka sent again by itself, within 500 ms",
-            registry=registry,
-        )
         self.in_flight = Gauge(
             "relaygr_gateway_in_flight_requests", "Requests that are not answered or lost yet", registry=registry
         )

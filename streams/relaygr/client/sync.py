@@ -46,6 +46,7 @@ from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
 from relaygr.client.settings import ClientSettings
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import MAX_BUDGET_MS, History, RankingRequest, RetrievalEvent
@@ -82,7 +83,8 @@ class RelayClient:
         self._ids = RequestIds(gateway_id, self._clock)
         metrics = gateway_metrics(registry)
         self._ledger = Ledger(self._settings, self._clock, metrics, on_late, on_lost)
-        self._link = GatewayLink(kafka, gateway_id, self._settings.results_partition, self._ledger, metrics)
+        partition, statistics = self._settings.results_partition, kafka_statistics(registry)
+        self._link = GatewayLink(kafka, gateway_id, partition, self._ledger, metrics, statistics)
         self._state = _State.NEW
         self._lifecycle = threading.Lock()
 

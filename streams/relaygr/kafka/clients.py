@@ -11,11 +11,10 @@ client.
 from __future__ import annotations
 
 import enum
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -113,7 +112,6 @@ _CONSUMER: Final[dict[str, Any]] = {
     # Leaves room for a message of the largest size.
     "fetch.max.bytes": max(LARGEST_MESSAGE_BYTES, 16 * 1024 * 1024),
     "isolation.level": "read_uncommitted",
-    "statistics.interval.ms": 5000,
 }
 
 _GROUP: Final[dict[str, Any]] = {
@@ -122,6 +120,13 @@ _GROUP: Final[dict[str, Any]] = {
     "enable.auto.offset.store": False,
     "auto.commit.interval.ms": 1000,
 }
+
+_REBALANCE_MS: Final = 30_000
+"""How long a rebalance may wait for a member, and how long a member waits for the answer to its request to join.
+
+librdkafka's default is five minutes. For so long a member was without partitions after a broker had been restarted,
+since no answer came. No member polls less often: the watchdogs end a process whose poll thread stands still for 20 s.
+"""
 
 _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.auto.commit": False}
 
@@ -183,25 +188,6 @@ def make_admin(kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | N
     return AdminClient(_config(kafka, client_id, on_error))
 
 
-def report_retries(count: Callable[[int], None]) -> dict[str, Any]:
-    """Options of a producer that pass the number of messages that librdkafka sent again to `count`, every 5 s.
-
-    librdkafka has no such counter: it is the difference of messages sent and messages that were sent at least once.
-    """
-    reported = 0
-
-    def read(statistics: str) -> None:
-        nonlocal reported
-        topics = json.loads(statistics)["topics"].values()
-        partitions = [partition for topic in topics for partition in topic["partitions"].values()]
-        again = sum(each["txmsgs"] - each["msgs"] + each["msgq_cnt"] + each["xmit_msgq_cnt"] for each in partitions)
-        if again > reported:
-            count(again - reported)
-            reported = again
-
-    return {"statistics.interval.ms": 5000, "stats_cb": read}
-
-
 def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:
     """The cluster's metadata. Raises RelayError with the address and the cause after `connect_timeout_s`.
 
@@ -252,9 +238,12 @@ def _consumer(kafka: KafkaSettings) -> dict[str, Any]:
 
 def _membership(kafka: KafkaSettings) -> dict[str, Any]:
     """The group protocol's settings. With the consumer protocol, the broker sets session time-out and heartbeat."""
+    # librdkafka refuses a session that is longer.
+    rebalance = {"max.poll.interval.ms": max(_REBALANCE_MS, kafka.session_timeout_ms)}
     if kafka.group_protocol is GroupProtocol.CONSUMER:
-        return {"group.protocol": "consumer", "group.remote.assignor": ASSIGNOR}
+        return {"group.protocol": "consumer", "group.remote.assignor": ASSIGNOR, **rebalance}
     return {
+        **rebalance,
         "group.protocol": "classic",
         "partition.assignment.strategy": ASSIGNOR,
         "session.timeout.ms": kafka.session_timeout_ms,

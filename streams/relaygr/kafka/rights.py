@@ -33,6 +33,7 @@ class Role(enum.StrEnum):
     TRIGGER = "trigger"
     WORKER = "worker"
     LAG = "lag"
+    UI = "ui"
     HISTORY_PUBLISHER = "history-publisher"
     ADMIN = "admin"
 
@@ -86,6 +87,9 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.DEAD_LETTERS: ("Write",),
     },
     Role.LAG: dict.fromkeys((Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.OVERFLOW), ("Read",)),
+    Role.UI: dict.fromkeys(
+        (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
+    ),
     Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
@@ -112,6 +116,7 @@ def _groups_of(role: Role, kafka: KafkaSettings) -> dict[str, tuple[str, ...]]:
         Role.TRIGGER: {kafka.trigger_group: ("Read",), **unjoined},
         Role.WORKER: {kafka.workers_group: ("Read",), **unjoined},
         Role.LAG: dict.fromkeys(measured, ("Describe",)),
+        Role.UI: dict.fromkeys(measured, ("Describe",)),
     }
     return groups.get(role, {})
 

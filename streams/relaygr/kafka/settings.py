@@ -152,6 +152,14 @@ class KafkaSettings(Section):
     connect_timeout_s: Annotated[
         float, Field(gt=0, le=600, description="how long a process waits for the cluster at its start")
     ] = 4.0
+    statistics_interval_ms: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=3_600_000,
+            description="how often Kafka clients report round trips, queues and retries as metrics; 0: never",
+        ),
+    ] = 15_000
     dead_letter_bodies: bool = Field(
         False,
         description="dead letters hold key, value and headers of the original message; "

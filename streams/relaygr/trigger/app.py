@@ -32,6 +32,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_producer, require_broker
 from relaygr.kafka.dead_letters import DeadLetterWriter
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
@@ -150,7 +151,8 @@ class TriggerApp:
         )
         self._jobs_topic = kafka.topic(Topic.PREINFER)
         name = settings.instance_id
-        self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error)
+        reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
+        self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
         self._dead_letters = DeadLetterWriter(kafka, name, self._clock)
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
@@ -160,7 +162,7 @@ class TriggerApp:
         self._app = make_app(kafka)
         self._events = self._app.channel()
         self._app.agent(self._events, concurrency=1)(self._consume)
-        self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error)
+        self._feed = EventFeed(kafka, f"{name}-events", self._on_partitions, self._on_client_error, reporting)
         topics = [kafka.topic(Topic.RETRIEVAL), kafka.topic(Topic.PREINFER)]
         self._watch = ClusterWatch(self._producer.list_topics, topics, kafka.partitions, self._clock)
         self._stopping = threading.Event()

@@ -25,7 +25,7 @@ from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Me
 from faust.app.base import BootStrategy
 
 from relaygr.kafka.client_errors import GROUP_REFUSALS, ErrorCallback, cause_of
-from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.clients import Options, make_group_consumer
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
@@ -87,13 +87,17 @@ class EventFeed:
         client_id: str,
         on_partitions: Callable[[frozenset[int]], None],
         on_error: ErrorCallback,
+        options: Options | None = None,
     ) -> None:
-        """`on_partitions` gets all partitions that this process owns, after each change. No network yet."""
+        """`on_partitions` gets all partitions that this process owns, after each change. `options`: librdkafka's, which
+        override ours. No network yet."""
         self._topic = kafka.topic(Topic.RETRIEVAL)
         self._is_incremental = kafka.group_protocol is GroupProtocol.CONSUMER
         self._on_partitions = on_partitions
         self._partitions: frozenset[int] = frozenset()
-        self._consumer = make_group_consumer(kafka, kafka.trigger_group, client_id, on_error=on_error, options=_OPTIONS)
+        self._consumer = make_group_consumer(
+            kafka, kafka.trigger_group, client_id, on_error=on_error, options={**_OPTIONS, **(options or {})}
+        )
         self._stopping = False
         self.delivered = 0
         """Events put into the channel so far."""

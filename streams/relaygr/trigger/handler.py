@@ -137,11 +137,11 @@ class EventHandler:
             return TriggerDecision(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
         if not self._enabled:
             return TriggerDecision(DecisionReason.DISABLED, age_us=age_us)
-        decision = self._admission(event, partition, now_us)
+        decision = self.admit(event, partition, now_us)
         if not decision.admit:
             return TriggerDecision(decision.reason, age_us=age_us)
         try:
-            return TriggerDecision(decision.reason, job=encode(_job(event, now_us)), age_us=age_us)
+            return TriggerDecision(decision.reason, job=encode(job_of(event, now_us)), age_us=age_us)
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
@@ -164,7 +164,8 @@ class EventHandler:
             )
         return None
 
-    def _admission(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
+    def admit(self, event: RetrievalEvent, partition: int, now_us: int) -> Decision:
+        """The decision about an event of this partition, at this wall time."""
         owner = self._fleet.owner_of(partition, now_us)
         impression = ImpressionFacts.of(event)
         if owner is None:
@@ -188,7 +189,8 @@ class EventHandler:
         return decision
 
 
-def _job(event: RetrievalEvent, now_us: int) -> PreInferJob:
+def job_of(event: RetrievalEvent, now_us: int) -> PreInferJob:
+    """The job of an event that was admitted at this wall time."""
     return PreInferJob(
         request_id=event.request_id,
         user_id=event.user_id,
