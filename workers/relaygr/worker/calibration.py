@@ -24,18 +24,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from relaygr.admission.latency import AppendPoint, LatencyModel, RankPoint, ReloadPoint, fit
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
-from relaygr.worker.measuring import EngineMeter, rest_between_requests
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
+
+if TYPE_CHECKING:
+    # A calibration file can be read without torch.
+    from relaygr.worker.measuring import EngineMeter
 
 _MUST_AGREE = (
     "model_revision",
@@ -110,6 +112,8 @@ class _File(BaseModel):
 
 def describe(engine: Engine) -> MachineDescription:
     """The present machine and engine."""
+    import torch
+
     return MachineDescription(
         model_revision=engine.revision,
         device=engine.device.name,
@@ -129,13 +133,15 @@ def calibrate(
     budget_s: float = QUICK_BUDGET_S,
     on_progress: Progress = lambda _share, _text: None,
     timer_ns: Callable[[], int] = time.perf_counter_ns,
-    rest: Callable[[], None] = rest_between_requests,
+    rest: Callable[[], None] | None = None,
 ) -> Calibration:
     """Measures for about `budget_s`, at least the shortest lengths, and fits. Overwrites the arena's first pages.
 
-    `rest` is called before each pass that a request or a job would begin.
+    `rest` is called before each pass that a request or a job would begin; without one, the pass follows a short pause.
     """
-    run = _CalibrationRun(engine, timer_ns, rest)
+    from relaygr.worker.measuring import EngineMeter, rest_between_requests
+
+    run = _CalibrationRun(engine, EngineMeter(engine, timer_ns, rest or rest_between_requests))
     end_ns = timer_ns() + int(budget_s * 1e9)
     lengths = run.lengths()
     reload = run.measure_reload()
@@ -163,9 +169,9 @@ def calibrate(
 class _CalibrationRun:
     """The measurements of one engine, grouped by point."""
 
-    def __init__(self, engine: Engine, timer_ns: Callable[[], int], rest: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, meter: EngineMeter) -> None:
         self._engine = engine
-        self._meter = EngineMeter(engine, timer_ns, rest)
+        self._meter = meter
         self._candidates = sorted({min(count, engine.limits.max_candidates) for count in _CANDIDATES})
         self.forget()
 

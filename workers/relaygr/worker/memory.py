@@ -52,9 +52,9 @@ def forward_bytes(engine: Engine, settings: WorkerSettings) -> int:
     return max(engine.scratch_bytes(chunk, 0), engine.scratch_bytes(0, rows))
 
 
-def process_bytes(loaded_on_host: int) -> int:
-    """Present resident memory of this process, without `loaded_on_host` bytes that are counted elsewhere."""
-    return max(0, psutil.Process().memory_info().rss - loaded_on_host)
+def process_bytes() -> int:
+    """Present resident memory of this process. Measured before the weights are loaded, which are counted elsewhere."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def require_host_memory(plan: MemoryPlan, device_is_host: bool, taken_bytes: int = 0) -> None:

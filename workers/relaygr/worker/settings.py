@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +49,12 @@ class WorkerSettings(Section):
     compute_dtype: ComputeDtype = Field(ComputeDtype.FLOAT32, description="element type of the model's products")
     cuda_graphs: bool = Field(
         False, description="run forwards of sizes seen before from captured CUDA graphs; not measured on hardware yet"
+    )
+    device_table_bytes: ByteSize = Field(
+        ByteSize(4096 * _MIB),
+        ge=0,
+        description="the largest embedding table in device memory; a larger one stays in host memory, mapped from its "
+        "file, and the rows of a batch are copied",
     )
     hbm_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=_MIB, description="size of the HBM tier")
     dram_bytes: ByteSize = Field(ByteSize(1024 * _MIB), ge=0, description="size of the DRAM tier; 0: none")
@@ -223,6 +230,18 @@ class WorkerSettings(Section):
     http_port: Annotated[
         int, Field(ge=0, le=65535, description="port of /metrics, /healthz and /readyz; 0: any free port")
     ] = 0
+    metrics_url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://[!-~]{1,240}$",
+            description="address of /metrics in the worker's status, for `relaygr ui`; none: http_host and the port",
+        ),
+    ] = None
+
+    def metrics_url_at(self, port: int) -> str:
+        """The address of the page `/metrics` that is served on `port`."""
+        host = socket.gethostname() if self.http_host in ("0.0.0.0", "::", "") else self.http_host
+        return self.metrics_url or f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
 
     def mixes_chunks(self, on_cpu: bool) -> bool:
         """Whether pre-infer chunks and ranking requests share forwards on this kind of device."""

@@ -1,7 +1,26 @@
 """Prefix cache: pages of K,V in two tiers, found by identity, protected by pins and leases.
 
-Metadata (`cache`, `ledger`, `metadata`, `transfers` and their helpers: no torch, no clock) and bytes (`arena`, `codec`)
-do not import each other. `copies` is the contract between them, and `build` puts both together.
+    cache         `PrefixCache` and `Fill`: look-up, release, reserve, publish, leases, removal
+    transfers     reloads and spills, the break-even rule, the spill gate
+    ledger        both tiers under one lock, with counters, events and pending prefixes
+    metadata      entries and pages of one tier, pins, work in flight, evictions
+    entries       entries and their states, pins, handles, leases
+    identity      which cached prefix may serve which request
+    policies      eviction policies
+    results       answers of the cache, and the reasons by which it counts them
+    events        events for a listener; the journal of a DRAM tier that outlives the process
+    stats         counters and their metrics
+    admin         requests of operators: reports, drops, limits
+    trace         traces of cache operations
+    invariants    recounts a cache, for tests and replays
+    copies        copies between the tiers: request, queue, forecast; contract of the mover
+    mover         the threads that copy
+    arena, codec  bytes of the pages; K,V in fewer bits for DRAM
+    build         builds a cache for a device
+
+The executor and the poll thread call `PrefixCache`. Metadata (`cache`, `ledger`, `metadata`, `transfers` and their
+helpers: no torch, no clock) and bytes (`arena`, `codec`) do not import each other. `copies` is the contract between
+them, and `build` puts both together.
 """
 
 from relaygr.worker.cache.cache import CacheConfig, Fill, PrefixCache

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from relaygr.runtime.clock import Clock
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PageCopy, PrefixCache, Tier
 from relaygr.worker.cache.results import PageArray
-from relaygr.worker.device import Device, Event
 from relaygr.worker.executor.admission import JobAdmission
 from relaygr.worker.executor.order import Scheduler, WorkClass
 from relaygr.worker.executor.plan import Chunking, ExpectedArrivals, chunk_bound_us
@@ -32,6 +31,10 @@ from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    # The simulation runs the executor without torch.
+    from relaygr.worker.device import Device, Event
 
 W = TypeVar("W")
 

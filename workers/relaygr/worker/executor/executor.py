@@ -155,6 +155,8 @@ class Executor:
         LEFT: the next piece of device work may take longer than `longest_us`, and was not begun.
         """
         context, prefixes, backlog = self._context, self._prefixes, self.backlog
+        if backlog.idle_since_us is not None:
+            backlog.wake(self._parts.clock.monotonic_us())
         backlog.looking_up_since_us, looked_up = 0, backlog.looked_up
         self.take_mail()
         now_us = context.last_progress_us = self._parts.clock.monotonic_us()
@@ -177,7 +179,7 @@ class Executor:
         if work is None:
             if self._mailbox:
                 return 0
-            backlog.rest()
+            backlog.rest(now_us)
             return 0 if self._warm_ups.begin_next(now_us) else self._idle_us(now_us)
         if longest_us < math.inf:
             device_us = work.remaining_us
@@ -189,7 +191,7 @@ class Executor:
         work_class = work.work_class
         if work_class is WorkClass.WARM_UP:
             # The device counts as idle, since warm-up delays nobody.
-            backlog.rest()
+            backlog.rest(now_us)
         elif backlog.busy_since_us is None:
             backlog.busy_since_us = now_us
         if isinstance(work, RankingWork):

@@ -45,10 +45,12 @@ _MAX_PACE = 8.0
 _MISS_STEP = 0.05
 _MISS_SHARE = 0.01
 _MAX_CAUTION = 1.5
-_LEAST_PATIENCE = 0.5
+_LEAST_PATIENCE = 0.25
 _IMPATIENT_STEP = 0.02
 _PATIENT_STEP = 0.005
 """With these steps patience falls where more than a fifth of the requests are refused."""
+_PATIENCE_PER_IDLE_S = 1.0
+"""A second without work restores patience, however few requests a worker answers in it."""
 
 
 class WorkClass(enum.StrEnum):
@@ -94,7 +96,8 @@ class Backlog:
         falls with each that was, so that about `_MISS_SHARE` of them are missed when there is no room to spare."""
         self.patience = 1.0
         """The largest part of its time, from when it was sent, that a new request may wait: on its way here and for
-        admitted work. It falls with each request that is refused or missed, and rises with each that is answered."""
+        admitted work. It falls with each request that is refused or missed, and rises with each that is answered and
+        while the device thread rests."""
         self.own_us = dict.fromkeys(Path, 0.0)
         """The worker's own time of a request: of its device thread, outside of forwards."""
         self.answer_us = 0.0
@@ -116,6 +119,8 @@ class Backlog:
         """Requests that the device thread has taken out of the mailbox."""
         self.looking_up_since_us = 0
         """When the first request of this step was looked up; 0 if none was."""
+        self.idle_since_us: int | None = None
+        """Since when the device thread has had nothing to do; None while it has."""
         self._by_deadline: list[tuple[float, int, float]] = []
         self._entries: dict[int, tuple[float, int, float]] = {}
 
@@ -228,10 +233,17 @@ class Backlog:
         self.pace += _PACE_WEIGHT * (sample - self.pace)
         self.busy_since_us, self.done_us = now_us, 0.0
 
-    def rest(self) -> None:
+    def rest(self, now_us: int) -> None:
         """Notes that the device thread has nothing to do, so nothing slows it down."""
-        self.busy_since_us, self.done_us = None, 0.0
+        self.busy_since_us, self.done_us, self.idle_since_us = None, 0.0, now_us
         self.pace += _PACE_WEIGHT * (1.0 - self.pace)
+
+    def wake(self, now_us: int) -> None:
+        """Notes that the device thread, which rested, looks for work again."""
+        if self.idle_since_us is not None:
+            idle_s = (now_us - self.idle_since_us) / 1e6
+            self.patience = min(1.0, self.patience + _PATIENCE_PER_IDLE_S * idle_s)
+            self.idle_since_us = None
 
     def missed(self) -> None:
         """Notes that an admitted request was answered late, or not at all because it would have been late."""

@@ -25,6 +25,7 @@ import enum
 from bisect import insort
 from collections import deque
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -46,13 +47,16 @@ from relaygr.worker.cache import (
     Purpose,
 )
 from relaygr.worker.cache.identity import common_behaviours
-from relaygr.worker.device import Event
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.executor.plan import Chunking
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, RankingWork, ResolvedPrefix
 from relaygr.worker.metrics import DiscardedWork
 from relaygr.worker.model.interface import PrefixChunk
+
+if TYPE_CHECKING:
+    # The simulation runs the executor without torch.
+    from relaygr.worker.device import Event
 
 log = structlog.get_logger()
 

@@ -133,6 +133,9 @@ class ModelConfig(Part):
     ] = ()
     readout_hidden: Annotated[tuple[Size, ...], Field(max_length=8)] = ()
     readout_activation: ReadoutActivation = ReadoutActivation.SILU
+    readout_hidden_norm: bool = Field(
+        False, description="a LayerNorm before each activation of the task MLP; swish_norm has its own"
+    )
     readout_item_hidden: Annotated[
         int, Field(ge=1, le=65_536, description="width inside the item MLP of the read-out item_product")
     ] = 512
@@ -188,6 +191,8 @@ class ModelConfig(Part):
             raise ValueError("inputs interleaved needs num_actions")
         if self.readout is ReadoutForm.ITEM_PRODUCT and self.inputs is not InputForm.DLRM:
             raise ValueError("readout item_product reads the tables of inputs dlrm")
+        if self.readout_hidden_norm and self.readout_activation is ReadoutActivation.SWISH_NORM:
+            raise ValueError("readout_hidden_norm: the activation swish_norm has a norm of its own")
         if (self.time_encoding is TimeEncoding.NONE) != (self.num_times == 0):
             raise ValueError("num_times and time_encoding go together: set both or neither")
         if self.position_origin is PositionOrigin.END and not self.num_positions:

@@ -1,14 +1,30 @@
-"""Builds the engine of a checkpoint on a device, for one element type of stored K,V."""
+"""Builds the engine of a checkpoint on a device, for one element type of stored K,V; and the engine without a model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.base_engine import BaseEngine
 from relaygr.worker.model.checkpoint import Checkpoint, load_checkpoint
-from relaygr.worker.model.interface import Engine
-from relaygr.worker.model.null_engine import NullEngine
+from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
+from relaygr.worker.model.inputs.tokens import Column, no_tokens
+from relaygr.worker.model.interface import (
+    Engine,
+    Int32Array,
+    Int64Array,
+    PrefixChunk,
+    PrefixInputs,
+    RankInputs,
+    RankOutputs,
+)
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype, Family
 from relaygr.worker.model.paged_engine import PagedEngine
 
@@ -21,16 +37,18 @@ def load_engine(
     threads: int | None = None,
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     graphs: bool = False,
+    device_table_bytes: int = DEVICE_TABLE_BYTES,
 ) -> Engine:
     """An engine for the checkpoint folder `path`, on the device that the setting names (`open_device`).
 
-    `threads`: CPU threads of one operator, process-wide; None keeps torch's default. Raises RelayError if the
+    `threads`: CPU threads of one operator, process-wide; None keeps torch's default. `device_table_bytes`: larger
+    tables stay in host memory. Raises RelayError if the
     checkpoint is missing or broken, or the device is missing.
     """
     if threads is not None:
         set_threads(threads)
     opened = open_device(device)
-    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype, graphs)
+    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype, graphs, device_table_bytes)
 
 
 def build_engine(
@@ -40,8 +58,73 @@ def build_engine(
     page_tokens: int,
     compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
     graphs: bool = False,
+    device_table_bytes: int = DEVICE_TABLE_BYTES,
 ) -> Engine:
     """An engine for a checkpoint in memory. `graphs`: run forwards from captured graphs (`graphs.py`)."""
     if checkpoint.config.family is Family.NULL:
         return NullEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
-    return PagedEngine(checkpoint, device, kv_dtype, page_tokens, compute_dtype, graphs=graphs)
+    return PagedEngine(
+        checkpoint,
+        device,
+        kv_dtype,
+        page_tokens,
+        compute_dtype,
+        graphs=graphs,
+        device_table_bytes=device_table_bytes,
+    )
+
+
+def null_scores(items: Int64Array, num_tasks: int) -> NDArray[np.float32]:
+    """float32 [items, num_tasks]: 24 bits of Fibonacci hashing of id + task."""
+    mixed = (items[:, None] + np.arange(num_tasks)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(40)) / np.float32(2**24)).astype(np.float32)
+
+
+class NullEngine(BaseEngine):
+    """Computes nothing, to measure the pipeline around the model. It needs no weights.
+
+    Prefixes take as many pages as those of a real model, but nothing is written to them. The score of a candidate is a
+    fixed function of its item id, in [0, 1), so that a test notices when two answers are exchanged.
+    """
+
+    backend = "none"
+    passes_to_warm = 0
+
+    def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:  # noqa: ARG002 - it holds no rows
+        return 0
+
+    def bind(self, arena: torch.Tensor) -> None:
+        if arena.shape[1:] != (self.geometry.page_bytes,):
+            raise ValueError(f"arena is {list(arena.shape)}, not [num_pages, {self.geometry.page_bytes}]")
+
+    def shown_features(self, features: Int64Array, behaviours: int, candidates: int) -> Int64Array:  # noqa: ARG002
+        return features
+
+    def prefix_inputs(
+        self,
+        features: Int64Array,  # noqa: ARG002
+        behaviours: Behaviours,
+        query_time_ms: int = 0,  # noqa: ARG002
+    ) -> PrefixInputs:
+        self._check_prefix(behaviours)
+        return PrefixInputs(no_tokens(self.layout.tokens(len(behaviours))), 0)
+
+    def rank_inputs(
+        self,
+        prefix_tokens: int,
+        pages: Int32Array,
+        suffix: Behaviours,
+        candidates: Int64Array,
+        query_time_ms: int = 0,  # noqa: ARG002
+        prefix_timestamps_ms: Int64Array | None = None,  # noqa: ARG002
+    ) -> RankInputs:
+        self._check_request(suffix, candidates)
+        rows = no_tokens(candidates.size)
+        rows[:, Column.CONTENT] = candidates
+        return RankInputs(prefix_tokens, pages, rows, 0, int(candidates.size), 0)
+
+    def forward(self, chunks: Sequence[PrefixChunk], requests: Sequence[RankInputs]) -> list[RankOutputs]:
+        for chunk in chunks:
+            if self.geometry.pages_for(chunk.end) > len(chunk.pages):
+                raise ValueError(f"{chunk.end} tokens do not fit into {len(chunk.pages)} pages")
+        return [RankOutputs(null_scores(request.rows[:, Column.CONTENT], self.num_tasks)) for request in requests]

@@ -21,7 +21,15 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.fused import FusedOutput, OutputShape, fused_output, input_norm
-from relaygr.worker.model.layer_parts import Attend, HeadNorm, LayerNorm, RowFunction, added_product
+from relaygr.worker.model.layer_parts import (
+    AddedProduct,
+    Attend,
+    HeadNorm,
+    LayerNorm,
+    RowFunction,
+    added_product,
+    product,
+)
 from relaygr.worker.model.options import Activated, OutputForm
 
 OutputFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -83,8 +91,9 @@ class Projection:
     ) -> None:
         """`activates_u` false: the layer's output applies SiLU to U."""
         dtype = options.compute_dtype
-        self._weight = weight.to(dtype)
-        self._bias = bias.to(dtype) if bias is not None else self._weight.new_zeros(weight.shape[1])
+        self._product = product(
+            weight.to(dtype), (weight.new_zeros(weight.shape[1]) if bias is None else bias).to(dtype)
+        )
         self._heads = options.num_heads
         u = options.num_heads * options.hidden_dim
         qk = options.num_heads * options.attention_dim
@@ -94,7 +103,7 @@ class Projection:
 
     def __call__(self, x: torch.Tensor) -> Projected:
         """x [rows, D] of the compute type."""
-        z = torch.addmm(self._bias, x, self._weight)
+        z = self._product(x)
         F.silu(z[:, self._activated], inplace=True)
         u, v, q, k = torch.split(z, self._split, dim=1)
         return Projected(u, self._by_head(v), self._by_head(q), self._by_head(k))
@@ -103,49 +112,22 @@ class Projection:
         return block.view(block.shape[0], self._heads, block.shape[1] // self._heads)
 
 
-class GatedOutput:
-    """y = x + (U * norm(A)) Wo [+ bo]"""
+class PlainOutput:
+    """y = x + read Wo [+ bo]; the form defines `read`."""
 
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._norm = norm
-        self._product = added_product(weight, dtype, bias)
-
-    def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self._norm(a).mul_(u))
-
-
-class ConcatenatedOutput:
-    """y = x + [U, A, U * norm(A)] Wo [+ bo], as three products, which avoids the concatenation."""
-
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        of_u, of_a, of_gated = weight.chunk(3)
-        self._gated = GatedOutput(norm, of_gated, bias, dtype)
-        self._of_u, self._of_a = added_product(of_u, dtype), added_product(of_a, dtype)
-
-    def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        return self._of_a.add_to(self._of_u.add_to(self._gated(x, u, a), u), a)
-
-
-class ConcatenatedNormOutput:
-    """y = x + [U, norm(A), U * norm(A)] Wo [+ bo], as three products."""
-
-    def __init__(self, norm: RowFunction, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        of_u, of_normal, of_gated = weight.chunk(3)
-        self._norm = norm
-        self._of_u, self._of_normal = added_product(of_u, dtype), added_product(of_normal, dtype)
-        self._of_gated = added_product(of_gated, dtype, bias)
+    def __init__(self, form: OutputForm, norm: RowFunction, product: AddedProduct) -> None:
+        self._form, self._norm, self._product = form, norm, product
 
     def __call__(self, x: torch.Tensor, u: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         normal = self._norm(a)
-        y = self._of_normal.add_to(self._of_u(x, u), normal)
-        return self._of_gated.add_to(y, normal.mul_(u))
-
-
-_OUTPUTS: dict[OutputForm, Callable[[RowFunction, torch.Tensor, torch.Tensor | None, torch.dtype], OutputFunction]] = {
-    OutputForm.U_A_UNORM: ConcatenatedOutput,
-    OutputForm.U_NA_UNORM: ConcatenatedNormOutput,
-    OutputForm.UNORM: GatedOutput,
-}
+        match self._form:
+            case OutputForm.UNORM:
+                read = normal.mul_(u)
+            case OutputForm.U_A_UNORM:
+                read = torch.cat((u, a, normal.mul_(u)), dim=1)
+            case OutputForm.U_NA_UNORM:
+                read = torch.cat((u, normal, normal * u), dim=1)
+        return self._product(x, read)
 
 
 class HstuLayer:
@@ -199,7 +181,7 @@ def _plain_output(options: LayerOptions, w: LayerWeights, values: int) -> Output
         norm = HeadNorm(*w.output_norm, options.num_heads, options.norm_eps)
     else:
         norm = LayerNorm(w.output_norm_weight, w.output_norm_bias, values, options.norm_eps)
-    return _OUTPUTS[options.output_form](norm, w.output_weight, w.output_bias, options.compute_dtype)
+    return PlainOutput(options.output_form, norm, added_product(w.output_weight, options.compute_dtype, w.output_bias))
 
 
 def options_of(config: ModelConfig, compute_dtype: torch.dtype) -> LayerOptions:

@@ -17,19 +17,23 @@ The engine enqueues device work on the calling thread's current stream. Returned
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from relaygr.schemas.messages import Behaviours
 from relaygr.schemas.record import record
-from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.rules import PrefixRules
+
+if TYPE_CHECKING:
+    # The simulation runs the executor without torch.
+    import torch
+
+    from relaygr.worker.device import Device
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -139,7 +143,8 @@ class Engine(Protocol):
         """Forwards of one size to run before timing that size: they compile kernels or capture graphs."""
 
     @property
-    def weights_bytes(self) -> int: ...
+    def weights_bytes(self) -> int:
+        """The most memory for the weights, with the copies that products keep in another type or layout."""
 
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
         """The most device memory that one `forward` within these sizes needs beside weights and arena.

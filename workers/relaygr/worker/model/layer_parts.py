@@ -1,4 +1,9 @@
-"""The parts of layers of every family: the layer interface, norms, and products added to a residual stream.
+"""The parts of layers of every family: the layer interface, norms, and products added to a residual stream; and the
+dense modules of inputs and read-out: linear, norms, and MLPs of a few layers.
+
+    swish-norm(x) = x * sigmoid(LayerNorm(x))
+
+Weights of the dense modules are [in, out]; rows are [rows, width].
 
 Norms compute in float32, whatever the type of the matrix products around them. A narrow type rounds the arguments of
 each product, and never a sum: neither torch's products nor the residual stream accumulate in it.
@@ -6,7 +11,10 @@ each product, and never a sum: neither torch's products nor the residual stream 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,21 +63,71 @@ class AddedProduct(Protocol):
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns y + rows @ weight [+ bias] as a new tensor."""
 
-    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Adds rows @ weight [+ bias] to y in place, and returns y."""
+
+def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """rows [M, K] @ weight [N, K]^T [+ bias] by oneDNN, on the CPU. torch itself uses oneDNN only for narrow types."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out
 
 
-class FullProduct:
-    """The product in float32: one fused call."""
+ONEDNN_GAIN = 1.2
+"""oneDNN is used if it is this many times as fast as torch's own product."""
+_PACKED_ROWS = 256
+"""Rows for which oneDNN chooses the layout of a weight. Fewer rows are as fast with this layout as with their own."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
 
-    def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(y, rows, self._weight)
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN's float32 products are faster on this CPU than torch's own, which MKL or another BLAS computes.
 
-    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return y.addmm_(rows, self._weight)
+    On an AMD CPU with AVX-512, oneDNN reached twice MKL's rate. It takes about 50 ms to measure.
+    """
+    rows, weight = torch.ones(128, 512), torch.ones(512, 512)
+    ways: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (torch.mm, onednn_product)
+    best_s = dict.fromkeys(ways, float("inf"))
+    try:
+        for _ in range(8):
+            for multiply in best_s:
+                start_s = time.perf_counter()
+                multiply(rows, weight)
+                best_s[multiply] = min(best_s[multiply], time.perf_counter() - start_s)
+    # A build of torch without oneDNN has no such operator.
+    except (AttributeError, RuntimeError):
+        return False
+    return best_s[torch.mm] > ONEDNN_GAIN * best_s[onednn_product]
+
+
+_PACKED_UNIT = 64
+"""oneDNN rounds both sides of a weight up to at most a multiple of this."""
+
+
+def copy_bytes(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> int:
+    """The most memory for the copy that a product of this type makes of its float32 weight [K, N]; 0 without a copy."""
+    if dtype is not torch.float32:
+        return math.prod(shape) * dtype.itemsize
+    if not _is_packed(dtype, device_type):
+        return 0
+    return math.prod(-(-side // _PACKED_UNIT) * _PACKED_UNIT for side in shape) * dtype.itemsize
+
+
+def _is_packed(dtype: torch.dtype, device_type: str) -> bool:
+    return device_type == "cpu" and dtype is torch.float32 and onednn_is_faster()
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor | None:
+    """A copy of weight [K, N] in oneDNN's layout; None if torch's own product is to be used."""
+    if not _is_packed(weight.dtype, weight.device.type):
+        return None
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous(), _PACKED_ROWS)
+    return packed
+
+
+def product(weight: torch.Tensor, bias: torch.Tensor) -> RowFunction:
+    """The function from rows to rows @ weight + bias, all of one type."""
+    packed = _packed(weight)
+    if packed is None:
+        return lambda rows: torch.addmm(bias, rows, weight)
+    return lambda rows: onednn_product(rows, packed, bias)
 
 
 class NarrowProduct:
@@ -81,24 +139,80 @@ class NarrowProduct:
     def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return y + torch.mm(rows.to(self._dtype), self._weight)
 
-    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return y.add_(torch.mm(rows.to(self._dtype), self._weight))
 
-
-class BiasedProduct:
-    """Another product, then a bias in float32."""
-
-    def __init__(self, product: AddedProduct, bias: torch.Tensor) -> None:
-        self._product, self._bias = product, bias
-
-    def __call__(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._product(y, rows).add_(self._bias)
-
-    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._product.add_to(y, rows).add_(self._bias)
+def full_product(weight: torch.Tensor) -> AddedProduct:
+    """The product in float32: one fused call."""
+    packed = _packed(weight)
+    if packed is None:
+        return lambda y, rows: torch.addmm(y, rows, weight)
+    return lambda y, rows: torch.ops.mkldnn._linear_pointwise.binary(rows, y, packed, None, "add")
 
 
 def added_product(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> AddedProduct:
     """The product for a compute type, with a bias if one is given."""
-    product: AddedProduct = FullProduct(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
-    return product if bias is None else BiasedProduct(product, bias)
+    made: AddedProduct = full_product(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
+    return made if bias is None else lambda y, rows: made(y, rows).add_(bias)
+
+
+_L2_EPS = 1e-6
+
+
+def linear(tensors: Mapping[str, torch.Tensor], name: str) -> RowFunction:
+    """x weight + bias, with the tensors NAME.weight and NAME.bias."""
+    weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+    return product(weight, bias)
+
+
+def layer_norm(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> RowFunction:
+    """LayerNorm with the tensors NAME.weight and NAME.bias."""
+    weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+    return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def l2_norm(x: torch.Tensor) -> torch.Tensor:
+    """Rows divided by their length."""
+    length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / length.clamp_min(_L2_EPS)
+
+
+def swish_norm(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> RowFunction:
+    """Swish-norm with the norm's tensors NAME.weight and NAME.bias."""
+    norm = layer_norm(tensors, name, eps)
+    return lambda x: x * torch.sigmoid(norm(x))
+
+
+def chain(parts: Sequence[RowFunction]) -> RowFunction:
+    """The functions applied in order."""
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        for part in parts:
+            x = part(x)
+        return x
+
+    return apply
+
+
+def swish_norm_mlp(tensors: Mapping[str, torch.Tensor], name: str, eps: float, swish_eps: float) -> RowFunction:
+    """Linear, swish-norm, linear, LayerNorm: tensors NAME.{0, inner_norm, 1, outer_norm}. eps: of the LayerNorm."""
+    return chain(
+        (
+            linear(tensors, f"{name}.0"),
+            swish_norm(tensors, f"{name}.inner_norm", swish_eps),
+            linear(tensors, f"{name}.1"),
+            layer_norm(tensors, f"{name}.outer_norm", eps),
+        )
+    )
+
+
+def swish_norm_mlp_shapes(name: str, rows: int, hidden: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of `swish_norm_mlp`."""
+    return {
+        f"{name}.0.weight": (rows, hidden),
+        f"{name}.0.bias": (hidden,),
+        f"{name}.inner_norm.weight": (hidden,),
+        f"{name}.inner_norm.bias": (hidden,),
+        f"{name}.1.weight": (hidden, columns),
+        f"{name}.1.bias": (columns,),
+        f"{name}.outer_norm.weight": (columns,),
+        f"{name}.outer_norm.bias": (columns,),
+    }

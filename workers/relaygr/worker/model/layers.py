@@ -1,6 +1,6 @@
 """The layers of a checkpoint, by family: names and shapes of their tensors, the modules built from them, and the stack.
 
-Tensors of layer K are named `layers.K.NAME`; the names of a family are in its own module (`hstu.py`, `decoder.py`).
+Tensors of layer K are named `layers.K.NAME`; the names of HSTU are in `hstu.py`, those of the soft-max decoder here.
 The stack runs embedded rows through the layers over K,V in pages. It does not handle items or tasks.
 """
 
@@ -10,15 +10,81 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.interface import AttentionPass
 from relaygr.worker.model.attention.spec import rounding
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.decoder import DecoderLayer, decoder_shapes
+from relaygr.worker.model.fused import input_norm
 from relaygr.worker.model.hstu import build_hstu_layer, hstu_shapes
-from relaygr.worker.model.layer_parts import Layer
+from relaygr.worker.model.layer_parts import Attend, Layer, RowFunction, added_product, product
 from relaygr.worker.model.options import Family
+
+
+def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name (without the prefix of the layer) and shape of each tensor of a layer."""
+    d, hidden = config.embedding_dim, config.mlp_dim or 0
+    keys, values = config.num_heads * config.attention_dim, config.num_heads * config.hidden_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "projection.weight": (d, 2 * keys + values),
+        "output.weight": (values, d),
+        "mlp.0.weight": (d, hidden),
+        "mlp.0.bias": (hidden,),
+        "mlp.1.weight": (hidden, d),
+        "mlp.1.bias": (d,),
+    }
+    if config.projection_bias:
+        shapes["projection.bias"] = (2 * keys + values,)
+    if config.output_bias:
+        shapes["output.bias"] = (d,)
+    if config.norm_affine:
+        for norm in ("input_norm", "mlp_norm"):
+            shapes |= {f"{norm}.weight": (d,), f"{norm}.bias": (d,)}
+    return shapes
+
+
+class DecoderLayer:
+    """A layer with soft-max attention, the alternative to HSTU. The caller passes the attention.
+
+        Q, K, V = split(norm(x) W + b)                   `W` is [D, H (2 dqk + dv)], head-major inside each block
+        x = x + attention(Q, K, V) Wo [+ bo]             soft-max over prefix, suffix and the row itself
+        y = x + (SiLU(norm(x) W1 + b1)) W2 + b2          W1 [D, mlp_dim], W2 [mlp_dim, D]
+
+    The pre-norm decoder of "Attention Is All You Need" (arXiv 1706.03762) and its successors. As in HSTU, the K,V of a
+    row depend only on rows up to itself, so the rules of cached prefixes are the same. All keys of a soft-max are known
+    when the row is computed.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], compute_dtype: torch.dtype) -> None:
+        """weights: float32, by the names of `decoder_shapes`."""
+        self._heads = config.num_heads
+        keys, values = config.num_heads * config.attention_dim, config.num_heads * config.hidden_dim
+        self._split = [keys, keys, values]
+        projection, bias, wide = weights["projection.weight"], weights.get("projection.bias"), weights["mlp.0.weight"]
+
+        def norm_before(matrix: torch.Tensor, name: str) -> RowFunction:
+            own = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
+            return input_norm(*own, matrix, config.norm_eps, compute_dtype)
+
+        self._input_norm, self._mlp_norm = norm_before(projection, "input_norm"), norm_before(wide, "mlp_norm")
+        bias = projection.new_zeros(projection.shape[1]) if bias is None else bias
+        self._projection = product(projection.to(compute_dtype), bias.to(compute_dtype))
+        self._output = added_product(weights["output.weight"], compute_dtype, weights.get("output.bias"))
+        self._wide = product(wide.to(compute_dtype), weights["mlp.0.bias"].to(compute_dtype))
+        self._narrow = added_product(weights["mlp.1.weight"], compute_dtype, weights["mlp.1.bias"])
+
+    def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [rows, D] -> y [rows, D], both float32."""
+        z = self._projection(self._input_norm(x))
+        q, k, v = (self._by_head(block) for block in torch.split(z, self._split, dim=1))
+        x = self._output(x, attend(q, k, v))
+        return self._narrow(x, F.silu(self._wide(self._mlp_norm(x)), inplace=True))
+
+    def _by_head(self, block: torch.Tensor) -> torch.Tensor:
+        rows, columns = block.shape
+        return block.view(rows, self._heads, columns // self._heads)
+
 
 _SHAPES: dict[Family, Callable[[ModelConfig], dict[str, tuple[int, ...]]]] = {
     Family.HSTU: hstu_shapes,

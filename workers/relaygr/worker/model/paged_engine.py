@@ -20,12 +20,13 @@ from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment, SegmentTimes
 from relaygr.worker.model.attention.spec import spec_of, torch_dtype
 from relaygr.worker.model.base_engine import BaseEngine
-from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.checkpoint import Checkpoint, copied_bytes
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.graphs import layer_runner
 from relaygr.worker.model.inputs.embedding import TokenEmbedding, input_row_elements
 from relaygr.worker.model.inputs.encodings import query_seconds, seconds
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureGates, TokenLookup
+from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES, Placement
 from relaygr.worker.model.inputs.tokens import Column
 from relaygr.worker.model.interface import Int32Array, Int64Array, PrefixChunk, PrefixInputs, RankInputs, RankOutputs
 from relaygr.worker.model.layers import LayerStack, build_layers
@@ -124,10 +125,12 @@ class PagedEngine(BaseEngine):
         compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
         choose: AttentionChooser = choose_attention,
         graphs: bool = False,
+        device_table_bytes: int = DEVICE_TABLE_BYTES,
     ) -> None:
         """`choose`: selects the attention back end. Benchmarks and tests pass their own.
 
         `graphs`: run forwards from captured graphs, if the back end can be captured (`graphs.py`).
+        `device_table_bytes`: larger tables stay in host memory (`inputs/tables.py`).
         """
         super().__init__(checkpoint, device, kv_dtype, page_tokens, compute_dtype)
         config = checkpoint.config
@@ -135,16 +138,23 @@ class PagedEngine(BaseEngine):
         self._gates = FeatureGates(config.contextual_features)
         self._lookup = TokenLookup(config, checkpoint.vocabulary())
         self._segmenting = Segmenting(config)
+        on_host = checkpoint.large_tables(device_table_bytes)
+        self.weights_bytes -= sum(checkpoint.tensors[name].nbytes for name in on_host)
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+        self.weights_bytes += copied_bytes(shapes, torch_dtype(compute_dtype), device.torch_device.type)
         tensors = {
-            name: tensor.to(device.torch_device) for name, tensor in checkpoint.tensors.items() if name != IDS_TENSOR
+            name: tensor if name in on_host else tensor.to(device.torch_device)
+            for name, tensor in checkpoint.tensors.items()
+            if name != IDS_TENSOR
         }
-        self._embedding = TokenEmbedding(config, tensors, device.sent)
+        placement = Placement(on_host, device.sent)
+        self._embedding = TokenEmbedding(config, tensors, placement)
         stack = LayerStack(build_layers(config, tensors, torch_dtype(compute_dtype)), kv_dtype)
         self._attention = choose(
             spec_of(config, compute_dtype), relative_biases(config, tensors), self.geometry, device
         )
         self._layers = layer_runner(stack, self._attention, device, graphs)
-        self._readout = Readout(config, tensors)
+        self._readout = Readout(config, tensors, placement)
         self._kv: PagedKv | None = None
 
     @property
@@ -158,10 +168,12 @@ class PagedEngine(BaseEngine):
     def scratch_bytes(self, max_chunk_tokens: int, max_batch_rows: int) -> int:
         c = self._config
         values, keys = c.num_heads * c.hidden_dim, c.num_heads * c.attention_dim
-        # float32: x before and after the layer and normalised; A, and A normalised.
-        full = 3 * c.embedding_dim + 3 * values
-        # Of the compute type: the norms and the result of a product again, the projection and a copy of its K and V.
+        # float32: x before and after the layer and normalised; A, A normalised, and the rows of the output's product.
+        full = 3 * c.embedding_dim + 3 * values + c.output_width
+        # Of the compute type: the norms, the last rows and the result of a product again, the projection and a copy
+        # of its K and V.
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
+        narrow += c.output_width
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
         layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
@@ -227,5 +239,8 @@ class PagedEngine(BaseEngine):
         ends = np.cumsum([request.rows.shape[0] for request in requests]) + start
         counts = [request.num_candidates for request in requests]
         asked = [slice(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
-        scores = self._readout(torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]))
+        candidates = np.concatenate([request.rows[request.suffix_tokens :] for request in requests])
+        scores = self._readout(
+            torch.cat([rows[of] for of in asked]), torch.cat([tokens[of] for of in asked]), candidates
+        )
         return [RankOutputs(part) for part in np.split(scores.cpu().numpy(), np.cumsum(counts)[:-1])]

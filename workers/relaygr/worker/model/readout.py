@@ -18,9 +18,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.embedding import ItemEmbeddings
-from relaygr.worker.model.inputs.tokens import Column
-from relaygr.worker.model.mlp import (
-    Rows,
+from relaygr.worker.model.inputs.tables import Placement
+from relaygr.worker.model.inputs.tokens import Column, Tokens
+from relaygr.worker.model.layer_parts import (
+    RowFunction,
     chain,
     l2_norm,
     layer_norm,
@@ -47,10 +48,15 @@ def readout_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     widths = (d, *config.readout_hidden, len(config.tasks))
     for index, (rows, columns) in enumerate(itertools.pairwise(widths)):
         shapes |= {f"readout.mlp.{index}.weight": (rows, columns), f"readout.mlp.{index}.bias": (columns,)}
-        if config.readout_activation is ReadoutActivation.SWISH_NORM and index < len(config.readout_hidden):
+        if _has_norm(config) and index < len(config.readout_hidden):
             norm = f"readout.mlp.{index}.norm"
             shapes |= {f"{norm}.weight": (columns,), f"{norm}.bias": (columns,)}
     return shapes
+
+
+def _has_norm(config: ModelConfig) -> bool:
+    """Whether hidden layers of the task MLP have a norm."""
+    return config.readout_hidden_norm or config.readout_activation is ReadoutActivation.SWISH_NORM
 
 
 def readout_row_elements(config: ModelConfig) -> int:
@@ -90,7 +96,7 @@ class PeriodicTimes:
 
 def build_row_reader(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> RowReader:
     """(rows [n, D], times int64 [n] in seconds) -> rows [n, D]."""
-    norm: Rows = l2_norm
+    norm: RowFunction = l2_norm
     if config.readout_norm is ReadoutNorm.LAYER:
         eps = config.norm_eps if config.readout_norm_eps is None else config.readout_norm_eps
         norm = layer_norm(tensors, "readout.norm", eps)
@@ -100,7 +106,7 @@ def build_row_reader(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -
     return lambda rows, times: norm(placed(rows, times))
 
 
-_PLAIN: dict[ReadoutActivation, Rows] = {
+_PLAIN: dict[ReadoutActivation, RowFunction] = {
     ReadoutActivation.SILU: F.silu,
     ReadoutActivation.RELU: F.relu,
     ReadoutActivation.GELU: F.gelu,
@@ -111,13 +117,15 @@ class TaskHead:
     """Rows [n, D] -> scores float32 [n, tasks]."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        parts: list[Rows] = []
+        parts: list[RowFunction] = []
         for index in range(len(config.readout_hidden)):
             parts.append(linear(tensors, f"readout.mlp.{index}"))
             if config.readout_activation is ReadoutActivation.SWISH_NORM:
                 eps = config.swish_eps(config.readout_mlp_eps)
                 parts.append(swish_norm(tensors, f"readout.mlp.{index}.norm", eps))
             else:
+                if config.readout_hidden_norm:
+                    parts.append(layer_norm(tensors, f"readout.mlp.{index}.norm", config.readout_mlp_eps))
                 parts.append(_PLAIN[config.readout_activation])
         last = f"readout.mlp.{len(config.readout_hidden)}"
         self._mlp = chain([*parts, linear(tensors, last)])
@@ -132,30 +140,34 @@ class TaskHead:
 class Readout:
     """Computes scores from the rows and tokens of candidates."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], placement: Placement | None = None
+    ) -> None:
+        """`placement`: where the tables are; None: the tensors are on the CPU."""
         self._read = build_row_reader(config, tensors)
         self._head = TaskHead(config, tensors)
         # No bound method is kept: the cycle would keep the weights of a replaced model until a full garbage collection.
         self._is_product = config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None
         if config.readout is ReadoutForm.ITEM_PRODUCT and config.dlrm_inputs is not None:
-            self._items = ItemEmbeddings(len(config.dlrm_inputs.item_features), tensors)
+            self._items = ItemEmbeddings(
+                len(config.dlrm_inputs.item_features), tensors, Placement() if placement is None else placement
+            )
             eps = config.readout_mlp_eps
             self._item_mlp = swish_norm_mlp(tensors, "readout.item", eps, config.swish_eps(eps))
 
-    def __call__(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """rows [candidates, D], their tokens int64 [candidates, 5] -> scores float32 [candidates, tasks]."""
-        return self._of_products(rows, tokens) if self._is_product else self._of_rows(rows, tokens)
+    def __call__(self, rows: torch.Tensor, tokens: torch.Tensor, on_host: Tokens | None = None) -> torch.Tensor:
+        """rows [candidates, D], their tokens int64 [candidates, 5] -> scores float32 [candidates, tasks].
+
+        `on_host`: the same tokens, if they are known on the host.
+        """
+        users = self.user_rows(rows, tokens)
+        return self._head(users * self.item_rows(tokens, on_host) if self._is_product else users)
 
     def user_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[candidates, D]: the normalised rows, the input of the task MLP or of the product."""
         return self._read(rows, tokens[:, Column.TIME])
 
-    def item_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+    def item_rows(self, tokens: torch.Tensor, on_host: Tokens | None = None) -> torch.Tensor:
         """[candidates, D]: the MLP of the candidates' items, the other factor of the product."""
-        return self._item_mlp(self._items(tokens[:, Column.CONTENT]))
-
-    def _of_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self._head(self.user_rows(rows, tokens))
-
-    def _of_products(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self._head(self.user_rows(rows, tokens) * self.item_rows(tokens))
+        known = None if on_host is None else on_host[:, Column.CONTENT]
+        return self._item_mlp(self._items(tokens[:, Column.CONTENT], known))

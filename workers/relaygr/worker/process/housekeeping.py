@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -48,10 +49,13 @@ class StatusSources:
 
 
 class StatusReport:
-    """Reads and publishes the worker's status. Belongs to the poll thread; the main thread sets `state`."""
+    """Reads and publishes the worker's status. The poll thread owns it; the main thread sets the public attributes."""
 
     def __init__(self, config: WorkerConfig, sources: StatusSources, clock: Clock) -> None:
         self.state = WorkerState.STARTING
+        self.metrics_url: str | None = None
+        """Set once the probes are served."""
+        self._host = socket.gethostname() or None
         self._settings = config.worker
         self._topic = config.kafka.topic(Topic.WORKERS)
         self._headers: Headers = [(WORKERS_GROUP, config.kafka.workers_group.encode())]
@@ -92,6 +96,8 @@ class StatusReport:
             ranking_backlog_us=executor.backlog.predicted_us,
             latency=latency.coefficients,
             full_path=executor.full_path_report(latency),
+            host=self._host,
+            metrics_url=self.metrics_url,
         )
 
 

@@ -17,7 +17,7 @@ from relaygr.worker.cache.copies import CopyLimits
 from relaygr.worker.cache.policies import TierPolicies
 from relaygr.worker.cache.trace import TraceHeader, TraceRecorder
 from relaygr.worker.kv import DramGeometry
-from relaygr.worker.memory import MemoryPlan, forward_bytes, process_bytes
+from relaygr.worker.memory import MemoryPlan, forward_bytes
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.shared.arena import ArenaShape
@@ -58,10 +58,11 @@ def arena_shape(engine: Engine, settings: WorkerSettings) -> ArenaShape | None:
     return ArenaShape(settings.worker_id, pages, geometry, engine.layout) if pages else None
 
 
-def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: bool) -> MemoryPlan:
+def plan_memory(engine: Engine, settings: WorkerSettings, process_bytes: int, *, keeps_prefixes: bool) -> MemoryPlan:
     """Most bytes by kind, computed when only the weights are loaded.
 
-    `keeps_prefixes`: the DRAM tier lies in shared memory and has an index.
+    `process_bytes`: resident memory before the weights were loaded. `keeps_prefixes`: the DRAM tier lies in shared
+    memory and has an index.
     """
     geometry = engine.geometry
     dram = dram_geometry(engine, settings)
@@ -77,7 +78,7 @@ def plan_memory(engine: Engine, settings: WorkerSettings, *, keeps_prefixes: boo
         dram_bytes=pinned_bytes if shape is None else int(settings.dram_bytes) + shape.index_bytes,
         queues_bytes=queues_bytes(settings),
         history_bytes=int(settings.history_max_bytes),
-        process_bytes=process_bytes(engine.weights_bytes if engine.device.is_cpu else 0),
+        process_bytes=process_bytes,
     )
 
 

@@ -20,6 +20,7 @@ import structlog
 from relaygr.consumer import ConsumerLoop, LoopState, Membership
 from relaygr.consumer.membership import holder_of
 from relaygr.kafka.clients import make_group_consumer
+from relaygr.kafka.statistics import kafka_statistics
 from relaygr.kafka.watch import ClusterWatch
 from relaygr.runtime.clock import Clock
 from relaygr.runtime.probes import Check, Readiness
@@ -167,7 +168,12 @@ class Parts:
         )
         self.loop = ConsumerLoop(
             lambda on_error: make_group_consumer(
-                kafka, kafka.workers_group, config.client_id, instance_id=settings.worker_id, on_error=on_error
+                kafka,
+                kafka.workers_group,
+                config.client_id,
+                instance_id=settings.worker_id,
+                on_error=on_error,
+                options=kafka_statistics().options(kafka.statistics_interval_ms),
             ),
             [kafka.topic(Topic.PREINFER), kafka.topic(Topic.RANKING)],
             handler,

@@ -19,6 +19,7 @@ from confluent_kafka import KafkaException, Producer
 from relaygr.admission.latency import Corrector, LatencyModel
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.dead_letters import DeadLetterWriter
+from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.trace.recorder import require_writable
@@ -26,7 +27,7 @@ from relaygr.worker.calibration import calibrate, latency_for, save_calibration
 from relaygr.worker.dram_check import require_precision
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
-from relaygr.worker.memory import MemoryPlan, require_host_memory
+from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.process.handover import Handover, attach
@@ -69,6 +70,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     """
     kafka, settings = config.kafka, config.worker
     store = _open_files(settings)
+    own_bytes = process_bytes()
     engine = load_engine(
         settings.model,
         settings.device,
@@ -77,9 +79,10 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         settings.threads,
         settings.compute_dtype,
         settings.cuda_graphs,
+        int(settings.device_table_bytes),
     )
     _check_dram(engine, settings)
-    plan = plan_memory(engine, settings, keeps_prefixes=keeps_prefixes)
+    plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
     require_host_memory(plan, engine.device.is_cpu, make_room(folder, shape, lock) if shape is not None else 0)
     handover = attach(config, engine, folder, lock, keeps_prefixes=keeps_prefixes)
@@ -89,7 +92,8 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     else:
         memory = allocate_memory(engine, settings, handover.dram)
     latency = _measured_latency(engine, settings, folder, undisturbed=not is_standby)
-    producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results")
+    reporting = kafka_statistics().options(kafka.statistics_interval_ms)
+    producer = make_producer(kafka, ProducerKind.LATENCY, f"{config.client_id}-results", options=reporting)
     dead_letters = DeadLetterWriter(kafka, config.client_id)
     follower_letters = DeadLetterWriter(kafka, f"{config.client_id}-history")
     _connect(producer, config)

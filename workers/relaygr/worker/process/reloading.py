@@ -42,7 +42,8 @@ from relaygr.worker.calibration import latency_for
 from relaygr.worker.dram_check import require_precision
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.memory import HEADROOM, forward_bytes, is_out_of_memory
-from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint
+from relaygr.worker.model.attention.spec import torch_dtype
+from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, resident_bytes
 from relaygr.worker.model.config import read_config
 from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine, PrefixChunk
@@ -263,7 +264,7 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
     folder = settings.model
     try:
         _require_fit(folder, present, settings)
-        _require_memory_for_weights(folder, present)
+        _require_memory_for_weights(folder, present, settings)
         checkpoint = load_checkpoint(folder)
         if checkpoint.revision == present.revision:
             return None
@@ -275,6 +276,7 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
             settings.page_tokens,
             settings.compute_dtype,
             settings.cuda_graphs,
+            int(settings.device_table_bytes),
         )
         _require_memory_for_forwards(folder, engine, present, settings)
         _try(engine)
@@ -308,11 +310,14 @@ def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> Non
         )
 
 
-def _require_memory_for_weights(folder: Path, present: Engine) -> None:
+def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerSettings) -> None:
     """Both models are in memory until the swap."""
-    weights = folder / WEIGHTS_FILE
-    # Weights stored in 16 bits take twice the size of their file: the present model's size is a better estimate.
-    wanted = max(weights.stat().st_size, present.weights_bytes) if weights.exists() else 0
+    wanted = resident_bytes(
+        folder,
+        int(settings.device_table_bytes),
+        torch_dtype(settings.compute_dtype),
+        present.device.torch_device.type,
+    )
     available = int(psutil.virtual_memory().available * HEADROOM)
     if not present.device.is_cpu:
         available = min(available, present.device.memory().free_bytes)

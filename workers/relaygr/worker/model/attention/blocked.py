@@ -2,11 +2,15 @@
 
 Only the causal half is computed, and at most one tile of [heads, rows, keys] is in memory. The context is read from
 pages; the keys of a chunk's own rows are used directly.
+
+torch computes a tile of all heads in one call. Where oneDNN's float32 products are faster, each head has a product of
+its own, and reads blocks of 2048 keys: a call of oneDNN costs about 15 us, which a small product does not repay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -16,21 +20,30 @@ from relaygr.worker.model.attention.paged_kv import KEY_BLOCK, PagedKv, PageSpan
 from relaygr.worker.model.attention.segments import Placed, Segment, place
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import ROW_BLOCK, by_head, by_row
+from relaygr.worker.model.layer_parts import onednn_product
+
+ONEDNN_KEY_BLOCK = 2048
+"""Keys of one tile of one head, if oneDNN computes the products."""
+ONEDNN_WORK = 1_000_000
+"""Multiplications of a product from which on oneDNN is faster than torch, if it is faster at all."""
 
 
 class BlockedAttention:
     """SiLU attention with the plain mask."""
 
-    name = "blocked torch"
+    def __init__(self, spec: AttentionSpec, onednn_work: float = math.inf) -> None:
+        """`onednn_work`: oneDNN computes products of at least so many multiplications (float32, on the CPU).
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        """Raises ValueError for a mask that is not the plain one."""
+        Raises ValueError for a mask that is not the plain one.
+        """
         if not spec.is_plain:
             raise ValueError("blocked attention computes the plain mask only")
         self._spec = spec
+        self._onednn_work = onednn_work
+        self.name = "blocked torch" if onednn_work == math.inf else "blocked oneDNN"
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> AttentionPass:
-        return _BlockedPass(self._spec, kv, segments)
+        return _BlockedPass(self._spec, kv, segments, self._onednn_work)
 
     def scratch_bytes(self, rows: int, max_tokens: int) -> int:  # noqa: ARG002 - at most one block of keys is in memory
         s = self._spec
@@ -38,18 +51,22 @@ class BlockedAttention:
         own = rows * (2 * s.key_width + s.row_width) * element + 2 * rows * s.row_width * 4
         block = KEY_BLOCK * (s.key_width + s.row_width)
         tile = s.num_heads * ROW_BLOCK * KEY_BLOCK
-        return own + 2 * block * 4 + tile * element + s.num_heads * ROW_BLOCK * s.hidden_dim * element
+        # oneDNN: scores of one head, its K,V, and a copy of them in the layout of its products.
+        head = ONEDNN_KEY_BLOCK * (ROW_BLOCK + 2 * (s.attention_dim + s.hidden_dim)) * 4
+        return own + 2 * block * 4 + head + tile * element + s.num_heads * ROW_BLOCK * s.hidden_dim * element
 
 
 class _BlockedPass:
-    def __init__(self, spec: AttentionSpec, kv: PagedKv, segments: Sequence[Segment]) -> None:
+    def __init__(self, spec: AttentionSpec, kv: PagedKv, segments: Sequence[Segment], onednn_work: float) -> None:
         assert spec.normalizer is not None
         kv.check(segments)
         self._spec = spec
         self._kv = kv
         self._scale = 1.0 / spec.normalizer
         self._slots = kv.slots(segments)
-        self._placed = list(zip(place(segments), kv.spans(segments), strict=True))
+        self._onednn_work = onednn_work
+        block = KEY_BLOCK if onednn_work == math.inf else ONEDNN_KEY_BLOCK
+        self._placed = list(zip(place(segments), kv.spans(segments, block), strict=True))
         self._add = add_in_place if spec.compute_dtype is torch.float32 else add_widened
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -63,10 +80,23 @@ class _BlockedPass:
 
     def _from_context(self, layer: int, spans: Sequence[PageSpan], q: torch.Tensor, sums: torch.Tensor) -> None:
         for span in spans:
-            keys, values = self._kv.read(layer, span, q.dtype)
-            for low in range(0, q.shape[1], ROW_BLOCK):
-                rows = slice(low, low + ROW_BLOCK)
-                self._tile(q[:, rows], keys, values, sums[:, rows], None)
+            for heads in self._heads_of(span, q.shape[1]):
+                keys, values = self._kv.read(layer, span, q.dtype, heads)
+                for low in range(0, q.shape[1], ROW_BLOCK):
+                    rows = slice(low, low + ROW_BLOCK)
+                    self._tile(q[heads, rows], keys, values, sums[heads, rows], None)
+
+    def _heads_of(self, span: PageSpan, rows: int) -> Iterator[slice]:
+        """The heads that are read together: all of a small block, each by itself of a large one."""
+        tokens = span.end - span.start
+        if tokens <= KEY_BLOCK and not self._is_large(rows, tokens):
+            yield slice(None)
+        else:
+            yield from (slice(head, head + 1) for head in range(self._spec.num_heads))
+
+    def _is_large(self, rows: int, keys: int) -> bool:
+        """Whether oneDNN computes the products of one head of a tile."""
+        return min(rows, ROW_BLOCK) * keys * self._spec.attention_dim >= self._onednn_work
 
     def _from_own(self, placed: Placed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor) -> None:
         causal, rows = placed.causal, placed.rows
@@ -86,7 +116,15 @@ class _BlockedPass:
     def _tile(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, diagonal: int | None
     ) -> None:
-        """Adds one tile. Row i uses the keys j with j - i <= diagonal (None: all keys)."""
+        """Adds one tile of some heads. Row i uses the keys j with j - i <= diagonal (None: all keys)."""
+        if self._is_large(q.shape[1], keys.shape[1]):
+            for one_q, one_keys, one_values, one_sums in zip(q, keys, values, sums, strict=True):
+                weights = onednn_product(one_q, one_keys)
+                F.silu(weights, inplace=True)
+                if diagonal is not None:
+                    weights.tril_(diagonal)
+                one_sums.add_(onednn_product(weights, one_values.t()))
+            return
         weights = torch.bmm(q, keys.transpose(1, 2))
         F.silu(weights, inplace=True)
         if diagonal is not None:

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+import torch
 
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
-from relaygr.worker.model.attention.blocked import BlockedAttention
+from relaygr.worker.model.attention.blocked import ONEDNN_WORK, BlockedAttention
 from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.softmax import SoftmaxAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
+from relaygr.worker.model.layer_parts import onednn_is_faster
 
 AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]
 
@@ -74,7 +76,7 @@ def choose_attention(
     """The fastest back end that computes the model's attention and runs on the device."""
     for_device = accelerated_attention(spec, geometry, device)
     choice = (
-        attention_for(spec, biases)
+        attention_for(spec, biases, device.torch_device.type)
         if for_device is None
         else BackendChoice(
             for_device, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}"
@@ -84,12 +86,14 @@ def choose_attention(
     return choice.attention
 
 
-def attention_for(spec: AttentionSpec, biases: RelativeBiases | None) -> BackendChoice:
+def attention_for(spec: AttentionSpec, biases: RelativeBiases | None, device_type: str = "cpu") -> BackendChoice:
     """The back end in plain torch, which runs on any device, and the reason for the choice."""
     if spec.normalizer is None:
         return BackendChoice(SoftmaxAttention(spec, biases), "the family is softmax")
     if not spec.is_plain:
         return BackendChoice(TiledAttention(spec, biases), f"the reference path, for {', '.join(_options(spec))}")
+    if device_type == "cpu" and spec.compute_dtype is torch.float32 and onednn_is_faster():
+        return BackendChoice(BlockedAttention(spec, ONEDNN_WORK), f"{_PLAIN}, products by oneDNN")
     return BackendChoice(BlockedAttention(spec), _PLAIN)
 
 

@@ -18,6 +18,7 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 KEY_BLOCK = 512
 """Keys of one tile: K, V and the tile of one head fit together into a core's L2 cache."""
 
+_ALL = slice(None)
 _ALIGN = 4
 """int64 elements in 32 bytes, the unit of copies on an NPU."""
 
@@ -29,7 +30,7 @@ class PageSpan:
     start: int
     end: int
     k_pieces: torch.Tensor
-    """int64: the arena's pieces (`_Pieces`) that hold K of layer 0, one head after the other."""
+    """int64 [heads, pieces]: the arena's pieces (`_Pieces`) that hold K of layer 0."""
     v_pieces: torch.Tensor
 
 
@@ -60,6 +61,8 @@ class PagedKv:
         self._send: Send = send if send is not None else lambda numbers: numbers.to(arena.device)
         self._pieces = _Pieces(g)
         self._cut = arena.view(torch_dtype(g.dtype)).view(-1, self._pieces.elements)
+        # Read blocks: memory that stays allocated, and in the processor's cache if a block is small.
+        self._rooms = (self._cut.new_empty(0), self._cut.new_empty(0))
         self._k = stored[..., :k_elements].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.attention_dim)
         self._v = stored[..., k_elements:].view(-1, g.num_layers, g.num_heads, g.page_tokens, g.hidden_dim)
 
@@ -106,25 +109,28 @@ class PagedKv:
             if needed and (int(used.min()) < 0 or int(used.max()) >= self._k.shape[0]):
                 raise ValueError(f"pages {used.min()} to {used.max()} are not in an arena of {self._k.shape[0]}")
 
-    def spans(self, segments: Sequence[Segment]) -> list[tuple[PageSpan, ...]]:
-        """The context of each segment in blocks of at most KEY_BLOCK tokens. One transfer copies all page numbers."""
-        bounds = [list(self._bounds(segment.context_tokens)) for segment in segments]
+    def spans(self, segments: Sequence[Segment], block: int = KEY_BLOCK) -> list[tuple[PageSpan, ...]]:
+        """The context of each segment in blocks of at most `block` tokens, a multiple of KEY_BLOCK.
+
+        One transfer copies all page numbers.
+        """
+        bounds = [list(self._bounds(segment.context_tokens, block)) for segment in segments]
         numbers = [
             numbers
             for segment, own in zip(segments, bounds, strict=True)
             for start, end in own
             for numbers in self._pieces.of_span(segment.pages, start, end)
         ]
-        sent = iter(self.sent_together(numbers))
+        sent = (pieces.view(self.geometry.num_heads, -1) for pieces in self.sent_together(numbers))
         return [tuple(PageSpan(start, end, next(sent), next(sent)) for start, end in own) for own in bounds]
 
-    def _bounds(self, tokens: int) -> Iterator[tuple[int, int]]:
+    def _bounds(self, tokens: int, block: int) -> Iterator[tuple[int, int]]:
         """Bounds of the blocks: whole pages if a block holds at least one; else several blocks for each page."""
         size = self.geometry.page_tokens
-        step = max(1, KEY_BLOCK // size) * size
+        step = max(1, block // size) * size
         for first in range(0, tokens, step):
-            for start in range(first, min(first + step, tokens), KEY_BLOCK):
-                yield start, min(start + KEY_BLOCK, first + step, tokens)
+            for start in range(first, min(first + step, tokens), block):
+                yield start, min(start + block, first + step, tokens)
 
     def slots(self, segments: Sequence[Segment]) -> TokenSlots:
         """The slots of the causal rows of all segments with `stores`, in order."""
@@ -143,23 +149,30 @@ class PagedKv:
             self._k[:, layer][slots.pages, :, slots.places] = k[:stored].to(self._k.dtype)
             self._v[:, layer][slots.pages, :, slots.places] = v[:stored].to(self._v.dtype)
 
-    def read(self, layer: int, span: PageSpan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [heads, tokens, dim] of one layer, converted to `dtype`."""
+    def read(
+        self, layer: int, span: PageSpan, dtype: torch.dtype, heads: slice = _ALL
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [heads, tokens, dim] of one layer, converted to `dtype`. They are valid until the next call."""
         g = self.geometry
         layer_start = self._cut[layer * self._pieces.per_layer :]
 
-        def gathered(pieces: torch.Tensor, dim: int) -> torch.Tensor:
-            heads = layer_start.index_select(0, pieces).view(g.num_heads, -1, dim)
-            return heads[:, : span.end - span.start].to(dtype)
+        def gathered(pieces: torch.Tensor, dim: int, room: torch.Tensor) -> torch.Tensor:
+            # torch warns if it has to change the size of a room that is not empty. The memory stays.
+            torch.index_select(layer_start, 0, pieces.flatten(), out=room.resize_(0))
+            return room.view(pieces.shape[0], -1, dim)[:, : span.end - span.start].to(dtype)
 
-        return gathered(span.k_pieces, g.attention_dim), gathered(span.v_pieces, g.hidden_dim)
+        k_room, v_room = self._rooms
+        return (
+            gathered(span.k_pieces[heads], g.attention_dim, k_room),
+            gathered(span.v_pieces[heads], g.hidden_dim, v_room),
+        )
 
 
 class _Pieces:
     """The arena as pieces of equal size. K and V of a head in any page and block are whole numbers of pieces.
 
     One copy in the order of heads reads scattered pages as [heads, tokens, dim]. torch distributes this copy and the
-    following product to threads by head, so each thread finds its heads in its cache.
+    following product to threads in the same order, so each thread finds its part in its cache.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.convert.state_dict import StateDict
@@ -84,7 +83,6 @@ class Transform:
 AS_IS = Transform("as it is", lambda x: x)
 TRANSPOSED = Transform("transposed", lambda x: x.T.contiguous())
 FLATTENED = Transform("flattened", lambda x: x.flatten())
-WITH_UNKNOWN = Transform("a row of zeros added, for unknown values", lambda x: F.pad(x, (0, 0, 0, 1)))
 
 
 def both(first: Transform, second: Transform) -> Transform:
@@ -103,6 +101,7 @@ class Takings:
         self.tensors: dict[str, torch.Tensor] = {}
         self._origin = origin
         self._source = source.tensors
+        self.memory = source.memory
         self._left = dict.fromkeys(source.tensors)
         self._mapped: list[Mapped] = []
         self._unused = [Unused(name, (), "not a tensor") for name in source.others]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.mapping import AS_IS, FLATTENED, TRANSPOSED, Takings
+from relaygr.worker.model.convert.mapping import AS_IS, FLATTENED, TRANSPOSED, Takings, Transform
 from relaygr.worker.model.convert.options import ConvertOptions
 from relaygr.worker.model.convert.parts import ITEM, Items, Tables, give_table, number_of_layers, per_head
 from relaygr.worker.model.inputs.embedding import ITEM_FEATURE_ROWS
@@ -20,7 +20,7 @@ from relaygr.worker.model.inputs.embedding import ITEM_FEATURE_ROWS
 _TRANSDUCER = "_hstu_transducer."
 _LAYERS = "_stu_module._stu_layers."
 _SECONDS_PER_TIME_UNIT = 60.0
-_MLP_EPS = 1e-5
+MLP_EPS = 1e-5
 _READOUT_EPS = 1e-5
 _LAYER_EPS = 1e-6
 
@@ -33,6 +33,7 @@ class MetaSource:
         if anchor is None:
             raise RelayError(f"This is not DLRM-v3: no tensor's name contains {_TRANSDUCER}.")
         root = anchor[: anchor.index(_TRANSDUCER)]
+        self.root = root
         self.item_mlp = f"{root}_item_embedding_mlp"
         self.task_mlp = f"{root}_multitask_module._prediction_module"
         transducer = f"{root}{_TRANSDUCER}"
@@ -67,14 +68,17 @@ def convert_meta(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
         "heads",
         "normalizer",
         "tasks",
-        *(["features"] if has_context else []),
+        *(["features", "hide_below"] if has_context else []),
         *(["item_features"] if additional else []),
     )
     if len(options.item_features) != additional:
         raise RelayError(f"The item MLP reads {additional} features beside the item: name as many with --item-feature.")
-    config = _layers(takings, names, options)
+    kinds = [task.kind for task in options.tasks]
+    if kinds != sorted(kinds):
+        raise RelayError("The source has its binary tasks first: give --task in the source's order.")
+    config = take_layers(takings, names, options)
     config |= _inputs(takings, names, options, width)
-    config |= _encodings(takings, names, int(config["embedding_dim"]))
+    config |= take_encodings(takings, names, int(config["embedding_dim"]))
     config |= _readout(takings, names, options)
     return config
 
@@ -86,13 +90,15 @@ def _item_mlp_widths(takings: Takings, names: MetaSource) -> tuple[int, int]:
     return width, all_features // width - 1
 
 
-def _layers(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+def take_layers(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
     heads = options.heads or 0
     layers = number_of_layers(takings, names.layers)
     rows, d = takings.shape(f"{names.layers}0._output_weight")
     values = rows // 3
     columns = takings.shape(f"{names.layers}0._uvqk_weight")[1]
     norm = takings.shape(f"{names.layers}0._output_norm_weight")[0]
+    if norm not in (heads, values):
+        raise RelayError(f"--heads {heads}: the norms of the source have one weight for each of {norm} heads.")
     for index in range(layers):
         source, target = f"{names.layers}{index}.", f"layers.{index}"
         for ours, theirs in (
@@ -140,19 +146,17 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
             items.take_feature(Path(options.item_values[name]), target, rows)
         item_features.append({"name": name, "cardinality": rows})
     if features:
+        tokens, told = takings.shape(names.contextual_weight)[0], sum(feature.tokens for feature in features)
+        if tokens != told:
+            raise RelayError(f"The source has {tokens} contextual tokens, --feature names {told}: write NAME=TOKENS.")
         takings.take(names.contextual_weight, "contextual.weight")
         takings.take(names.contextual_bias, "contextual.bias")
     else:
         for name in (names.contextual_weight, names.contextual_bias):
             takings.unused(name, "it maps contextual features, and there are none")
-    if features and not any(feature.min_tokens for feature in features):
-        takings.note(
-            "No contextual feature is hidden from short sequences: if the source has minimum lengths, "
-            "give them with --hide-below NAME=TOKENS."
-        )
-    _take_mlp(takings, names.content, "content")
+    take_mlp(takings, names.content, "content")
     if options.item_features:
-        _take_mlp(takings, names.additional, "additional")
+        take_mlp(takings, names.additional, "additional")
     else:
         for part in ("0", "1", "2", "3"):
             for kind in ("weight", "bias"):
@@ -160,9 +164,9 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
     inputs = {
         "table_dim": width,
         "hidden": takings.shape(f"{names.content}.0.weight")[0],
-        "norm_eps": _MLP_EPS,
+        "norm_eps": MLP_EPS,
         "item_features": item_features,
-        **_actions(takings, names, options),
+        **take_actions(takings, names, options),
     }
     return {
         "inputs": "dlrm",
@@ -173,7 +177,7 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
     }
 
 
-def _actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+def take_actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
     if not takings.has(names.action_table):
         return {}
     if takings.has(names.action_weights):
@@ -184,11 +188,11 @@ def _actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> di
         weights = list(options.action_weights)
     takings.take(names.action_table, "action_bits.weight")
     takings.take(names.action_candidates, "action_bits.candidates", FLATTENED)
-    _take_mlp(takings, names.action_mlp, "action_bits")
+    take_mlp(takings, names.action_mlp, "action_bits")
     return {"action_weights": weights, "action_dim": takings.shape(names.action_table)[1]}
 
 
-def _encodings(takings: Takings, names: MetaSource, width: int) -> dict[str, Any]:
+def take_encodings(takings: Takings, names: MetaSource, width: int) -> dict[str, Any]:
     if not takings.has(names.positions):
         return {}
     takings.take(names.positions, "positions.weight")
@@ -203,7 +207,8 @@ def _encodings(takings: Takings, names: MetaSource, width: int) -> dict[str, Any
     }
 
 
-def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+def take_postprocessor(takings: Takings, names: MetaSource) -> dict[str, Any]:
+    """The norm of the candidates' rows, with the phases of the query time if the source joins them."""
     has_norm = takings.has(f"{names.readout_norm}.weight")
     if has_norm:
         takings.take(f"{names.readout_norm}.weight", "readout.norm.weight")
@@ -214,7 +219,16 @@ def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> di
         takings.take(f"{names.periods}.bias", "readout.periods.bias")
         units = zip(_numbers(takings, names.period_units), _numbers(takings, names.units_per_period), strict=True)
         periods = [{"unit_seconds": seconds, "units": count} for seconds, count in units]
-    _take_mlp(takings, names.item_mlp, "readout.item")
+    return {
+        "readout_norm": "layer" if has_norm else "l2",
+        "readout_norm_eps": _READOUT_EPS,
+        "readout_periods": periods,
+    }
+
+
+def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+    config = take_postprocessor(takings, names)
+    take_mlp(takings, names.item_mlp, "readout.item")
     for ours, theirs, transform in (
         ("0", "0", TRANSPOSED),
         ("0.norm", "1", AS_IS),
@@ -222,15 +236,12 @@ def _readout(takings: Takings, names: MetaSource, options: ConvertOptions) -> di
     ):
         takings.take(f"{names.task_mlp}.{theirs}.weight", f"readout.mlp.{ours}.weight", transform)
         takings.take(f"{names.task_mlp}.{theirs}.bias", f"readout.mlp.{ours}.bias")
-    return {
+    return config | {
         "readout": "item_product",
-        "readout_norm": "layer" if has_norm else "l2",
-        "readout_norm_eps": _READOUT_EPS,
-        "readout_periods": periods,
         "readout_hidden": [takings.shape(f"{names.task_mlp}.0.weight")[0]],
         "readout_activation": "swish_norm",
         "readout_item_hidden": takings.shape(f"{names.item_mlp}.0.weight")[0],
-        "readout_mlp_eps": _MLP_EPS,
+        "readout_mlp_eps": MLP_EPS,
         "tasks": [task.model_dump() for task in options.tasks],
     }
 
@@ -241,10 +252,10 @@ def _numbers(takings: Takings, name: str) -> list[float]:
     return numbers
 
 
-def _take_mlp(takings: Takings, source: str, target: str) -> None:
-    """Linear, swish-norm, linear, LayerNorm."""
+def take_mlp(takings: Takings, source: str, target: str, first: Transform = TRANSPOSED) -> None:
+    """Linear, swish-norm, linear, LayerNorm. `first`: the transform of the first weight."""
     for ours, theirs, transform in (
-        ("0", "0", TRANSPOSED),
+        ("0", "0", first),
         ("inner_norm", "1", AS_IS),
         ("1", "2", TRANSPOSED),
         ("outer_norm", "3", AS_IS),

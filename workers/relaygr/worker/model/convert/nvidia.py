@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.mapping import TRANSPOSED, Takings, Transform
+from relaygr.worker.model.convert.mapping import AS_IS, TRANSPOSED, Takings, Transform
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout
 from relaygr.worker.model.convert.parts import (
     ACTION,
     ITEM,
     Items,
-    Table,
     Tables,
     give_table,
     number_of_layers,
@@ -57,7 +56,7 @@ class NvidiaSource:
 
 def convert_nvidia(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
     """Uses the source's tensors; returns the fields of our configuration. Raises RelayError if an option is missing."""
-    options.require("heads", "normalizer", "tasks")
+    options.require("heads", "normalizer", "tasks", *(["contextual_mask"] if options.features else []))
     names = NvidiaSource(takings)
     for name in takings.names(_EXTRA):
         takings.unused(name, "state of the library that trained it")
@@ -139,14 +138,14 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
     besides = {feature.name for feature in features} | {options.tables.get(ACTION, ACTION)}
     item = tables.require(ITEM, tables.only(besides))
     through_item_mlp = _mlp(takings, names.item_mlp)
-    items = Items(takings, options, _through(item, through_item_mlp))
+    items = Items(takings, options, item, through_item_mlp)
     described = []
     through = _mlp(takings, names.contextual_mlp)
     for index, feature in enumerate(features):
         table = tables.require(feature.name)
         if table.rows.shape[1] != contextual_width:
             raise RelayError(f"The table for {feature.name!r} has width {table.rows.shape[1]}, not {contextual_width}.")
-        give_table(takings, _through(table, through), f"features.{index}.weight")
+        give_table(takings, table, f"features.{index}.weight", through)
         described.append(feature.model_dump() | {"cardinality": table.rows.shape[0]})
     config: dict[str, Any] = {
         "inputs": "added",
@@ -155,7 +154,7 @@ def _inputs(takings: Takings, names: NvidiaSource, options: ConvertOptions, d: i
         "contextual_mask": options.contextual_mask,
     }
     if action is not None:
-        give_table(takings, _through(action, through_item_mlp), "actions.weight")
+        give_table(takings, action, "actions.weight", through_item_mlp)
         config |= {"inputs": "interleaved", "num_actions": int(action.rows.shape[0])}
     for mlp in (names.item_mlp, names.contextual_mlp):
         for part in ("0.weight", "0.bias", "2.weight", "2.bias"):
@@ -167,18 +166,14 @@ def _input_width(takings: Takings, mlp: str, otherwise: int) -> int:
     return takings.shape(f"{mlp}.0.weight")[1] if takings.has(f"{mlp}.0.weight") else otherwise
 
 
-def _mlp(takings: Takings, name: str) -> Transform | None:
-    """The source's MLP after a table: linear, ReLU, linear. None if there is none."""
+def _mlp(takings: Takings, name: str) -> Transform:
+    """The source's MLP after a table: linear, ReLU, linear. Without one, rows stay as they are."""
     if not takings.has(f"{name}.0.weight"):
-        return None
+        return AS_IS
     first, bias, second, last = (
         takings.peek(f"{name}.{part}").float() for part in ("0.weight", "0.bias", "2.weight", "2.bias")
     )
     return Transform("through its MLP", lambda x: F.linear(F.relu(F.linear(x.float(), first, bias)), second, last))
-
-
-def _through(table: Table, mlp: Transform | None) -> Table:
-    return table if mlp is None else Table(table.source, mlp.apply(table.rows))
 
 
 def _readout(takings: Takings, names: NvidiaSource, options: ConvertOptions) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class SourceKind(enum.StrEnum):
     """The ranking model of NVIDIA/recsys-examples."""
     RESEARCH = "research"
     """The research layer of meta-recsys/generative-recommenders."""
+    TORCHEASYREC = "torcheasyrec"
+    """DlrmHSTU of alibaba/TorchEasyRec."""
 
 
 class ProjectionLayout(enum.StrEnum):
@@ -54,7 +56,7 @@ class ConvertOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     heads: Annotated[int | None, Field(ge=1, description="attention heads")] = None
-    normalizer: Annotated[float | None, Field(gt=0, description="N, the source's longest sequence")] = None
+    normalizer: Annotated[float | None, Field(gt=0, description="N, the constant by which attention is divided")] = None
     eps: Annotated[float | None, Field(gt=0, lt=1, description="epsilon of the layers' norms")] = None
     alpha: Annotated[float | None, Field(gt=0, description="scale of q.k")] = None
     tasks: tuple[Task, ...] = ()
@@ -86,6 +88,7 @@ class ConvertOptions(BaseModel):
     target_group_size: Annotated[int, Field(ge=1)] = 1
     activation: Annotated[ReadoutActivation | None, Field(description="between the layers of the task MLP")] = None
     action_weights: Annotated[tuple[int, ...], Field(description="bits of actions, if no tensor holds them")] = ()
+    pipeline: Annotated[Path | None, Field(description="TorchEasyRec's pipeline.config")] = None
     log_base: Annotated[float, Field(gt=0, description="base of the relative bias by time")] = 0.301
     max_prefix: Annotated[int | None, Field(ge=8, le=MAX_BEHAVIOURS)] = None
     max_suffix: Annotated[int, Field(ge=0, le=MAX_SUFFIX_BEHAVIOURS)] = 128
@@ -105,13 +108,20 @@ class ConvertOptions(BaseModel):
 
     def require(self, *names: str) -> None:
         """Raises RelayError that names each of these options that is missing."""
-        lacking = [name for name in names if getattr(self, name) in (None, ())]
+        lacking = [name for name in names if not self._is_told(name)]
         if lacking:
             raise RelayError(
                 "The state dict does not contain everything: give "
                 + ", ".join(f"{as_option(name)} ({_WHAT[name]})" for name in lacking)
                 + ", or give them in a file with --config."
             )
+
+    def _is_told(self, name: str) -> bool:
+        if name == "hide_below":
+            return any("min_tokens" in feature.model_fields_set for feature in self.features)
+        if name == "contextual_mask":
+            return name in self.model_fields_set
+        return getattr(self, name) not in (None, ())
 
 
 def as_option(name: str) -> str:
@@ -128,12 +138,15 @@ _AS_OPTION = {
 }
 _WHAT = {
     "heads": "attention heads",
-    "normalizer": "N, the longest sequence for which the source was made",
+    "normalizer": "N, by which the source divides attention: docs/checkpoints.md says how to find it",
     "tasks": "the name of each column of the scores, as NAME[:binary|:regression]",
+    "hide_below": "the fewest tokens that show each feature, as NAME=TOKENS, or none",
+    "contextual_mask": "or --no-contextual-mask: whether contextual tokens see the whole history",
     "features": "the name of each contextual feature, in the source's order, as NAME[=TOKENS]",
     "item_features": "the name of each feature of an item beside its id, in the source's order",
     "action_weights": "the bit of each kind of action, in the source's order",
     "concatenated": "yes or no: whether its output projection reads three blocks",
+    "pipeline": "the pipeline.config that TorchEasyRec saves in the folder of the model",
     "projection": "contiguous or per_head: the order of the columns of the joint projection",
 }
 

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.model.convert.mapping import AS_IS, TRANSPOSED, WITH_UNKNOWN, Takings, Transform, both
+from relaygr.worker.model.convert.distributed import KEYS_SUFFIX
+from relaygr.worker.model.convert.mapping import AS_IS, TRANSPOSED, Takings, Transform, both
 from relaygr.worker.model.convert.options import ConvertOptions, ProjectionLayout
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR
 
@@ -76,16 +77,49 @@ def per_head(width: int, heads: int, what: str) -> int:
 
 _COLLECTION = "embeddings."
 _JOINT_SUFFIX = "_weights"
+_TABLE_TYPES = (np.dtype(np.float32), np.dtype(np.float16))
 ITEM = "item"
 ACTION = "action"
 
 
+_BLOCK_ELEMENTS = 2**22
+_MOST_SPARSE = 16
+_ALWAYS_DENSE_ROWS = 2**20
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table, and the name of the source's tensor that contains it ("" for a file)."""
+    """One table, and the name of the source's tensor that contains it ("" for a file).
+
+    keys: the id of each row of a dynamic table, and the name of their tensor. None: rows are numbered from 0.
+    """
 
     source: str
     rows: torch.Tensor
+    keys: torch.Tensor | None = None
+    keys_source: str = ""
+
+    @property
+    def sources(self) -> list[str]:
+        return [name for name in (self.source, self.keys_source) if name]
+
+    def dense(self, name: str) -> Table:
+        """The same table with a row for each number up to the largest key; rows without a key are zeros.
+
+        Raises RelayError if it would be much larger than the dynamic table.
+        """
+        if self.keys is None:
+            return self
+        least, most = int(self.keys.min()), int(self.keys.max())
+        if least < 0 or most >= max(_MOST_SPARSE * self.rows.shape[0], _ALWAYS_DENSE_ROWS):
+            raise RelayError(
+                f"The dynamic table for {name!r} has {self.rows.shape[0]:,} keys from {least} to {most}, but values of "
+                "a feature are numbered from 0: give --table with a dense table, and number the values when you send "
+                "them."
+            )
+        rows = self.rows.new_zeros(most + 1, self.rows.shape[1])
+        rows[self.keys] = self.rows
+        return Table(self.source, rows, None, self.keys_source)
 
 
 class Tables:
@@ -104,12 +138,19 @@ class Tables:
 
     def find(self, name: str, otherwise: str | None = None) -> Table | None:
         """The table that `--table` names, else the source's table `name`, else its table `otherwise`; or None."""
+        table = self._find(name, otherwise)
+        # Items are found by their ids, all else by number.
+        return table if table is None or name == ITEM else table.dense(name)
+
+    def _find(self, name: str, otherwise: str | None) -> Table | None:
         told = self._options.tables.get(name)
         if told is None:
             table = self._found.get(name)
             return self._found.get(otherwise) if table is None and otherwise is not None else table
         if told.endswith(".npy"):
-            return Table("", torch.from_numpy(_load(Path(told)).astype(np.float32)))
+            rows = _load(Path(told))
+            # Tables of these types stay mapped, and keep their type.
+            return Table("", torch.from_numpy(rows if rows.dtype in _TABLE_TYPES else rows.astype(np.float32)))
         if told in self._found:
             return self._found[told]
         if self._takings.has(told):
@@ -142,7 +183,14 @@ class Tables:
             if not collection:
                 continue
             if last.endswith(".weight"):
-                found[last.removesuffix(".weight")] = Table(name, self._takings.peek(name))
+                keys = f"{name.removesuffix('.weight')}{KEYS_SUFFIX}"
+                has_keys = self._takings.has(keys)
+                found[last.removesuffix(".weight")] = Table(
+                    name,
+                    self._takings.peek(name),
+                    self._takings.peek(keys) if has_keys else None,
+                    keys if has_keys else "",
+                )
             elif last.endswith(_JOINT_SUFFIX):
                 found |= self._split(name, last.removesuffix(_JOINT_SUFFIX).split("/"))
         return found
@@ -166,47 +214,89 @@ class Tables:
 
 
 class Items:
-    """The item table, in the order of its ids."""
+    """The item table, in the order of its ids. `columns`: the transform of each row."""
 
-    def __init__(self, takings: Takings, options: ConvertOptions, table: Table) -> None:
+    def __init__(self, takings: Takings, options: ConvertOptions, table: Table, columns: Transform = AS_IS) -> None:
         self._takings = takings
         self.count = int(table.rows.shape[0])
         self._order: torch.Tensor | None = None
-        sort: Transform = AS_IS
-        if options.items is not None:
-            ids = _load(options.items)
-            if ids.shape != (self.count,) or np.unique(ids).size != self.count or ids.dtype.kind not in "iu":
-                raise RelayError(
-                    f"{options.items} does not contain {self.count} distinct integers, one for each row of items."
-                )
+        ids = self._ids(options, table)
+        if ids is not None:
+            origin = f"read from {options.items}" if table.keys is None else "the keys of its table"
+            sources = [] if table.keys is None else [table.keys_source]
             self._order = torch.from_numpy(np.argsort(ids))
-            takings.give([], IDS_TENSOR, torch.from_numpy(np.sort(ids).astype(np.int64)), f"read from {options.items}")
-            sort = Transform("rows sorted by item id", lambda x: x[self._order])
-        give_table(takings, table, "items.weight", both(sort, WITH_UNKNOWN))
+            takings.give(sources, IDS_TENSOR, torch.from_numpy(np.sort(ids).astype(np.int64)), origin)
+        give_table(takings, table, "items.weight", columns, self._order)
+
+    def _ids(self, options: ConvertOptions, table: Table) -> NDArray[Any] | None:
+        """The id of each row; None: the number of the row."""
+        if table.keys is not None and options.items is not None:
+            raise RelayError("The source's item table has keys, which are the ids of its items: leave out --items.")
+        if table.keys is not None:
+            ids, origin = table.keys.numpy(), table.keys_source
+        elif options.items is not None:
+            ids, origin = _load(options.items), str(options.items)
+        else:
+            return None
+        if ids.shape != (self.count,) or np.unique(ids).size != self.count or ids.dtype.kind not in "iu":
+            raise RelayError(f"{origin} does not contain {self.count} distinct integers, one for each row of items.")
+        return ids
 
     def take_feature(self, values: Path, target: str, unknown: int) -> None:
         """Reads the row of a feature's table for each item. Items outside the vocabulary have the unknown row."""
-        rows = _load(values)
-        if rows.shape != (self.count,) or rows.dtype.kind not in "iu":
-            raise RelayError(f"{values} does not contain {self.count} integers, one for each row of the item table.")
-        known = np.where((rows >= 0) & (rows < unknown), rows, unknown).astype(np.int64)
-        ordered = torch.from_numpy(known)
+        ordered = torch.from_numpy(item_values(values, self.count, unknown))
         if self._order is not None:
             ordered = ordered[self._order]
         last = torch.full((1,), unknown, dtype=torch.int64)
         self._takings.give([], target, torch.cat((ordered, last)), f"read from {values}")
 
 
-def give_table(takings: Takings, table: Table, target: str, transform: Transform = WITH_UNKNOWN) -> None:
-    """Adds a table, with a last row for unknown values."""
-    sources = [table.source] if table.source else []
-    takings.give(sources, target, transform.apply(table.rows), transform.name)
+def item_values(path: Path, count: int, unknown: int) -> NDArray[np.int64]:
+    """The value of a feature for each row of the item table; values without a row become `unknown`."""
+    rows = _load(path)
+    if rows.shape != (count,) or rows.dtype.kind not in "iu":
+        raise RelayError(f"{path} does not contain {count} integers, one for each row of the item table.")
+    return np.where((rows >= 0) & (rows < unknown), rows, unknown).astype(np.int64)
+
+
+def find_table(takings: Takings, name: str, *, prefers_bag: bool = False) -> Table:
+    """The only table of a name in torchrec's collections of embeddings or of bags. Raises RelayError without one."""
+    kinds = ("embedding_bags", "embeddings") if prefers_bag else ("embeddings", "embedding_bags")
+    for kind in kinds:
+        found = takings.names(f"{kind}.{name}.weight")
+        if len(found) > 1:
+            raise RelayError(f"The source has several tables {name}: {', '.join(found)}.")
+        if found:
+            keys = f"{found[0].removesuffix('.weight')}{KEYS_SUFFIX}"
+            has_keys = takings.has(keys)
+            return Table(found[0], takings.peek(found[0]), takings.peek(keys) if has_keys else None, keys * has_keys)
+    raise RelayError(f"The source has no embedding table {name}.")
+
+
+def give_table(
+    takings: Takings, table: Table, target: str, columns: Transform = AS_IS, order: torch.Tensor | None = None
+) -> None:
+    """Adds a table with a last row of zeros, for unknown values.
+
+    `columns`: the transform of each row. `order`: the source's row of each row. Works in blocks, since a table may be
+    larger than the memory.
+    """
+    count, block = table.rows.shape[0], max(1, _BLOCK_ELEMENTS // max(1, table.rows.shape[1]))
+    like = columns.apply(table.rows[:1])
+    made = takings.memory.empty((count + 1, like.shape[1]), like.dtype)
+    for start in range(0, count, block):
+        own = slice(start, min(start + block, count))
+        made[own] = columns.apply(table.rows[own] if order is None else table.rows[order[own]])
+    made[count] = 0
+    parts = (("rows sorted by item id", order is not None), (columns.name, columns is not AS_IS))
+    how = "; ".join([name for name, is_done in parts if is_done] + ["a row of zeros added, for unknown values"])
+    takings.give(table.sources, target, made, how)
 
 
 def _load(path: Path) -> NDArray[Any]:
     try:
         # Mapped: memory is taken only for what the file holds, whatever shape its header claims.
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        loaded = np.load(path, mmap_mode="c", allow_pickle=False)
         if not isinstance(loaded, np.ndarray):
             raise ValueError("it is an archive")
         return loaded

@@ -19,7 +19,7 @@ _LAYERS = "_attention_layers."
 _EPS = 1e-6
 _ITEMS = "_embedding_module._item_emb.weight"
 _POSITIONS = "_input_features_preproc._pos_emb.weight"
-_MASK = "_attn_mask"
+ATTENTION_MASK = "_attn_mask"
 
 
 def convert_research(takings: Takings, options: ConvertOptions) -> dict[str, Any]:
@@ -31,7 +31,11 @@ def convert_research(takings: Takings, options: ConvertOptions) -> dict[str, Any
     root = anchor[: anchor.index(_LAYERS)]
     config = _layers(takings, f"{root}{_LAYERS}", options)
     d = int(config["embedding_dim"])
-    for name in takings.names(_MASK):
+    for name in takings.names(ATTENTION_MASK):
+        places = takings.shape(name)[0]
+        if options.normalizer != places:
+            told = f"--normalizer {options.normalizer:g}"
+            raise RelayError(f"{told}: the source divides by {places}, the rows of {name}.")
         takings.unused(name, "a causal mask")
     config |= _inputs(takings, options, d)
     return config | _readout(takings, options)

@@ -13,7 +13,7 @@ generative-recommenders, DLRM-v3. The form of the content is chosen once, at loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from numpy.typing import NDArray
 
+from relaygr.schemas.record import record
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.inputs.tokens import (
-    Column,
-    Tokens,
-)
-from relaygr.worker.model.mlp import Rows, swish_norm_mlp, swish_norm_mlp_shapes
+from relaygr.worker.model.inputs.tables import DeviceTable, Placement, Table, TablePart, Tensors, joined_tables
+from relaygr.worker.model.inputs.tokens import Column, Tokens
+from relaygr.worker.model.layer_parts import RowFunction, swish_norm_mlp, swish_norm_mlp_shapes
 from relaygr.worker.model.options import DlrmInputs, InputForm
 
 ITEM_FEATURE_ROWS = "item_features.{}.rows"
@@ -55,13 +54,14 @@ def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def input_row_elements(config: ModelConfig) -> int:
     """The most float32 elements that the embedding of one token needs, its row included."""
-    # The token; its row, and rows that are added to it or written over it.
-    elements = 2 * len(Column) + 3 * config.embedding_dim
+    # The token; its row as stored and in float32, and rows that are added to it or written over it.
+    elements = 2 * len(Column) + 4 * config.embedding_dim
     if config.dlrm_inputs is not None:
         inputs = config.dlrm_inputs
         bits = len(inputs.action_weights)
-        # The joined table rows; the linear map, norm and gate of an MLP; actions, and those of candidates.
-        elements += 2 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * inputs.hidden
+        # The table rows as stored, in float32 and joined; the linear map, norm and gate of an MLP; actions, and those
+        # of candidates.
+        elements += 3 * inputs.table_dim * (1 + len(inputs.item_features)) + 4 * inputs.hidden
         elements += 2 * config.embedding_dim + 2 * bits * (1 + inputs.action_dim)
     return elements
 
@@ -86,29 +86,43 @@ def _dlrm_shapes(config: ModelConfig, inputs: DlrmInputs) -> dict[str, tuple[int
     return shapes
 
 
-Tensors = Mapping[str, torch.Tensor]
+Int64Array = NDArray[np.int64]
+
+
+@record(frozen=True, slots=True)
+class Batch:
+    """Tokens [n, 5], on the host and on the device, and the indices of those that are not items (None: all are)."""
+
+    tokens: Tokens
+    sent: torch.Tensor
+    others: Int64Array
+    sent_others: torch.Tensor | None
 
 
 class Content(Protocol):
     """Computes the content of tokens."""
 
-    def __call__(self, tokens: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """Tokens int64 [n, 5] -> [n, D]. others: indices of tokens that are not items; None if all are items."""
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Tokens -> [n, D]."""
 
 
 class ItemEmbeddings:
     """Rows of the item table, joined with the rows of the items' features: [rows, table_dim (1 + features)]."""
 
-    def __init__(self, features: int, tensors: Tensors) -> None:
-        self._items = tensors["items.weight"]
+    def __init__(self, features: int, tensors: Tensors, placement: Placement) -> None:
+        self._items = placement.table(tensors, "items.weight")
         self._features = [
-            (tensors[f"item_features.{index}.rows"], tensors[f"item_features.{index}.weight"])
+            (
+                tensors[ITEM_FEATURE_ROWS.format(index)],
+                placement.table(tensors, f"item_features.{index}.weight"),
+            )
             for index in range(features)
         ]
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = [F.embedding(rows, self._items)]
-        parts += [F.embedding(values[rows], table) for values, table in self._features]
+    def __call__(self, rows: torch.Tensor, on_host: Int64Array | None = None) -> torch.Tensor:
+        """`on_host`: the same rows, if they are known on the host."""
+        parts = [self._items(rows, on_host)]
+        parts += [table(values[rows]) for values, table in self._features]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -132,68 +146,70 @@ class ActionBits:
 class TableContent:
     """Content of the forms `added` and `interleaved`: table rows without an MLP."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
-        self._items = tensors["items.weight"]
-        tables = [tensors[f"features.{index}.weight"] for index in _features_by_token(config)]
+    def __init__(self, config: ModelConfig, tensors: Tensors, placement: Placement) -> None:
+        self._items = placement.table(tensors, "items.weight")
+        parts = [TablePart(f"features.{index}.weight") for index in _features_by_token(config)]
         if config.inputs is InputForm.INTERLEAVED:
-            tables.append(tensors["actions.weight"])
-        self._others = _joined(tables, self._items.new_empty((0, config.embedding_dim)))
+            parts.append(TablePart("actions.weight"))
+        self._others = joined_tables(parts, tensors, placement, config.embedding_dim)
         # The last row, zeros, is for tokens without an action.
-        self._actions: torch.Tensor | None = None
+        self._actions: DeviceTable | None = None
         if config.inputs is InputForm.ADDED and config.num_actions:
-            self._actions = F.pad(tensors["actions.weight"], (0, 0, 0, 1))
+            self._actions = DeviceTable(F.pad(tensors["actions.weight"], (0, 0, 0, 1)))
+            self._action_rows = tensors["actions.weight"].shape[0] + 1
 
-    def __call__(self, tokens: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        content, actions = tokens[:, Column.CONTENT], tokens[:, Column.ACTION]
-        x = _with_others(content, others, lambda rows: F.embedding(rows, self._items), self._others)
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        x = _with_others(batch, self._items, self._others)
         if self._actions is None:
             return x
-        return x.add_(F.embedding(actions.remainder(self._actions.shape[0]), self._actions))
+        return x.add_(self._actions(batch.sent[:, Column.ACTION].remainder(self._action_rows)))
 
 
 class DlrmContent:
-    """Items and actions go through MLPs; each contextual token has a linear map, applied once at load."""
+    """Items and actions go through MLPs; each contextual token has a linear map."""
 
-    def __init__(self, config: ModelConfig, inputs: DlrmInputs, tensors: Tensors) -> None:
-        self._items = ItemEmbeddings(len(inputs.item_features), tensors)
+    def __init__(self, config: ModelConfig, inputs: DlrmInputs, tensors: Tensors, placement: Placement) -> None:
+        self._items = ItemEmbeddings(len(inputs.item_features), tensors, placement)
         self._width = inputs.table_dim
         eps = inputs.norm_eps, config.swish_eps(inputs.norm_eps)
         self._content = swish_norm_mlp(tensors, "content", *eps)
-        self._additional: Rows | None = None
+        self._additional: RowFunction | None = None
         if inputs.item_features:
             self._additional = swish_norm_mlp(tensors, "additional", *eps)
         self._bits: ActionBits | None = None
         if inputs.action_weights:
             self._bits = ActionBits(inputs, tensors)
             self._action = swish_norm_mlp(tensors, "action_bits", *eps)
-        mapped = [
-            torch.addmm(tensors["contextual.bias"][token], tensors[f"features.{index}.weight"], weight)
+        parts = [
+            TablePart(f"features.{index}.weight", partial(_mapped, weight, tensors["contextual.bias"][token]))
             for token, (index, weight) in enumerate(
                 zip(_features_by_token(config), tensors.get("contextual.weight", ()), strict=True)
             )
         ]
-        self._others = _joined(mapped, tensors["items.weight"].new_empty((0, config.embedding_dim)))
+        self._others = joined_tables(parts, tensors, placement, config.embedding_dim)
 
-    def __call__(self, tokens: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        content, actions = tokens[:, Column.CONTENT], tokens[:, Column.ACTION]
-
-        def of_items(rows: torch.Tensor) -> torch.Tensor:
-            read = self._items(rows)
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        def of_items(rows: torch.Tensor, on_host: Int64Array | None = None) -> torch.Tensor:
+            read = self._items(rows, on_host)
             x = self._content(read[:, : self._width])
             if self._additional is not None:
                 x = x + self._additional(read[:, self._width :])
             if self._bits is not None:
-                x = x + self._action(self._bits(actions))
+                x = x + self._action(self._bits(batch.sent[:, Column.ACTION]))
             return x
 
-        return _with_others(content, others, of_items, self._others)
+        return _with_others(batch, of_items, self._others)
 
 
-def build_content(config: ModelConfig, tensors: Tensors) -> Content:
+def _mapped(weight: torch.Tensor, bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias, rows, weight)
+
+
+def build_content(config: ModelConfig, tensors: Tensors, placement: Placement) -> Content:
     """The content of a checkpoint. `checkpoint.py` has checked its tensors."""
     if config.dlrm_inputs is not None:
-        return DlrmContent(config, config.dlrm_inputs, tensors)
-    return TableContent(config, tensors)
+        return DlrmContent(config, config.dlrm_inputs, tensors, placement)
+    return TableContent(config, tensors, placement)
 
 
 def _features_by_token(config: ModelConfig) -> list[int]:
@@ -201,33 +217,26 @@ def _features_by_token(config: ModelConfig) -> list[int]:
     return [index for index, feature in enumerate(config.contextual_features) for _ in range(feature.tokens)]
 
 
-def _joined(tables: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tables) if tables else empty
-
-
-def _with_others(
-    content: torch.Tensor, others: torch.Tensor | None, of_items: Rows, table: torch.Tensor
-) -> torch.Tensor:
-    """Items by their rows; the tokens at `others` by rows of the table of everything else."""
+def _with_others(batch: Batch, of_items: Table, table: Table) -> torch.Tensor:
+    """Items by their rows; other tokens by rows of the table of everything else."""
+    content, on_host = batch.sent[:, Column.CONTENT], batch.tokens[:, Column.CONTENT]
+    others = batch.sent_others
     if others is None:
-        return of_items(content)
+        return of_items(content, on_host)
     # For a token that is not an item, the first row of the item table is used and overwritten, which keeps the shapes.
-    x = of_items(content.clamp(min=0))
-    x[others] = F.embedding(~content[others], table)
+    x = of_items(content.clamp(min=0), np.maximum(on_host, 0))
+    x[others] = table(~content[others], ~on_host[batch.others])
     return x
-
-
-Int64Array = NDArray[np.int64]
-Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenEmbedding:
     """Computes the rows of tokens, on the device."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], send: Send | None = None) -> None:
-        """`send` copies to the tensors' device (`Device.sent`); None: the tensors are on the CPU."""
-        self._content = build_content(config, tensors)
-        self._send = send if send is not None else _stay
+    def __init__(self, config: ModelConfig, tensors: Tensors, placement: Placement | None = None) -> None:
+        """`placement`: where the tables are; None: the tensors are on the CPU."""
+        placement = Placement() if placement is None else placement
+        self._content = build_content(config, tensors, placement)
+        self._send = placement.send
         self._scale = config.embedding_scale
         self._tables = [
             (column, tensors[name])
@@ -240,7 +249,7 @@ class TokenEmbedding:
         others = np.flatnonzero(tokens[:, Column.CONTENT] < 0)
         if sent is None:
             sent = self._moved(tokens)
-        x = self._content(sent, self._moved(others) if others.size else None)
+        x = self._content(Batch(tokens, sent, others, self._moved(others) if others.size else None))
         if self._scale != 1.0:
             x = x.mul_(self._scale)
         for column, table in self._tables:
@@ -249,7 +258,3 @@ class TokenEmbedding:
 
     def _moved(self, array: Int64Array) -> torch.Tensor:
         return self._send(torch.from_numpy(np.ascontiguousarray(array)))
-
-
-def _stay(host: torch.Tensor) -> torch.Tensor:
-    return host

@@ -82,7 +82,7 @@ class DevicePlan:
 def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) -> int:
     """Rows of a tile. A tile with more rows reads K,V less often, but its sums must fit into registers.
 
-    Based on the compiler's register counts for sm_90 (docs/cuda.md): float32 tiles larger than 32 x 128 spill.
+    By the compiler's register counts for sm_90 (tests/workers/hopper_process.py), float32 tiles above 32 x 128 spill.
     """
     if dtype is torch.float32:
         return 32 if widest_dim <= 128 else 16
@@ -235,7 +235,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
 
 
 def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
-    """The configurations that do not spill registers on sm_90 (docs/cuda.md); at least one for any model."""
+    """The configurations without spilled registers on sm_90 (tests/workers/hopper_process.py); at least one."""
     is_float32 = fixed["PRECISION"] == "ieee"
     wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
     large = int(str(fixed["BLOCK_M"])) > 64
