@@ -31,12 +31,14 @@ from pydantic.fields import FieldInfo
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.client.settings import ClientSettings
 from relaygr.consumer.settings import ConsumerSettings
+from relaygr.gateway.settings import GatewaySettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.settings import LogSettings
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.trigger.settings import TriggerSettings
+from relaygr.ui.settings import UiSettings
 from relaygr.worker.settings import WorkerSettings
 from relaygr.worker.supervisor.policy import SupervisorSettings
 
@@ -61,8 +63,10 @@ class Settings(KafkaSettings):
     trigger: TriggerSettings = TriggerSettings()
     worker: WorkerSettings = WorkerSettings()
     supervisor: SupervisorSettings = SupervisorSettings()
-    gateway: TrafficSettings = TrafficSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    traffic: TrafficSettings = TrafficSettings()
     lag: LagSettings = LagSettings()
+    ui: UiSettings = UiSettings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def trace(
         typer.Option(metavar="FILE", help="A log of interactions: each becomes an impression.", show_default=False),
     ] = None,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="The impressions of `relaygr gateway` with these settings.")
+        bool, typer.Option("--schedule", help="The impressions of `relaygr traffic` with these settings.")
     ] = False,
     token_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of the K,V of one token.")] = "32KiB",
     lead_ms: Annotated[
@@ -71,15 +71,15 @@ def _read(path: Path, progress: Progress) -> Interactions:
 
 
 def _scheduled(settings: Settings) -> Iterator[TraceRecord]:
-    traffic = settings.gateway
+    traffic = settings.traffic
     if not traffic.duration_s:
-        raise RelayError("The schedule has no end: give --set gateway.duration_s=SECONDS.")
+        raise RelayError("The schedule has no end: give --set traffic.duration_s=SECONDS.")
     population: Population = SyntheticPopulation(traffic)
     if traffic.interactions is not None:
         try:
             population = LogPopulation(read_interactions(traffic.interactions), traffic)
         except ValueError as error:
-            raise RelayError(f"gateway.interactions {traffic.interactions}: {error}.") from error
+            raise RelayError(f"traffic.interactions {traffic.interactions}: {error}.") from error
     return records_of_schedule(traffic, population)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from relaygr.cli.texts import parse_size
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 
@@ -32,6 +33,9 @@ def calibrate(
     ] = False,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
+    device_table_bytes: Annotated[
+        str, typer.Option(help="The largest embedding table on the device, as worker.device_table_bytes.")
+    ] = "4GiB",
     budget_s: Annotated[float, typer.Option(min=0.1, help="Duration of the measurement, seconds.")] = 30.0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure for a few seconds, as a worker does at its start.")
@@ -45,7 +49,16 @@ def calibrate(
     from relaygr.worker.model.engine import load_engine
 
     console = Console(highlight=False)
-    engine = load_engine(model, device, kv_dtype, page_tokens, threads, compute_dtype, cuda_graphs)
+    engine = load_engine(
+        model,
+        device,
+        kv_dtype,
+        page_tokens,
+        threads,
+        compute_dtype,
+        cuda_graphs,
+        parse_size("--device-table-bytes", device_table_bytes),
+    )
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -13,11 +13,11 @@ from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, comman
 
 DEFAULTS = (
     "log.level=warning",
-    "gateway.duration_s=24",
-    "gateway.users=60",
-    "gateway.history_median=1024",
-    "gateway.history_max=2048",
-    "gateway.items=5000",
+    "traffic.duration_s=24",
+    "traffic.users=60",
+    "traffic.history_median=1024",
+    "traffic.history_max=2048",
+    "traffic.items=5000",
 )
 """Settings of the demo that differ from the defaults. `--set` overrides them."""
 
@@ -46,6 +46,11 @@ def demo(
         float | None, typer.Option(min=1, help="Length of each run.", show_default="24, longer at a low rate")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and records in this folder.", show_default=False)] = None,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve a live page of both runs.")] = True,
+    stay: Annotated[
+        bool | None,
+        typer.Option("--stay/--no-stay", help="Serve it until Ctrl-C at the end.", show_default="on a terminal"),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Use an existing cluster without asking.")] = False,
 ) -> None:
     """Run the whole relay on this machine, with the relay on, then off: broker, trigger, two workers and a gateway.
@@ -59,10 +64,12 @@ def demo(
     signal.signal(signal.SIGTERM, _end)
     wanted = list(DEFAULTS)
     if interactions is not None:
-        wanted.append(f"gateway.interactions={interactions}")
+        wanted.append(f"traffic.interactions={interactions}")
     settings = command_settings(config, bootstrap, [*wanted, *(overrides or [])])
-    options = DemoOptions(broker, PlanOverrides(deadline_ms, lead_ms, rate, seconds), model, keep, yes)
-    result = run_demo(Console(highlight=False), settings, options)
+    console = Console(highlight=False)
+    stays = console.is_terminal if stay is None else stay
+    overridden = PlanOverrides(deadline_ms, lead_ms, rate, seconds)
+    result = run_demo(console, settings, DemoOptions(broker, overridden, model, keep, yes, ui, stays))
     if not result.passed:
         raise typer.Exit(1)
 

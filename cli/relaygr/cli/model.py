@@ -1,5 +1,6 @@
-"""`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `show` describes
-one, and `check-dram` measures the effect of a DRAM tier in fewer bits on its scores.
+"""`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
+its scores against those of its source, `show` describes one, `verify` reads its weights whole, `bench` measures its
+times on this machine, and `check-dram` the effect of a DRAM tier in fewer bits on its scores.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -16,9 +17,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.cli.model_bench import bench_command
 from relaygr.cli.model_check_dram import check_dram_command
+from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
-from relaygr.cli.texts import parse_task
+from relaygr.cli.texts import parse_task, show_size
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
@@ -30,7 +33,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, convert or inspect a checkpoint.")
 app.command("convert")(convert_command)
+app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 app.command("check-dram")(check_dram_command)
+
+EXIT_UNVERIFIED = 1
 
 _MIB = 2**20
 _BESIDE_CONFIG = frozenset({"out", "config", "items", "seed", "force"})
@@ -143,6 +150,28 @@ def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> 
     from relaygr.worker.model.checkpoint import load_checkpoint
 
     _print_checkpoint(load_checkpoint(path), path)
+
+
+@app.command()
+def verify(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
+    """Read all weights of a checkpoint and compare them with their digests, which loading trusts.
+
+    A copied file, whose time differs, is given its recorded time back, so that it loads without being read.
+    """
+    from relaygr.worker.model.checkpoint import verify_checkpoint
+
+    found = verify_checkpoint(path, trust=True)
+    console = Console(highlight=False, soft_wrap=True)
+    if not found.has_digests:
+        console.print(
+            f"{path} has no digests, because another tool wrote its weights: loading reads all "
+            f"{show_size(found.size_bytes)}. Its values and shapes are right."
+        )
+        raise typer.Exit(EXIT_UNVERIFIED)
+    if found.changed:
+        console.print(f"{path} was changed after it was written: {', '.join(found.changed)}")
+        raise typer.Exit(EXIT_UNVERIFIED)
+    console.print(f"{path} agrees with its digests, {show_size(found.size_bytes)}")
 
 
 def _refuse_beside_config(context: typer.Context) -> None:

@@ -1,4 +1,4 @@
-"""`relaygr model convert SOURCE OUT --from meta|nvidia|research`: converts a checkpoint of another implementation.
+"""`relaygr model convert SOURCE OUT --from KIND`: converts a checkpoint of another implementation.
 
 The command imports torch only when it runs, so that `--help` answers without it.
 """
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 EXIT_INCOMPLETE = 1
 
 _LINE_WIDTH = 1000
+_NONE = "none"
 
 
 def convert_command(
     source: Annotated[
-        Path, typer.Argument(help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder of such files.")
+        Path, typer.Argument(help="A file with a state dict, or a folder as training saves it (docs/convert.md).")
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write: config.json and model.safetensors.")],
     kind: Annotated[SourceKind, typer.Option("--from", help="The implementation that saved the checkpoint.")],
@@ -44,7 +45,8 @@ def convert_command(
     strip: Annotated[str, typer.Option(help="Prefix to remove from the name of each tensor.")] = "",
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
     normalizer: Annotated[
-        float | None, typer.Option(help="N: the longest sequence for which the source was made.")
+        float | None,
+        typer.Option(help="N: by which the source divides attention; Meta: the padded length of its batch."),
     ] = None,
     eps: Annotated[
         float | None, typer.Option(help="Epsilon of the layers' norms.", show_default="the source's own")
@@ -60,7 +62,7 @@ def convert_command(
     ] = None,
     hide_below: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=TOKENS", help="Meta: hide this feature from sequences with fewer tokens."),
+        typer.Option(metavar="NAME=TOKENS|none", help="Meta: hide this feature from sequences with fewer tokens."),
     ] = None,
     item_feature: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A feature of each item beside its id; repeat in order.")
@@ -90,7 +92,8 @@ def convert_command(
         typer.Option("--concatenated/--not-concatenated", help="Research: the output projection reads three blocks."),
     ] = None,
     contextual_mask: Annotated[
-        bool | None, typer.Option("--contextual-mask", help="Contextual tokens see the whole history.")
+        bool | None,
+        typer.Option("--contextual-mask/--no-contextual-mask", help="Contextual tokens see the whole history."),
     ] = None,
     max_attn_len: Annotated[int | None, typer.Option(min=0, help="Window of attention, places.")] = None,
     min_full_attn_len: Annotated[
@@ -106,6 +109,12 @@ def convert_command(
     action_weight: Annotated[
         list[int] | None, typer.Option(min=1, help="Meta: the bit of a kind of action, if no tensor holds it.")
     ] = None,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="TorchEasyRec: its pipeline.config.", show_default="pipeline.config in SOURCE or in the folder above"
+        ),
+    ] = None,
     log_base: Annotated[
         float | None, typer.Option(help="Research: base of the bias by time.", show_default="0.301")
     ] = None,
@@ -119,7 +128,7 @@ def convert_command(
         int | None, typer.Option(min=1, help="Most candidates of a request.", show_default="2048")
     ] = None,
 ) -> None:
-    """Convert a checkpoint of Meta's DLRM-v3, NVIDIA's recsys-examples or the research model."""
+    """Convert a checkpoint of Meta's DLRM-v3, NVIDIA's recsys-examples, the research model or TorchEasyRec."""
     if (out / CONFIG_FILE).exists() and not force:
         raise RelayError(f"{out} already contains a checkpoint: choose another folder, or give --force.")
     given: dict[str, Any] = {
@@ -128,7 +137,7 @@ def convert_command(
         "eps": eps,
         "alpha": alpha,
         "tasks": [parse_task(text) for text in task or ()] or None,
-        "features": _features(feature or [], parse_pairs("--hide-below", hide_below)) or None,
+        "features": _features(feature or [], hide_below or []) or None,
         "item_features": item_feature or None,
         "item_values": parse_pairs("--item-values", item_values) or None,
         "tables": parse_pairs("--table", table) or None,
@@ -142,6 +151,7 @@ def convert_command(
         "target_group_size": target_group_size,
         "activation": activation,
         "action_weights": action_weight or None,
+        "pipeline": pipeline,
         "log_base": log_base,
         "max_prefix": max_prefix,
         "max_suffix": max_suffix,
@@ -150,7 +160,9 @@ def convert_command(
     from relaygr.worker.model.convert.conversion import convert
 
     options = read_options(config, {name: value for name, value in given.items() if value is not None})
-    converted = convert(source, kind, options, strip)
+    # The first folder above OUT that exists: on the disk that has room for the result.
+    scratch = next(folder for folder in out.absolute().parents if folder.is_dir())
+    converted = convert(source, kind, options, strip, scratch)
     print_report(converted.report)
     if report is not None:
         _write_report(report, converted.report)
@@ -209,13 +221,16 @@ def _write_report(path: Path, report: ConversionReport) -> None:
         raise RelayError(f"{path} cannot be written: {error}.") from error
 
 
-def _features(texts: list[str], hidden_below: dict[str, str]) -> list[dict[str, str]]:
+def _features(texts: list[str], hide_below: list[str]) -> list[dict[str, str]]:
+    """The features, with their fewest tokens only if --hide-below was given for any, or `none`."""
+    hidden_below = {} if hide_below == [_NONE] else parse_pairs("--hide-below", hide_below)
     features = []
     for text in texts:
         name, _, tokens = text.partition("=")
         if not name or (tokens and not tokens.isdecimal()):
             raise RelayError(f"--feature {text}: write NAME, or NAME=TOKENS, such as genre=3.")
-        features.append({"name": name, "tokens": tokens or "1", "min_tokens": hidden_below.pop(name, "0")})
+        least = {"min_tokens": hidden_below.pop(name, "0")} if hide_below else {}
+        features.append({"name": name, "tokens": tokens or "1", **least})
     if hidden_below:
         raise RelayError(f"--hide-below {next(iter(hidden_below))}: there is no such --feature.")
     return features

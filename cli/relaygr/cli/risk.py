@@ -16,7 +16,7 @@ from relaygr.traffic.records import read_records
 
 def risk(
     records: Annotated[
-        Path, typer.Argument(metavar="RECORDS", help="Records of `relaygr gateway` of a run without the relay.")
+        Path, typer.Argument(metavar="RECORDS", help="Records of `relaygr traffic` of a run without the relay.")
     ],
     calibration: Annotated[Path, typer.Option(metavar="FILE", help="File of `relaygr calibrate`.")],
     budget_ms: Annotated[float, typer.Option(min=1, help="Time limit of the ranking stage in that run, ms.")],
@@ -31,7 +31,7 @@ def risk(
 
     requests = requests_of(read_records(records), scored_tokens)
     if not requests:
-        raise RelayError(f"{records} has no request that ran in full: record a run with gateway.relay=false.")
+        raise RelayError(f"{records} has no request that ran in full: record a run with traffic.relay=false.")
     latency = load_calibration(calibration).model
     late = sum(not request.in_time for request in requests)
     console = Console(highlight=False)

@@ -72,6 +72,10 @@ def worker(
         plain, secrets = apart_from_secrets(overrides or ())
         # The children inherit the environment.
         os.environ.update(secrets)
+        own = settings.worker
+        if own.http_port and own.metrics_url is None:
+            # Beside the metrics of the active child, the supervisor's page says whether there is a standby.
+            plain = [*plain, f"worker.metrics_url={own.metrics_url_at(own.http_port)}"]
         code = _supervise(settings, _child_command(config, bootstrap, plain))
     else:
         code = _work(settings, supervisor_line, is_standby=role is ChildRole.STANDBY)

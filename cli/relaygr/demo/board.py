@@ -16,14 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.admission.latency import Stage
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.processes import CommandProcess, Reading, read_metrics
-from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, in_time, latency_summary
+from relaygr.demo.summary import COLD_SHARE, Gate, LatencySummary, RunSummary, ScoreComparison, latency_summary
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag import GroupReport, LagMonitor, LagSettings
 from relaygr.schemas.messages import Outcome, Path
-from relaygr.traffic.records import ImpressionRecord, parse_record
+from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
+from relaygr.ui.model import ranges
 
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0
@@ -58,18 +59,18 @@ class LagWatch:
     """Measures lag in the background, as a context manager."""
 
     def __init__(self, kafka: KafkaSettings) -> None:
-        self._monitor = LagMonitor(kafka, LagSettings(interval_s=2.0, record_timeout_s=0))
+        self.monitor = LagMonitor(kafka, LagSettings(interval_s=2.0, record_timeout_s=0))
 
     def __enter__(self) -> LagWatch:
-        self._monitor.start()
+        self.monitor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._monitor.stop()
+        self.monitor.stop()
 
     def lines(self) -> Sequence[str]:
         """A short text for each group; none before the first measurement."""
-        report = self._monitor.state.report
+        report = self.monitor.state.report
         return () if report is None else [_line(group) for group in report.groups]
 
 
@@ -191,7 +192,7 @@ class Board:
             partitions = owners.get(worker.name, ())
             table.add_row(
                 worker.name,
-                f"{len(partitions)}: {_ranges(partitions)}" if partitions else "none",
+                f"{len(partitions)}: {ranges(partitions)}" if partitions else "none",
                 _used(reading, "hbm"),
                 _used(reading, "dram"),
                 _hit_ratio(reading),
@@ -233,19 +234,6 @@ def _used(reading: Reading, tier: str) -> str:
         return "-"
     unused = samples.get("free", 0.0) + samples.get("withheld", 0.0)
     return f"{1 - unused / total:.0%} of {total / 2**20:.0f} MiB"
-
-
-def _ranges(partitions: Sequence[int]) -> str:
-    """The partitions as text, such as 0-5, 8, 10-11."""
-    parts: list[str] = []
-    start = end = partitions[0]
-    for partition in [*partitions[1:], -2]:
-        if partition == end + 1:
-            end = partition
-            continue
-        parts.append(str(start) if start == end else f"{start}-{end}")
-        start = end = partition
-    return ", ".join(parts)
 
 
 def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> None:
@@ -305,10 +293,10 @@ def print_summary(
     found = [run.predictions for run in runs]
     table.add_row("Device time, measured / calibrated:")
     for stage, name in stages:
-        table.add_row(name, *(f"{each.slowdowns[stage]:.2f}" if stage in each.slowdowns else "-" for each in found))
+        table.add_row(name, *(_slowdown(each.device.get(stage)) for each in found))
     table.add_row("Predicted / measured, P10 P50 P90:")
     for stage, name in stages:
-        table.add_row(name, *(_ratios(each.ratios.get(stage)) for each in found))
+        table.add_row(name, *(_ratios(each.device.get(stage)) for each in found))
     table.add_section()
     table.add_row("not at risk, then late or cut", *(_part(each.misjudged, each.not_at_risk) for each in found))
     table.add_row("pre-inferred needlessly", *(_part(each.needless, each.jobs) for each in found))
@@ -331,8 +319,12 @@ def _add_punctuality(table: Table, runs: Sequence[LatencySummary]) -> None:
     table.add_row("P99 of all offered", *(_or_none(run.offered_p99_ms) for run in runs))
 
 
-def _ratios(ratios: tuple[float, float, float] | None) -> str:
-    return "-" if ratios is None else " ".join(f"{ratio:.2f}" for ratio in ratios)
+def _slowdown(quality: PredictionQuality | None) -> str:
+    return "-" if quality is None else f"{quality.slowdown:.2f}"
+
+
+def _ratios(quality: PredictionQuality | None) -> str:
+    return "-" if quality is None else f"{quality.ratio_p10:.2f} {quality.ratio_p50:.2f} {quality.ratio_p90:.2f}"
 
 
 def _part(count: int, whole: int) -> str:

@@ -28,7 +28,7 @@ CALIBRATION_FILE = "calibration.json"
 def make_model(folder: Path, settings: Settings, population: Population) -> Path:
     """Makes a random model for the items of the population and the length of its longest history."""
     longest = max(8, *(len(population.sequence(index)) for index in range(population.size)))
-    suffix = settings.gateway.suffix
+    suffix = settings.traffic.suffix
     config = ModelConfig(
         embedding_dim=96,
         num_heads=3,
@@ -41,9 +41,9 @@ def make_model(folder: Path, settings: Settings, population: Population) -> Path
         num_positions=longest + suffix + 1,
         max_prefix_behaviours=longest,
         max_suffix_behaviours=suffix,
-        max_candidates=settings.gateway.candidates,
+        max_candidates=settings.traffic.candidates,
     )
-    checkpoint = random_checkpoint(config, settings.gateway.seed, population.items)
+    checkpoint = random_checkpoint(config, settings.traffic.seed, population.items)
     save_checkpoint(folder, config, checkpoint.tensors)
     return folder
 
@@ -76,20 +76,20 @@ def plan_for_this_machine(
     save_calibration(predicting, folder / CALIBRATION_FILE)
     longest = engine.limits.max_prefix_behaviours
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]
-    scored = settings.gateway.suffix * engine.layout.tokens_per_behaviour + settings.gateway.candidates
+    scored = settings.traffic.suffix * engine.layout.tokens_per_behaviour + settings.traffic.candidates
     return plan_demo(
         alone.model, engine.geometry, engine.layout, lengths, scored, WORKERS, watch.cores,
-        settings.gateway.duration_s, overrides,
+        settings.traffic.duration_s, overrides,
     )  # fmt: skip
 
 
 def settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
     """The pause before the first impression: long enough for the workers to warm up as many prefixes as fit in HBM."""
     if not settings.worker.warm_up_users:
-        return settings.gateway.settle_s
+        return settings.traffic.settle_s
     device_s = HBM_SHARE * users * plan.pre_infer_p90_ms / 1000 * CROWDING
     warm_up_s = device_s / WORKERS / settings.worker.warm_up_share
-    return round(settings.gateway.settle_s + min(LONGEST_WARM_UP_S, warm_up_s), 1)
+    return round(settings.traffic.settle_s + min(LONGEST_WARM_UP_S, warm_up_s), 1)
 
 
 def planned_settings(
@@ -97,7 +97,7 @@ def planned_settings(
 ) -> Settings:
     """The settings of every process: those of the user, of the plan, and of the broker."""
     on_broker = broker.settings(settings)
-    gateway = settings.gateway.model_copy(
+    traffic = settings.traffic.model_copy(
         update={
             "budget_ms": plan.budget_ms,
             "lead_median_ms": float(plan.lead_ms),
@@ -124,7 +124,7 @@ def planned_settings(
             "replication_factor": on_broker.replication_factor,
             "min_insync_replicas": on_broker.min_insync_replicas,
             "partitions": DEMO_PARTITIONS,
-            "gateway": gateway,
+            "traffic": traffic,
             "worker": worker,
         }
     )

@@ -13,19 +13,20 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, SecretStr
 
 from relaygr.devbroker.local import free_ports
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import ENV_PREFIX, TEST_ENV_PREFIX, Settings
+from relaygr.ui.scrape import Reading as Reading  # Also for the demo's other modules, benchmarks and tests.
+from relaygr.ui.scrape import parse_reading
 
 STOP_TIMEOUT_S = 20.0
 """Longer than a supervisor waits for its two processes. They would outlive a supervisor that is killed."""
@@ -174,35 +175,15 @@ def _scalar(value: Any) -> Any:
     return value if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The metrics of one process: name -> labels -> value. Empty if the process did not answer."""
-
-    samples: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]] = field(default_factory=dict)
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum over all samples of the name with these labels."""
-        wanted = set(labels.items())
-        return sum(value for found, value in self.samples.get(name, {}).items() if wanted <= set(found))
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The totals of a name by the values of one label."""
-        totals: dict[str, float] = {}
-        for found, value in self.samples.get(name, {}).items():
-            key = dict(found).get(label, "")
-            totals[key] = totals.get(key, 0.0) + value
-        return totals
+def metrics_url(child: CommandProcess) -> str:
+    """The page of the process's metrics."""
+    return f"http://127.0.0.1:{child.port}/metrics"
 
 
 def read_metrics(port: int) -> Reading:
     """The metrics of the process with its probes on this port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1) as answer:
-            text = answer.read().decode()
+            return parse_reading(answer.read().decode())
     except (urllib.error.URLError, OSError):
         return Reading()
-    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return Reading(samples)

@@ -3,15 +3,16 @@
     calibrate -> plan -> broker -> relay on -> relay off, same schedule -> reference scores -> summary
 
 Each run has its own topics, groups and processes: trigger, workers and gateway, which communicate only through the
-broker. This process shows their `/metrics`.
+broker. This process shows their `/metrics`, and serves a page that shows both runs (`relaygr.ui`).
 """
 
 from __future__ import annotations
 
 import secrets
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from relaygr.demo.board import print_plan, print_summary
 from relaygr.demo.plan import DemoPlan, PlanOverrides
 from relaygr.demo.prepare import WORKERS, make_model, plan_for_this_machine, planned_settings, settle_s
 from relaygr.demo.stack import DemoStack
-from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gates
+from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
 from relaygr.devbroker import LocalBroker, local_broker
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import read_records
+from relaygr.ui.page import Page
+from relaygr.ui.server import UiServer
+from relaygr.ui.settings import UiSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,9 @@ class DemoOptions:
     model: Path | None
     keep: Path | None
     assume_yes: bool
+    serve_page: bool
+    stay: bool
+    """Serve the page after the runs until Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,25 @@ class DemoResult:
 
 def run_demo(console: Console, settings: Settings, options: DemoOptions) -> DemoResult:
     """Runs all phases and prints their progress. Raises RelayError for errors that the user can fix."""
+    if not options.serve_page:
+        return _run(console, settings, options, None)
+    page = Page("RelayGR demo")
+    page.set_phase("measuring this machine")
+    with _server(page, settings.ui) as server:
+        _print_address(console, server)
+        result = _run(console, settings, options, page)
+        page.judge(gate_views(result.gates))
+        page.set_phase("both runs have ended")
+        if options.stay:
+            with suppress(KeyboardInterrupt):
+                _print_address(console, server, " shows the comparison until Ctrl-C")
+                threading.Event().wait()
+        return result
+
+
+def _run(console: Console, settings: Settings, options: DemoOptions, page: Page | None) -> DemoResult:
     with _folder(options.keep) as folder:
-        population = population_of(settings.gateway)
+        population = population_of(settings.traffic)
         model = options.model or make_model(folder / "model", settings, population)
         plan = plan_for_this_machine(console, folder, model, settings, population, options.overrides)
         print_plan(console, plan, WORKERS, population.size)
@@ -73,20 +97,46 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
             relay_file, full_file, reference_file = (
                 folder / f"{name}.jsonl" for name in ("relay", "full", "reference")
             )
-            with DemoStack(
-                console, folder, broker, _named(planned, f"{prefix}-relay"), relay=True, workers=WORKERS
-            ) as stack:
-                pause = f"gateway.settle_s={settle_s(planned, plan, population.size)}"
-                relay = stack.play("relay on", relay_file, overrides=[pause])
-            with DemoStack(
-                console, folder, broker, _named(planned, f"{prefix}-full"), relay=False, workers=WORKERS
-            ) as stack:
-                full = stack.play("relay off", full_file)
-                stack.play_reference(reference_file, relay_file)
+
+            def stack(name: str, *, relay: bool) -> DemoStack:
+                if page is not None:
+                    page.set_phase("starting the workers")
+                named = _named(planned, f"{prefix}-{name}")
+                return DemoStack(console, folder, broker, named, relay=relay, workers=WORKERS, page=page)
+
+            with stack("relay", relay=True) as running:
+                pause = f"traffic.settle_s={settle_s(planned, plan, population.size)}"
+                relay = running.play("relay on", relay_file, overrides=[pause])
+            with stack("full", relay=False) as running:
+                full = running.play("relay off", full_file)
+                running.play_reference(reference_file, relay_file)
         comparison = compare_scores(read_records(relay_file), read_records(reference_file))
         result = DemoResult(plan, relay, full, comparison, gates(relay, full, comparison, plan.cores.is_busy))
         print_summary(console, relay, full, plan.budget_ms, comparison, result.gates)
         return result
+
+
+@contextmanager
+def _server(page: Page, ui: UiSettings) -> Iterator[UiServer]:
+    """The server of the page. If the port is taken and nobody asked for it, any free one."""
+    token = ui.token.get_secret_value() if ui.token is not None else None
+    server = UiServer(page, ui.http_host, ui.http_port, token)
+    try:
+        server.start()
+    except RelayError:
+        if "http_port" in ui.model_fields_set:
+            raise
+        server = UiServer(page, ui.http_host, 0, token)
+        server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _print_address(console: Console, server: UiServer, more: str = "") -> None:
+    token = "" if server.token is None else f" (token {server.token})"
+    console.print(f"page       {server.address}{more}{token}", soft_wrap=True)
 
 
 @contextmanager

@@ -12,15 +12,17 @@ from types import TracebackType
 
 from rich.console import Console
 
-from relaygr.admission.latency import Stage
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.policy import DecisionReason
 from relaygr.demo.board import Board, LagWatch, RecordTail
-from relaygr.demo.processes import CommandProcess, Processes, Reading, read_metrics, write_config
-from relaygr.demo.summary import PredictionFigures, RunSummary, summarise
+from relaygr.demo.processes import CommandProcess, Processes, Reading, metrics_url, read_metrics, write_config
+from relaygr.demo.summary import PredictionFigures, RunSummary, run_view, summarise
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.clock import SystemClock
 from relaygr.settings import Settings
 from relaygr.trigger.fleet import Fleet, FleetReader
+from relaygr.ui.live import LiveCluster
+from relaygr.ui.page import Page
 from relaygr.worker.executor.order import WorkClass
 from relaygr.worker.shared.lock import memory_folder
 
@@ -40,16 +42,24 @@ class DemoStack:
         relay: bool,
         workers: int,
         observed: bool = True,
+        reuse: bool | None = None,
+        page: Page | None = None,
     ) -> None:
+        """`observed`: with the live table, and with `page`. `reuse`: whether the workers keep prefixes for other
+        requests; None: as `relay`.
+        """
         self._console = console
         self._folder = folder / settings.topic_prefix
         self._broker = broker
         self._settings = settings
         self._relay = relay
+        self._reuse = relay if reuse is None else reuse
         self._worker_count = workers
         self._cleanup = ExitStack()
         self._observed = observed
         self._lag: LagWatch | None = None
+        self._page = page
+        self._live: LiveCluster | None = None
 
     def __enter__(self) -> DemoStack:
         self._folder.mkdir(parents=True)
@@ -91,10 +101,13 @@ class DemoStack:
         before, warm_up_before = self._device_seconds(), self._device_seconds(work_class=WorkClass.WARM_UP.value)
         tail = RecordTail(records)
         gateway = self._start_relayed(records, overrides)
+        if self._page is not None and self._live is not None:
+            self._live.add_page(metrics_url(gateway), gateway.name)
+            self._page.follow(self._live, title)
         board = Board(
             self._console,
             title,
-            self._settings.gateway.budget_ms,
+            self._settings.traffic.budget_ms,
             tail,
             self._workers,
             self._trigger,
@@ -103,7 +116,11 @@ class DemoStack:
         )
         board.run(lambda: self._has_ended(gateway))
         warm_up = self._device_seconds(work_class=WorkClass.WARM_UP.value) - warm_up_before
-        return summarise(tail.records, self._device_seconds() - before, warm_up, self._predictions())
+        summary = summarise(tail.records, self._device_seconds() - before, warm_up, self._predictions())
+        if self._page is not None and self._live is not None:
+            self._live.stop()
+            self._page.add_run(run_view(title, summary, tail.records), self._settings.traffic.budget_ms)
+        return summary
 
     def play_unobserved(self, records: Path, watch: Callable[[], None], overrides: Sequence[str] = ()) -> None:
         """Plays the schedule once, without the live table, which takes CPU time."""
@@ -114,7 +131,10 @@ class DemoStack:
 
     def play_reference(self, records: Path, of: Path) -> None:
         """Ranks a sample of the impressions of an earlier run again, with a long deadline, for their scores."""
-        with self._console.status("ranking a sample again in full, to compare the scores"):
+        phase = "ranking a sample again in full, to compare the scores"
+        if self._page is not None:
+            self._page.set_phase(phase)
+        with self._console.status(phase):
             gateway = self._start_gateway(records, ["--reference-of", str(of)])
             while not self._has_ended(gateway):
                 time.sleep(0.1)
@@ -125,6 +145,10 @@ class DemoStack:
         reader.start()
         self._cleanup.callback(reader.stop)
         self._lag = self._cleanup.enter_context(LagWatch(self._settings))
+        if self._page is not None:
+            trigger = {} if self._trigger is None else {metrics_url(self._trigger): self._trigger.name}
+            self._live = LiveCluster(self._settings, self._settings.ui, trigger, self._lag.monitor)
+            self._cleanup.enter_context(self._live)
 
     def _start_worker(self, number: int) -> CommandProcess:
         name = f"worker-{number:02d}"
@@ -133,16 +157,16 @@ class DemoStack:
             f"worker.history_path={self._folder / f'history-{number:02d}'}",
             f"worker.shared_path={self._shared}",
         ]
-        if not self._relay:
+        if not self._reuse:
             own += ["worker.reuse_prefixes=false", "worker.dram_bytes=0"]
         return self._processes.start(name, ["worker"], "worker", own)
 
     def _start_relayed(self, records: Path, overrides: Sequence[str]) -> CommandProcess:
         """A gateway for which the relay is on or off, as for the workers."""
-        return self._start_gateway(records, [], [f"gateway.relay={str(self._relay).lower()}", *overrides])
+        return self._start_gateway(records, [], [f"traffic.relay={str(self._relay).lower()}", *overrides])
 
     def _start_gateway(self, records: Path, arguments: Sequence[str], settings: Sequence[str] = ()) -> CommandProcess:
-        return self._processes.start(records.stem, ["gateway", "--out", str(records), *arguments], "gateway", settings)
+        return self._processes.start(records.stem, ["traffic", "--out", str(records), *arguments], "traffic", settings)
 
     def _has_ended(self, child: CommandProcess) -> bool:
         self._processes.require_running()
@@ -161,28 +185,12 @@ class DemoStack:
         return sum(reading.total("relaygr_worker_device_seconds_total", **labels) for reading in self.worker_readings())
 
     def _predictions(self) -> PredictionFigures:
-        """By stage: the mean of the workers that did such work."""
         workers = self.worker_readings()
         trigger = read_metrics(self._trigger.port) if self._trigger is not None else Reading()
-        slowdowns, ratios = {}, {}
-        for stage in Stage:
-            told = [worker for worker in workers if worker.total("relaygr_worker_slowdown_ratio", stage=stage)]
-            if told:
-                slowdowns[stage.value] = statistics.mean(
-                    worker.total("relaygr_worker_slowdown_ratio", stage=stage) for worker in told
-                )
-                p10, p50, p90 = (
-                    statistics.mean(
-                        worker.total("relaygr_worker_prediction_ratio", stage=stage, quantile=quantile)
-                        for worker in told
-                    )
-                    for quantile in ("0.1", "0.5", "0.9")
-                )
-                ratios[stage.value] = p10, p50, p90
+        qualities = {stage: _mean_quality(workers, stage) for stage in Stage}
         decisions = "relaygr_trigger_decisions_total"
         return PredictionFigures(
-            slowdowns,
-            ratios,
+            {stage: quality for stage, quality in qualities.items() if quality is not None},
             not_at_risk=int(trigger.total(decisions, reason=DecisionReason.NOT_AT_RISK)),
             misjudged=int(trigger.total("relaygr_trigger_misjudged_total")),
             jobs=int(trigger.total(decisions, reason=DecisionReason.ADMITTED)),
@@ -197,3 +205,17 @@ class DemoStack:
             if owner is not None:
                 owners.setdefault(owner.worker_id, []).append(partition)
         return owners
+
+
+def _mean_quality(workers: Sequence[Reading], stage: Stage) -> PredictionQuality | None:
+    """The mean of the workers that did such work; None if none did."""
+    slowdown, ratio = "relaygr_worker_slowdown_ratio", "relaygr_worker_prediction_ratio"
+    told = [
+        (
+            worker.total(slowdown, stage=stage),
+            *(worker.total(ratio, stage=stage, quantile=quantile) for quantile in ("0.1", "0.5", "0.9")),
+        )
+        for worker in workers
+        if worker.total(slowdown, stage=stage)
+    ]
+    return PredictionQuality(*(statistics.mean(values) for values in zip(*told, strict=True))) if told else None

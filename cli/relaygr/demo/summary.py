@@ -6,13 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.schemas.messages import Outcome, Path, PrefixSource
-from relaygr.traffic.records import LOST, ImpressionRecord
+from relaygr.traffic.records import LOST, ImpressionRecord, ending, in_time, is_whole
+from relaygr.ui.page import GateView, RunView
 
+T = TypeVar("T")
+PLOTTED: Final = 600
+"""The most points of a plot."""
 COLD_SHARE = 1 / 3
 """The beginning of the schedule, as a share: processes warm up, and most users have their first impression."""
 LEAST_RANKED_SHARE = 0.90
@@ -42,12 +48,10 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class PredictionFigures:
-    """How good the predictions of trigger and workers were. By stage, of the run's last work."""
+    """How good the predictions of trigger and workers were."""
 
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """The median of measured / calibrated device time."""
-    ratios: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
-    """P10, P50 and P90 of predicted / measured device time."""
+    device: Mapping[Stage, PredictionQuality] = field(default_factory=dict)
+    """Of the run's last work of each stage, the mean of the workers."""
     not_at_risk: int = 0
     """Requests for which the trigger sent no job, since full inference would end in time."""
     misjudged: int = 0
@@ -121,7 +125,7 @@ def summarise(
         lost=sum(record.status == LOST for record in records),
         whole=latency_summary(records),
         warm=latency_summary([record for record in records if record.number >= cold]),
-        endings=Counter(_ending(record) for record in records),
+        endings=Counter(ending(record) for record in records),
         from_dram=sum(record.prefix_source == PrefixSource.DRAM for record in records),
         send_lag_p99_ms=percentile(lags, 99),
         device_seconds=device_seconds,
@@ -138,16 +142,6 @@ def latency_summary(records: Sequence[ImpressionRecord]) -> LatencySummary:
     place = math.ceil(0.99 * len(records)) - 1
     offered_p99_ms = math.nan if not records else whole[place] if place < len(whole) else math.inf
     return LatencySummary(len(records), late, percentile(latencies, 50), percentile(latencies, 99), offered_p99_ms)
-
-
-def is_whole(record: ImpressionRecord) -> bool:
-    """Whether the request got an untruncated answer."""
-    return record.status == Outcome.RANKED and record.path != Path.TRUNCATED
-
-
-def in_time(record: ImpressionRecord) -> bool:
-    """Whether the request got an untruncated answer within its deadline."""
-    return is_whole(record) and not record.late
 
 
 def compare_scores(ours: Iterable[ImpressionRecord], reference: Iterable[ImpressionRecord]) -> ScoreComparison:
@@ -206,15 +200,46 @@ def gates(relay: RunSummary, full: RunSummary, comparison: ScoreComparison, busy
     )
 
 
+def run_view(title: str, run: RunSummary, records: Sequence[ImpressionRecord]) -> RunView:
+    """The run as the page shows it. Of many requests, a part that is spread evenly."""
+    whole = sorted(record.latency_us / 1000 for record in records if record.latency_us is not None and is_whole(record))
+    points = [(latency_ms, (place + 1) / len(records)) for place, latency_ms in enumerate(whole)]
+    dots = [
+        (record.number, record.latency_us / 1000, record.path or record.status)
+        for record in sorted(records, key=lambda record: record.number)
+        if record.latency_us is not None
+    ]
+    return RunView(
+        title=title,
+        offered=run.offered,
+        ranked=run.ranked,
+        late=run.whole.late,
+        lost=run.lost,
+        p50_ms=run.whole.p50_ms,
+        p99_ms=run.whole.p99_ms,
+        offered_p99_ms=run.whole.offered_p99_ms,
+        from_dram=run.from_dram,
+        device_s=run.device_seconds,
+        endings=dict(run.endings),
+        distribution=_spread(points, PLOTTED),
+        dots=_spread(dots, PLOTTED),
+    )
+
+
+def gate_views(found: Iterable[Gate]) -> list[GateView]:
+    """The gates as the page shows them."""
+    return [GateView(gate.name, gate.found, gate.passed, gate.judged) for gate in found]
+
+
+def _spread(values: Sequence[T], most: int) -> list[T]:
+    """At most about `most` of the values, the first and the last included."""
+    step = max(1, math.ceil(len(values) / most))
+    return [*values[:-1:step], *values[-1:]]
+
+
 def percentile(values: Sequence[float] | NDArray[np.float64], share: float) -> float:
     """The percentile; NaN without values."""
     return float(np.percentile(values, share)) if len(values) else float("nan")
-
-
-def _ending(record: ImpressionRecord) -> str:
-    if record.status == Outcome.RANKED and record.path is not None:
-        return record.path
-    return f"{record.status}: {record.reason}" if record.reason else record.status
 
 
 def _comparable(record: ImpressionRecord, other: ImpressionRecord) -> bool:

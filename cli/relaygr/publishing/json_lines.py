@@ -37,19 +37,24 @@ class Line:
         """The object on the line. Raises JsonLineError."""
         if len(self.content) > MAX_LINE_BYTES:
             raise JsonLineError(f"the line is longer than {MAX_LINE_BYTES} bytes")
-        try:
-            content = json.loads(self.content.rstrip(), object_pairs_hook=_unique, parse_constant=_refuse)
-        except RecursionError as error:
-            raise JsonLineError("nested too deeply") from error
-        except UnicodeDecodeError as error:
-            raise JsonLineError("not UTF-8") from error
-        except json.JSONDecodeError as error:
-            raise JsonLineError(f"not JSON: {error.msg} at column {error.colno}") from error
-        except ValueError as error:
-            raise JsonLineError(str(error).partition(";")[0]) from error
-        if not isinstance(content, dict):
-            raise JsonLineError("not a JSON object")
-        return content
+        return parse_object(self.content.rstrip())
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in these bytes. Raises JsonLineError."""
+    try:
+        parsed = json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError as error:
+        raise JsonLineError("nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise JsonLineError("not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise JsonLineError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise JsonLineError(str(error).partition(";")[0]) from error
+    if not isinstance(parsed, dict):
+        raise JsonLineError("not a JSON object")
+    return parsed
 
 
 class BadLines:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from relaygr.publishing.json_messages import from_json, refuse_unknown
 from relaygr.schemas.codec import field_specs
 from relaygr.schemas.fields import FieldError, UInt
+from relaygr.schemas.json_messages import from_json, refuse_unknown
 from relaygr.schemas.messages import MAX_BUDGET_MS, RankingRequest, RetrievalEvent
 
 _EXPECTED_IN: Final = "expected_ranking_in_ms"
@@ -28,7 +28,7 @@ def retrieval_from_line(
 ) -> RetrievalEvent:
     """The retrieval event of a line that is sent now. Raises FieldError."""
     refuse_unknown(content, [*_names(RetrievalEvent), _EXPECTED_IN])
-    content = _with_history_user(content)
+    content = with_history_user(content)
     content.setdefault("retrieval_at_us", now_us)
     content.setdefault("ranking_budget_ms", ranking_budget_ms)
     _resolve(content, _EXPECTED_IN, "expected_ranking_at_us", "retrieval_at_us", expected_ranking_in_ms)
@@ -40,7 +40,7 @@ def ranking_from_line(
 ) -> RankingRequest:
     """The ranking request of a line that is sent now. Raises FieldError."""
     refuse_unknown(content, [*_names(RankingRequest), _DEADLINE_IN])
-    content = _with_history_user(content)
+    content = with_history_user(content)
     content.setdefault("sent_at_us", now_us)
     content.setdefault("query_time_ms", now_us // 1000)
     content.setdefault("suffix", {"items": [], "actions": [], "timestamps_ms": []})
@@ -48,17 +48,17 @@ def ranking_from_line(
     return from_json(RankingRequest, _with_id(content, new_id))
 
 
-def _names(message: type[Any]) -> list[str]:
-    return [spec.name for spec in field_specs(message)]
-
-
-def _with_history_user(content: dict[str, Any]) -> dict[str, Any]:
+def with_history_user(content: dict[str, Any]) -> dict[str, Any]:
     """A copy without nulls. An inline history without a user id gets the line's user id."""
     content = {name: value for name, value in content.items() if value is not None}
     history = content.get("history")
     if isinstance(history, dict) and "user_id" in content:
         content["history"] = {"user_id": content["user_id"], **history}
     return content
+
+
+def _names(message: type[Any]) -> list[str]:
+    return [spec.name for spec in field_specs(message)]
 
 
 def _with_id(content: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 import typer
 
 from relaygr.client import RankOutcome
-from relaygr.publishing.json_messages import to_json
 from relaygr.publishing.sending import when_there_is_room
+from relaygr.schemas.json_messages import to_json
 from relaygr.schemas.messages import RankingRequest
 
 

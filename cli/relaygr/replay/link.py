@@ -6,6 +6,7 @@ that are complete by its time.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ class VirtualLink:
             self._end_first()
         if now_us > self.now_us:
             self.now_us = now_us
+
+    @property
+    def next_end_us(self) -> int | None:
+        """When the next copy ends; None if none is under way."""
+        return math.ceil(self._under_way[0][0]) if self._under_way else None
 
     def run(self) -> None:
         """Advances the clock until no copy is left."""

@@ -1,4 +1,4 @@
-"""Makes traces without a worker: from a log of interactions, or from the schedule of `relaygr gateway`.
+"""Makes traces without a worker: from a log of interactions, or from the schedule of `relaygr traffic`.
 
 Each impression is a pre-infer look-up at the retrieval event and a ranking look-up one lead time later, both for the
 history at the time of the retrieval. Users are keyed hashes, as in a recorded trace.

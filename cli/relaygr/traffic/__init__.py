@@ -1,1 +1,1 @@
-"""Open-loop traffic: the users, the schedule of their impressions, the gateway that plays it, and its records."""
+"""Open-loop traffic: the users, the schedule of their impressions, the player of the schedule, and the records."""

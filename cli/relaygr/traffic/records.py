@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import StageTimings
+from relaygr.schemas.messages import Outcome, StageTimings
+from relaygr.schemas.messages import Path as RankingPath
 from relaygr.schemas.record import record
 
 LOST = "lost"
@@ -55,6 +56,23 @@ class ImpressionRecord:
     def score_array(self) -> NDArray[np.float32] | None:
         """The scores, float32 [candidates * tasks]."""
         return None if self.scores is None else np.frombuffer(base64.b64decode(self.scores), dtype="<f4")
+
+
+def is_whole(record: ImpressionRecord) -> bool:
+    """Whether the request got an untruncated answer."""
+    return record.status == Outcome.RANKED and record.path != RankingPath.TRUNCATED
+
+
+def in_time(record: ImpressionRecord) -> bool:
+    """Whether the request got an untruncated answer within its deadline."""
+    return is_whole(record) and not record.late
+
+
+def ending(record: ImpressionRecord) -> str:
+    """The path of a ranked request, or the status and the reason of another one."""
+    if record.status == Outcome.RANKED and record.path is not None:
+        return record.path
+    return f"{record.status}: {record.reason}" if record.reason else record.status
 
 
 _FIELDS = tuple(field.name for field in fields(ImpressionRecord))
@@ -99,7 +117,7 @@ def read_records(path: Path) -> Iterator[ImpressionRecord]:
             try:
                 yield parse_record(line)
             except (ValueError, TypeError) as error:
-                raise RelayError(f"{path}, line {number}: not a record of `relaygr gateway`: {error}") from error
+                raise RelayError(f"{path}, line {number}: not a record of `relaygr traffic`: {error}") from error
 
 
 def numbers_to_compare(path: Path, size: int) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Settings of the traffic that `relaygr gateway` drives."""
+"""Settings of the traffic that `relaygr traffic` drives."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class _VersionedHistory:
     version: HistoryVersion
 
 
-class Gateway:
-    """Plays one schedule. `record` is called once for each request, on the thread of the client."""
+class Player:
+    """A gateway that plays one schedule. `record` is called once for each request, on the thread of the client."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Gateway:
         record: OnRecord,
         lost_after_s: float = 3.0,
     ) -> None:
-        """`client_of(on_late=..., on_lost=...)` makes the client, which this gateway starts and closes.
+        """`client_of(on_late=..., on_lost=...)` makes the client, which the player starts and closes.
 
         `lost_after_s`: time after the deadline at which the client reports an unanswered request as lost.
         """

@@ -1,0 +1,145 @@
+"""Times and bytes of prefixes of some lengths, and the break-even of the relay.
+
+A visit computes its prefix before the ranking request arrives, or finds it cached from the visit before. A tier keeps
+the newest prefixes: a prefix is dropped after as many visits of other users as the tier has places. So with a rate of
+visits, a tier keeps prefixes for places / rate. The work of a visit, as a share of full inference:
+
+    not kept    (T_pre + T_hit) / T_full              the relay moves work before the ranking request, and saves none
+    in HBM      (T_append + T_hit) / T_full
+    in DRAM     (T_append + T_hit + T_reload) / T_full
+
+A model whose prefixes do not grow keeps nothing for another visit.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaygr.admission.latency import fit_reload
+from relaygr.worker.kv import DramGeometry, DramKvDtype
+from relaygr.worker.measuring import EngineMeter, bind_own_arena, rest_between_requests
+from relaygr.worker.model.interface import Engine
+
+CHUNK_TOKENS = 2048
+USUAL_LOAD = 0.7
+"""The share of the device's time that full inference takes at the default rate of visits."""
+_RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+class Tier(enum.StrEnum):
+    """The place of a returning user's prefix."""
+
+    HBM = "HBM"
+    DRAM = "DRAM"
+    NONE = "not kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The sizes of both tiers. `visits_per_second`: None for USUAL_LOAD with full inference."""
+
+    hbm_bytes: int
+    dram_bytes: int
+    visits_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFigures:
+    """Measured times and sizes of prefixes of one length."""
+
+    behaviours: int
+    tokens: int
+    pre_us: float
+    append_us: float
+    hit_us: float
+    reload_us: float
+    kv_bytes: int
+    dram_kv_bytes: int
+
+    @property
+    def full_us(self) -> float:
+        """Full inference is the same two passes as pre-infer and ranking."""
+        return self.pre_us + self.hit_us
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """One length with its break-even. Shares of work are those of a visit, by the tier that kept the prefix."""
+
+    figures: LengthFigures
+    prefixes_in_hbm: int
+    prefixes_in_dram: int
+    visits_per_second: float
+    hbm_keeps_s: float
+    dram_keeps_s: float
+    work: dict[Tier, float]
+
+    def tier(self, gap_s: float) -> Tier:
+        """The tier that still has the prefix after a gap."""
+        if gap_s <= self.hbm_keeps_s:
+            return Tier.HBM
+        return Tier.DRAM if gap_s <= self.dram_keeps_s else Tier.NONE
+
+
+def measure(
+    engine: Engine,
+    lengths: Sequence[int],
+    candidates: int,
+    new_behaviours: int,
+    dram_kv_dtype: DramKvDtype,
+    repeats: int,
+) -> list[LengthFigures]:
+    """Measures prefixes of these numbers of behaviours. Binds the engine to a new arena."""
+    layout, geometry = engine.layout, engine.geometry
+    bind_own_arena(engine, longest_tokens=layout.tokens(max(lengths)))
+    meter = EngineMeter(engine, rest=rest_between_requests)
+    per_copy_us, per_byte_us = fit_reload(list(meter.reloads(_RELOAD_BYTES)))
+    dram_page_bytes = DramGeometry(geometry, dram_kv_dtype).page_bytes
+    meter.prefix(layout.tokens(min(lengths)), CHUNK_TOKENS)  # A warm-up.
+    found = []
+    for count in lengths:
+        tokens, pages = layout.tokens(count), geometry.pages_for(layout.tokens(count))
+        new_tokens = min(new_behaviours, count) * layout.tokens_per_behaviour
+        pre = [sum(point.duration_us for point in meter.prefix(tokens, CHUNK_TOKENS)) for _ in range(repeats)]
+        append = pre
+        if engine.rules.grows:
+            append = [meter.append(tokens - new_tokens, new_tokens).duration_us for _ in range(repeats)]
+        hit = [meter.rank(tokens, candidates).duration_us for _ in range(repeats)]
+        found.append(
+            LengthFigures(
+                behaviours=count,
+                tokens=tokens,
+                pre_us=statistics.median(pre),
+                append_us=statistics.median(append),
+                hit_us=statistics.median(hit),
+                reload_us=per_copy_us + per_byte_us * pages * dram_page_bytes,
+                kv_bytes=pages * geometry.page_bytes,
+                dram_kv_bytes=pages * dram_page_bytes,
+            )
+        )
+    return found
+
+
+def break_even(figures: LengthFigures, capacity: Capacity, grows: bool) -> BreakEven:
+    """The break-even of one length. `grows`: whether the model's prefixes may grow, so that another visit uses them."""
+    in_hbm = capacity.hbm_bytes // figures.kv_bytes
+    in_dram = capacity.dram_bytes // figures.dram_kv_bytes
+    rate = capacity.visits_per_second or USUAL_LOAD / (figures.full_us / 1e6)
+    kept = figures.append_us + figures.hit_us
+    return BreakEven(
+        figures=figures,
+        prefixes_in_hbm=in_hbm,
+        prefixes_in_dram=in_dram,
+        visits_per_second=rate,
+        hbm_keeps_s=in_hbm / rate if grows else 0.0,
+        # Prefixes go to DRAM when they leave HBM.
+        dram_keeps_s=(in_hbm + in_dram) / rate if grows and in_dram else 0.0,
+        work={
+            Tier.HBM: kept / figures.full_us,
+            Tier.DRAM: (kept + figures.reload_us) / figures.full_us,
+            Tier.NONE: (figures.pre_us + figures.hit_us) / figures.full_us,
+        },
+    )

@@ -1,0 +1,160 @@
+"""`relaygr model bench MODEL`: times of a model on this machine, and for which users the relay saves work.
+
+The command imports torch only when it runs, so that `--help` answers without it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.cli.texts import parse_size, show_age, show_size
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.kv import DramKvDtype, KvDtype
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+from relaygr.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from relaygr.breakeven.figures import BreakEven
+
+GAPS = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "1 h": 3600.0, "1 day": 86_400.0}
+"""Seconds between two visits of a user."""
+_DEFAULTS = WorkerSettings.model_fields
+_SHORTEST = 128
+_CONSOLE_WIDTH = 160
+
+
+def bench_command(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Behaviours of a history; may be repeated.", show_default="doubling, to the longest"),
+    ] = None,
+    candidates: Annotated[int, typer.Option(min=1, help="Candidates of a request.")] = 100,
+    new_behaviours: Annotated[int, typer.Option(min=1, help="New behaviours since the visit before.")] = 16,
+    hbm: Annotated[
+        str | None, typer.Option(help="Size of the HBM tier, such as 32GiB.", show_default="worker.hbm_bytes")
+    ] = None,
+    dram: Annotated[str | None, typer.Option(help="Size of the DRAM tier.", show_default="worker.dram_bytes")] = None,
+    visits_per_second: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Visits that this device serves.", show_default="70 % load by full inference"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
+    dram_kv_dtype: Annotated[
+        DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
+    ] = DramKvDtype.SAME,
+    compute_dtype: Annotated[
+        ComputeDtype, typer.Option(help="Element type of matrix products.")
+    ] = ComputeDtype.FLOAT32,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each time; the median counts.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write, such as bench.svg.", show_default=False)] = None,
+) -> None:
+    """Measure a model's times and K,V, and for which lengths and return gaps the relay saves work."""
+    if plot is not None:
+        from relaygr.replay.plots import require_plot
+
+        require_plot(plot)
+    from relaygr.breakeven.figures import Capacity, break_even, measure
+    from relaygr.runtime.logs import configure_logging
+    from relaygr.runtime.settings import LogLevel, LogSettings
+    from relaygr.worker.model.engine import load_engine
+
+    configure_logging(LogSettings(level=LogLevel.WARNING))
+    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS, threads, compute_dtype)
+    limits = engine.limits
+    lengths = sorted(set(length or _doubling(limits.max_prefix_behaviours)))
+    if lengths[-1] > limits.max_prefix_behaviours or candidates > limits.max_candidates:
+        raise RelayError(
+            f"The model takes {limits.max_prefix_behaviours:,} behaviours and {limits.max_candidates:,} candidates: "
+            "give a smaller --length or --candidates."
+        )
+    capacity = Capacity(_bytes("--hbm", hbm, "hbm_bytes"), _bytes("--dram", dram, "dram_bytes"), visits_per_second)
+    figures = measure(engine, lengths, candidates, new_behaviours, dram_kv_dtype, repeats)
+    found = [break_even(each, capacity, engine.rules.grows) for each in figures]
+    if plot is not None:
+        from relaygr.breakeven.plot import save_plot
+
+        save_plot(found, list(GAPS.values()), plot)
+    if as_json:
+        typer.echo(json.dumps([_row(each) for each in found], indent=1))
+        return
+    console = Console(highlight=False, width=_CONSOLE_WIDTH)
+    console.print(
+        f"{engine.device.name} ({engine.device.description}), attention by {engine.backend}, products in "
+        f"{compute_dtype}, K,V {kv_dtype}; {candidates} candidates, {new_behaviours} new behaviours",
+        soft_wrap=True,
+    )
+    _print_times(console, found)
+    _print_break_even(console, found, engine.rules.grows)
+
+
+def _doubling(longest: int) -> list[int]:
+    """128, 512, 2048, ... below the longest, and the longest."""
+    lengths = [longest]
+    while lengths[0] // 4 >= _SHORTEST:
+        lengths.insert(0, lengths[0] // 4)
+    return lengths
+
+
+def _bytes(option: str, text: str | None, setting: str) -> int:
+    return int(_DEFAULTS[setting].default) if text is None else parse_size(option, text)
+
+
+def _row(found: BreakEven) -> dict[str, object]:
+    own: dict[str, object] = {name: value for name, value in asdict(found).items() if name != "figures"}
+    return {**asdict(found.figures), "full_us": found.figures.full_us, **own}
+
+
+def _print_times(console: Console, found: list[BreakEven]) -> None:
+    table = Table("behaviours", "T_full", "T_pre", "T_append", "T_hit", "full / hit", "K,V", "fit in HBM", "in DRAM")
+    for column in table.columns:
+        column.justify = "right"
+    for each in found:
+        own = each.figures
+        table.add_row(
+            f"{own.behaviours:,}",
+            *(f"{time_us / 1e3:,.2f} ms" for time_us in (own.full_us, own.pre_us, own.append_us, own.hit_us)),
+            f"{own.full_us / own.hit_us:.1f}",
+            show_size(own.kv_bytes),
+            f"{each.prefixes_in_hbm:,}",
+            f"{each.prefixes_in_dram:,}",
+        )
+    console.print(table)
+
+
+def _print_break_even(console: Console, found: list[BreakEven], grows: bool) -> None:
+    if not grows:
+        console.print(
+            "Prefixes of this model are valid for one visit. The relay computes them before the ranking request, which "
+            "shortens it from T_full to T_hit, and saves no work.",
+            soft_wrap=True,
+        )
+        return
+    table = Table("behaviours", "visits/s", "HBM keeps", "DRAM keeps", *(f"back in {gap}" for gap in GAPS))
+    for each in found:
+        cells = [(tier, each.work[tier]) for tier in (each.tier(gap) for gap in GAPS.values())]
+        table.add_row(
+            f"{each.figures.behaviours:,}",
+            f"{each.visits_per_second:,.1f}",
+            show_age(each.hbm_keeps_s),
+            show_age(max(each.dram_keeps_s, each.hbm_keeps_s)),
+            *(f"{work:.0%} {tier}" for tier, work in cells),
+        )
+    console.print(table)
+    console.print(
+        "Device work of a visit, full inference = 100 %, and the tier that still has the prefix. Below 100 % the relay "
+        "saves work; in each case the ranking request takes T_hit instead of T_full.",
+        soft_wrap=True,
+    )

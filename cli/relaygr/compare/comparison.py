@@ -1,0 +1,92 @@
+"""Compares a model's scores with those of its source, and searches for the cause of a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from relaygr.compare.measures import TaskAgreement, agreement, relative_errors
+from relaygr.compare.requests import Request
+from relaygr.compare.running import Scorer
+from relaygr.compare.search import Found, Search, trial_scores
+from relaygr.worker.device import Device
+from relaygr.worker.model.checkpoint import Checkpoint
+
+LIKE_BFLOAT16 = (
+    "Errors of this size with the same order of candidates are usual if the source computes in bfloat16 or TF32: let "
+    "it compute in float32, or raise --tolerance."
+)
+_ROUNDED_ERROR = 3e-2
+_ROUNDED_CORRELATION = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The agreement of each task, and of full with cached inference."""
+
+    requests: int
+    candidates: int
+    item_ids: int
+    unknown_items: int
+    cached_error: float
+    """The largest difference of full and cached inference, as a share of the task's largest score."""
+    top_k: int
+    tasks: Mapping[str, TaskAgreement]
+    errors: tuple[float, ...]
+    """The worst error of each request."""
+
+    def agrees(self, tolerance: float) -> bool:
+        """Whether all scores agree, and full with cached inference."""
+        return max(self.cached_error, *self.errors) <= tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The result of a search, and the worst error of its best trial on all requests."""
+
+    found: Found
+    error: float
+
+
+def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request], top_k: int) -> Comparison:
+    """Scores all requests in both ways. Raises RelayError if one is too long for the model."""
+    scorer = Scorer(checkpoint, device, requests)
+    full, cached = scorer.full(requests), scorer.cached(requests)
+    theirs = [request.scores for request in requests]
+    found = agreement(full.scores, theirs, top_k)
+    return Comparison(
+        requests=len(requests),
+        candidates=sum(int(request.candidates.size) for request in requests),
+        item_ids=sum(request.tokens for request in requests),
+        unknown_items=full.unknown_items,
+        cached_error=max(float(errors.max()) for errors in relative_errors(cached.scores, full.scores)),
+        top_k=top_k,
+        tasks={task.name: own for task, own in zip(checkpoint.config.tasks, found, strict=True)},
+        errors=tuple(float(errors.max()) for errors in relative_errors(full.scores, theirs)),
+    )
+
+
+def find_cause(
+    checkpoint: Checkpoint,
+    device: Device,
+    requests: Sequence[Request],
+    comparison: Comparison,
+    tolerance: float,
+    seconds: float,
+) -> Cause:
+    """Searches for changes that make the scores agree."""
+    search = Search(checkpoint, device, requests, tolerance, seconds)
+    found = search.run(comparison.errors, looks_rounded(comparison))
+    whole = replace(found.best.trial, requests=tuple(requests))
+    errors = relative_errors(trial_scores(whole, device), [request.scores for request in whole.changed_requests()])
+    return Cause(found, float(np.concatenate(errors).max()))
+
+
+def looks_rounded(comparison: Comparison) -> bool:
+    """Whether the errors are small and the order of candidates is nearly the same."""
+    return all(
+        task.worst_error <= _ROUNDED_ERROR and (task.rank_correlation or 0.0) >= _ROUNDED_CORRELATION
+        for task in comparison.tasks.values()
+    )

@@ -1,0 +1,100 @@
+"""Scores requests with a model in two ways, which must agree.
+
+Full: the whole history is computed in large chunks on new pages, then the candidates are ranked. Cached: the history
+was computed in small chunks on other pages, and its newest behaviours come with the request. A model whose prefixes do
+not grow has the whole history cached. A model that allows no chunks computes it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.compare.requests import Request, Scores
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.device import Device
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.interface import PrefixChunk, TooLongError
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
+
+_FULL_CHUNK_TOKENS = 2048
+_CACHED_CHUNKS = 5
+_CACHED_CHUNK_TOKENS = 512
+"""The most tokens of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Scores [candidates, tasks] of each request, and the number of ids that are not in the vocabulary."""
+
+    scores: tuple[Scores, ...]
+    unknown_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to compute a history."""
+
+    chunks: int
+    """The least number of chunks of a long history."""
+    chunk_tokens: int
+    suffix_behaviours: int
+    pages: NDArray[np.int32]
+
+
+class Scorer:
+    """A model on a device, with pages for the longest of some requests."""
+
+    def __init__(self, checkpoint: Checkpoint, device: Device, requests: Sequence[Request]) -> None:
+        engine = build_engine(checkpoint, device, KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS)
+        longest = max((len(request.behaviours) for request in requests), default=0)
+        tokens = engine.layout.tokens(min(longest, engine.limits.max_prefix_behaviours))
+        self._pages = np.arange(max(1, engine.geometry.pages_for(tokens)), dtype=np.int32)
+        engine.bind(device.empty_bytes(self._pages.size, engine.geometry.page_bytes).zero_())
+        self._engine = engine
+
+    def full(self, requests: Sequence[Request]) -> Ours:
+        """Each history is computed for its request."""
+        return self._score_all(requests, _Way(1, _FULL_CHUNK_TOKENS, 0, self._pages))
+
+    def cached(self, requests: Sequence[Request]) -> Ours:
+        """Each history is computed in parts, and its newest behaviours come with the request."""
+        suffix = self._engine.limits.max_suffix_behaviours if self._engine.rules.grows else 0
+        # Pages in descending order, so that an error in their use shows.
+        return self._score_all(requests, _Way(_CACHED_CHUNKS, _CACHED_CHUNK_TOKENS, suffix, self._pages[::-1].copy()))
+
+    def _score_all(self, requests: Sequence[Request], way: _Way) -> Ours:
+        scores: list[Scores] = []
+        unknown = 0
+        for number, request in enumerate(requests, 1):
+            try:
+                unknown += self._score(request, way, scores)
+            except TooLongError as error:
+                raise RelayError(
+                    f"Request {number} is too long: {error}. Convert with a larger --max-prefix or --max-candidates."
+                ) from error
+        return Ours(tuple(scores), unknown)
+
+    def _score(self, request: Request, way: _Way, scores: list[Scores]) -> int:
+        """Adds the scores of a request. Returns its number of unknown ids."""
+        engine, history = self._engine, len(request.behaviours)
+        split = history - min(way.suffix_behaviours, history // 4)
+        prefix, newest = request.behaviours[:split], request.behaviours[split:]
+        features = engine.shown_features(request.features, history, int(request.candidates.size))
+        inputs = engine.prefix_inputs(features, prefix, request.query_time_ms)
+        step = max(1, inputs.tokens)
+        if engine.rules.chunks:
+            step = min(way.chunk_tokens, -(-step // way.chunks))
+        for start in range(0, inputs.tokens, step):
+            engine.pre_infer(PrefixChunk(inputs, start, min(start + step, inputs.tokens), way.pages))
+        asked = engine.rank_inputs(
+            inputs.tokens, way.pages, newest, request.candidates, request.query_time_ms, prefix.timestamps_ms
+        )
+        (outputs,) = engine.rank([asked])
+        scores.append(outputs.scores.astype(np.float64))
+        return inputs.unknown_items + asked.unknown_items

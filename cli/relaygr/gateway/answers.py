@@ -1,0 +1,99 @@
+"""What the caller gets: the HTTP status, the body and the headers of each outcome and each refusal.
+
+| HTTP | `status` | `reason` | meaning |
+|---|---|---|---|
+| 200 | `ranked` | | the scores |
+| 202 | `accepted` | | the retrieval event is on its way |
+| 400 | `refused` | `invalid_body` | the message names the field |
+| 400 | `failed` | `too_long` | more candidates or behaviours than the model takes |
+| 401, 403 | `refused` | `unauthorized`, `forbidden_host` | no token or a wrong one; another site's name |
+| 404, 405, 406, 415 | `refused` | `not_found`, ... | path, method, `Accept` or content type |
+| 408, 413 | `refused` | `body_timeout`, `too_large` | the body came too slowly, or is too large |
+| 409 | `refused` | `request_id_in_use` | a request with this id is open |
+| 429 | `refused` | `too_many_requests` | the gateway serves `gateway.max_requests` already; `Retry-After` |
+| 502 | `failed` | the worker's reason | the request failed at its worker |
+| 503 | `failed`, `refused`, `timed_out` | `overloaded`, `queue_full`, `stopping`, `closed` | later; `Retry-After` |
+| 504 | `expired`, `timed_out` | `expired`, `no_answer`, `not_acknowledged` | no answer by the deadline |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from relaygr.client import ClientError, MessageRefused, NotRunning, QueueFull, RankOutcome, RankStatus, TimeOutReason
+from relaygr.gateway.bodies import plain
+from relaygr.schemas.messages import FailureReason, RetrievalEvent
+
+RETRY_AFTER_S: Final = 1
+"""Whole seconds are the shortest time that the header can name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The HTTP status, body and headers of an answer."""
+
+    status: int
+    content: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Refusal(Exception):  # noqa: N818 - it is an answer
+    """The gateway answers without the relay."""
+
+    def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.answer = Answer(status, {"status": "refused", "reason": reason, "message": message}, headers or {})
+
+
+def retry_later(status: int, reason: str, message: str) -> Refusal:
+    """A refusal for now."""
+    return Refusal(status, reason, message, _retry_after(0))
+
+
+def accepted(event: RetrievalEvent) -> Answer:
+    """The answer to a retrieval event. Its fields belong into the ranking request of the impression."""
+    content = {
+        "status": "accepted",
+        "request_id": event.request_id,
+        "query_time_ms": event.retrieval_at_us // 1000,
+    }
+    return Answer(HTTPStatus.ACCEPTED, content)
+
+
+def outcome_answer(outcome: RankOutcome) -> Answer:
+    """The answer to a ranking request that was sent."""
+    content = plain(outcome)
+    reason, result = outcome.reason, outcome.result
+    if outcome.status is RankStatus.RANKED:
+        return Answer(HTTPStatus.OK, content)
+    if outcome.status is RankStatus.EXPIRED:
+        return Answer(HTTPStatus.GATEWAY_TIMEOUT, {**content, "reason": "expired"})
+    if outcome.status is RankStatus.TIMED_OUT:
+        if reason is TimeOutReason.CLOSED:
+            return Answer(HTTPStatus.SERVICE_UNAVAILABLE, content, _retry_after(0))
+        return Answer(HTTPStatus.GATEWAY_TIMEOUT, content)
+    if result is not None and result.detail is not None:
+        content["message"] = result.detail
+    if reason is FailureReason.OVERLOADED:
+        backlog_us = result.backlog_us if result is not None else None
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, content, _retry_after(backlog_us or 0))
+    return Answer(HTTPStatus.BAD_REQUEST if reason is FailureReason.TOO_LONG else HTTPStatus.BAD_GATEWAY, content)
+
+
+def refused_by_client(error: ClientError) -> Refusal:
+    """The refusal for an error that the client raised before it sent anything."""
+    if isinstance(error, QueueFull):
+        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", str(error))
+    if isinstance(error, NotRunning):
+        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "stopping", "the gateway is stopping: ask another one")
+    if isinstance(error, MessageRefused):
+        return Refusal(HTTPStatus.CONFLICT, "request_id_in_use", str(error))
+    raise error
+
+
+def _retry_after(backlog_us: int) -> dict[str, str]:
+    return {"retry-after": str(max(RETRY_AFTER_S, math.ceil(backlog_us / 1e6)))}

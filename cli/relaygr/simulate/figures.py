@@ -1,0 +1,228 @@
+"""The figures of a simulation, each with its sampling error and the number of samples.
+
+An error is half of the 95 % confidence interval, by the jackknife over the simulated parts: each part has its own users
+and its own seed. With one part there is none.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaygr.schemas.messages import Outcome, Path
+from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord
+
+
+class Ending(enum.StrEnum):
+    """How a ranking request ended: its path, or why it has none."""
+
+    HBM = "hbm"
+    DRAM = "dram"
+    PENDING = "pending"
+    FULL = "full"
+    TRUNCATED = "truncated"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+ENDINGS: Final = tuple(Ending)
+CODE: Final = {ending: code for code, ending in enumerate(ENDINGS)}
+_WHOLE: Final = [CODE[each] for each in (Ending.HBM, Ending.DRAM, Ending.PENDING, Ending.FULL)]
+RANKED: Final = [*_WHOLE, CODE[Ending.TRUNCATED]]
+NO_LATENCY: Final = -1
+
+_STUDENT: Final = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""The 97.5 % quantile of Student's t, for 1, 2, ... degrees of freedom."""
+_NORMAL: Final = 2.12
+"""The same for more degrees of freedom: that of the next one, the largest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """The ends of requests, one place for each. `latencies_us`: from the scheduled ranking request to the answer."""
+
+    latencies_us: NDArray[np.int64]
+    endings: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return int(self.endings.size)
+
+    def in_time(self, budget_us: int) -> NDArray[np.bool_]:
+        """Whether each got an answer over its whole history within the time limit."""
+        is_whole: NDArray[np.bool_] = np.isin(self.endings, _WHOLE)
+        return is_whole & (self.latencies_us <= budget_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOutcome:
+    """What one part of the fleet did in one simulation, after its cold beginning."""
+
+    requests: Requests
+    found: Mapping[str, int]
+    """Prefixes by where an impression's first look-up found them: hbm, dram or nowhere."""
+    jobs: Mapping[str, int]
+    device_s: float
+    seconds: float
+    worker_s: float
+    """Seconds of all workers together."""
+    most_workers: int
+    impressions: int
+    """Simulated impressions, those of the cold beginning included."""
+    took_s: float
+    """CPU time of the simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure, and half of its 95 % confidence interval; None if it is not known."""
+
+    value: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The figures of one system under one load. Shares are of all requests; latencies are of ranked requests."""
+
+    requests: int
+    parts: int
+    """Simulations behind the sampling errors."""
+    p50_ms: Estimate
+    p99_ms: Estimate
+    late_share: Estimate
+    """Requests without an answer over the whole history within the time limit."""
+    mix: dict[Ending, Estimate]
+    found_hbm: Estimate
+    """Share of the impressions whose first look-up found a prefix, or its beginning, in HBM."""
+    found_dram: Estimate
+    device_s_per_1000: Estimate
+    """Device seconds per 1,000 ranked requests."""
+    device_load: Estimate
+    """Device time per second and worker."""
+    workers: float
+    """Workers on average."""
+    most_workers: int
+    impressions: int
+    took_s: float
+    jobs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def impressions_per_s(self) -> float:
+        """Simulated impressions a second of CPU time."""
+        return self.impressions / self.took_s if self.took_s else 0.0
+
+
+def figures_of(parts: Sequence[PartOutcome], budget_ms: float, scale: float = 1.0) -> Figures:
+    """The figures of these parts together. `scale`: parts of the whole fleet.
+
+    Raises ValueError without a part.
+    """
+    if not parts:
+        raise ValueError("nothing was simulated")
+    budget_us = round(budget_ms * 1000)
+
+    def estimate(statistic: Callable[[Sequence[PartOutcome]], float]) -> Estimate:
+        return _jackknife(parts, statistic)
+
+    def percentile(share: float) -> Estimate:
+        return estimate(lambda some: _percentile_ms(some, share))
+
+    def found(where: str) -> Estimate:
+        return estimate(lambda some: _share(some, lambda each: each.found.get(where, 0), _looked_up))
+
+    jobs: Counter[str] = Counter()
+    for part in parts:
+        jobs.update(part.jobs)
+    return Figures(
+        requests=sum(len(part.requests) for part in parts),
+        parts=len(parts),
+        p50_ms=percentile(50),
+        p99_ms=percentile(99),
+        late_share=estimate(
+            lambda some: 1 - _share(some, lambda each: int(each.requests.in_time(budget_us).sum()), _count)
+        ),
+        mix={
+            ending: estimate(lambda some, code=code: _share(some, lambda each: _with_code(each, code), _count))  # type: ignore[misc]
+            for ending, code in CODE.items()
+        },
+        found_hbm=found("hbm"),
+        found_dram=found("dram"),
+        device_s_per_1000=estimate(lambda some: 1000 * _share(some, _device_s, _ranked)),
+        device_load=estimate(lambda some: _share(some, _device_s, lambda each: each.worker_s)),
+        workers=scale * sum(part.worker_s for part in parts) / sum(part.seconds for part in parts),
+        most_workers=max(part.most_workers for part in parts),
+        impressions=sum(part.impressions for part in parts),
+        took_s=sum(part.took_s for part in parts),
+        jobs=dict(jobs),
+    )
+
+
+def requests_of(records: Sequence[ImpressionRecord]) -> Requests:
+    """The requests of a measured run, in the same form."""
+    latencies = [NO_LATENCY if each.latency_us is None else each.latency_us for each in records]
+    return Requests(np.array(latencies, np.int64), np.array([CODE[_ending(each)] for each in records], np.uint8))
+
+
+def _ending(measured: ImpressionRecord) -> Ending:
+    if measured.status == Outcome.RANKED and measured.path in {path.value for path in Path}:
+        return Ending(measured.path)
+    if measured.status in (LOST, NOT_SENT):
+        return Ending.LOST
+    if measured.status == Outcome.EXPIRED:
+        return Ending.EXPIRED
+    return Ending.REFUSED if measured.reason == "overloaded" else Ending.FAILED
+
+
+def _jackknife(parts: Sequence[PartOutcome], statistic: Callable[[Sequence[PartOutcome]], float]) -> Estimate:
+    value, count = statistic(parts), len(parts)
+    if count < 2:
+        return Estimate(value)
+    without = np.array([statistic([*parts[:place], *parts[place + 1 :]]) for place in range(count)])
+    if not np.isfinite(without).all():
+        return Estimate(value)
+    deviation = math.sqrt((count - 1) / count * float(np.square(without - without.mean()).sum()))
+    student = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else _NORMAL
+    return Estimate(value, student * deviation)
+
+
+def _percentile_ms(parts: Sequence[PartOutcome], share: float) -> float:
+    """Of ranked requests: a refusal is fast, and would make an overloaded fleet look fast."""
+    latencies = np.concatenate([part.requests.latencies_us for part in parts])
+    ranked = latencies[np.isin(np.concatenate([part.requests.endings for part in parts]), RANKED)]
+    return float(np.percentile(ranked, share)) / 1000 if ranked.size else math.nan
+
+
+def _share(
+    parts: Sequence[PartOutcome], counted: Callable[[PartOutcome], float], of: Callable[[PartOutcome], float]
+) -> float:
+    total = sum(of(part) for part in parts)
+    return sum(counted(part) for part in parts) / total if total else math.nan
+
+
+def _count(part: PartOutcome) -> int:
+    return len(part.requests)
+
+
+def _with_code(part: PartOutcome, code: int) -> int:
+    return int((part.requests.endings == code).sum())
+
+
+def _ranked(part: PartOutcome) -> int:
+    return int(np.isin(part.requests.endings, RANKED).sum())
+
+
+def _looked_up(part: PartOutcome) -> int:
+    return sum(part.found.values())
+
+
+def _device_s(part: PartOutcome) -> float:
+    return part.device_s

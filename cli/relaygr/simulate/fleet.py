@@ -1,0 +1,219 @@
+"""Which part of a fleet is simulated, how often, and on how many processes.
+
+Workers of a relay share nothing but their users: the partitions of some workers, with these workers, can be simulated
+without the rest. A fleet of up to `sample` parts is simulated whole, once for each seed. Of a larger fleet each seed
+simulates another random sample of its parts, and the differences between the parts give the sampling error.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, MutableSequence, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+
+from relaygr.runtime.errors import RelayError
+from relaygr.simulate.figures import Figures, PartOutcome, Requests, figures_of
+from relaygr.simulate.relay import Case, Changes, RelaySimulation
+
+_LOOK_S: Final = 0.2
+MOST_TASKS: Final = 4096
+GROUP_OF_CHANGES: Final = 8
+"""Workers of a part whose workers die or change in number. Others are simulated one by one."""
+Progress = Callable[[int], None]
+"""Gets the number of impressions that have been simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """The fleet, and the part of it that is simulated."""
+
+    workers: int
+    sample: int = 8
+    """Parts that each seed simulates."""
+    seeds: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    case: Case
+    partitions: range
+    workers: int
+
+
+def simulate(case: Case, size: FleetSize, runner: Runner, on_progress: Progress) -> Figures:
+    """The figures of the fleet. Raises RelayError for a fleet that cannot be."""
+    parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
+    tasks = [task for seed in range(size.seeds) for task in _tasks(case, size, parts, seed)]
+    outcomes = runner.run(tasks, on_progress)
+    if size.sample >= len(parts):
+        # The parts of one seed are one sample of the whole fleet.
+        count = len(parts)
+        outcomes = [merged(outcomes[first : first + count]) for first in range(0, len(outcomes), count)]
+        return figures_of(outcomes, case.demand.traffic.budget_ms)
+    return figures_of(outcomes, case.demand.traffic.budget_ms, scale=len(parts))
+
+
+def expected_impressions(case: Case, size: FleetSize) -> int:
+    """About how many impressions `simulate` plays."""
+    parts = parts_of(case.demand.partitions, size.workers, GROUP_OF_CHANGES if case.changes.any else 1)
+    traffic = case.demand.traffic
+    times_us = np.linspace(0, traffic.duration_s * 1e6, 1000)
+    load = float(np.mean([case.demand.load_at(at_us) for at_us in times_us]))
+    share = min(1.0, size.sample / len(parts))
+    return max(1, round(traffic.rate_per_s * load * traffic.duration_s * share * size.seeds))
+
+
+def parts_of(partitions: int, workers: int, group: int) -> list[tuple[range, int]]:
+    """The partitions and the number of workers of each part. The group's assignor gives each worker a range.
+
+    Raises RelayError for more workers than partitions.
+    """
+    if workers > partitions:
+        raise RelayError(
+            f"{workers} workers cannot share {partitions} partitions: set partitions to at least {8 * workers} "
+            f"(--set partitions={8 * workers})."
+        )
+    ends = np.cumsum([len(each) for each in np.array_split(np.arange(partitions), workers)]).tolist()
+    begins = [0, *ends[:-1]]
+    return [
+        (range(begins[first], ends[min(first + group, workers) - 1]), min(group, workers - first))
+        for first in range(0, workers, group)
+    ]
+
+
+def merged(parts: Sequence[PartOutcome]) -> PartOutcome:
+    """Several parts as one."""
+    found, jobs = Counter[str](), Counter[str]()
+    for part in parts:
+        found.update(part.found)
+        jobs.update(part.jobs)
+    return PartOutcome(
+        requests=Requests(
+            np.concatenate([part.requests.latencies_us for part in parts]),
+            np.concatenate([part.requests.endings for part in parts]),
+        ),
+        found=found,
+        jobs=jobs,
+        device_s=sum(part.device_s for part in parts),
+        seconds=max(part.seconds for part in parts),
+        worker_s=sum(part.worker_s for part in parts),
+        most_workers=sum(part.most_workers for part in parts),
+        impressions=sum(part.impressions for part in parts),
+        took_s=sum(part.took_s for part in parts),
+    )
+
+
+def _tasks(case: Case, size: FleetSize, parts: Sequence[tuple[range, int]], seed: int) -> list[_Task]:
+    chosen = range(len(parts))
+    demand = replace(case.demand, seed=case.demand.seed + seed)
+    if size.sample < len(parts):
+        drawn = np.random.default_rng((demand.seed, 6)).choice(len(parts), size.sample, replace=False)
+        chosen = sorted(drawn.tolist())  # type: ignore[assignment]
+    if case.changes.kills_s and size.sample < len(parts):
+        raise RelayError(
+            f"Failures need the whole fleet: raise --sample to {len(parts)}, or simulate at most "
+            f"{size.sample * GROUP_OF_CHANGES} workers."
+        )
+    return [
+        _Task(
+            replace(case, demand=demand, changes=_changes_of(case.changes, place, *parts[place], size)), *parts[place]
+        )
+        for place in chosen
+    ]
+
+
+def _changes_of(changes: Changes, place: int, partitions: range, workers: int, size: FleetSize) -> Changes:
+    """What happens in one part. Workers die in the first; the limits of autoscaling are those of the fleet."""
+    rule = changes.autoscale
+    if rule is not None:
+        part = workers / size.workers
+        least = max(1, round(rule.least * part))
+        rule = replace(rule, least=least, most=min(len(partitions), max(least, round(rule.most * part))))
+    return replace(changes, kills_s=() if place else changes.kills_s, autoscale=rule)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+_played: MutableSequence[int] | None = None
+
+
+class Runner:
+    """Runs simulations on at most `jobs` processes (None: the machine's cores). A context manager, which keeps the
+    processes for further calls. One job, or one task, runs in the calling process.
+    """
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self._jobs = jobs or os.cpu_count() or 1
+        self._pool: ProcessPoolExecutor | None = None
+        context = self._context = multiprocessing.get_context("spawn")
+        self._shared: MutableSequence[int] = context.RawArray("q", MOST_TASKS)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, tasks: Sequence[_Task], on_progress: Progress) -> list[PartOutcome]:
+        """The outcomes in the order of the tasks. Raises RelayError for too many tasks."""
+        if len(tasks) > MOST_TASKS:
+            raise RelayError(f"{len(tasks)} simulations are too many: lower --sample or --seeds.")
+        if min(self._jobs, len(tasks)) == 1:
+            outcomes: list[PartOutcome] = []
+            for task in tasks:
+                before = sum(each.impressions for each in outcomes)
+                outcomes.append(_run(task, partial(_add, on_progress, before)))
+            return outcomes
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self._jobs, self._context, _begin, (self._shared,))
+        for number in range(len(tasks)):
+            self._shared[number] = 0
+        futures = [self._pool.submit(_run_here, number, task) for number, task in enumerate(tasks)]
+        try:
+            while (state := wait(futures, _LOOK_S)).not_done:
+                on_progress(sum(self._shared))
+                if any(future.exception() is not None for future in state.done):
+                    break
+            for future in futures:
+                # The first error ends all.
+                if future.done():
+                    future.result()
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _run(task: _Task, on_progress: Progress) -> PartOutcome:
+    return RelaySimulation(task.case, task.partitions, task.workers, on_progress).run()
+
+
+def _add(on_progress: Progress, before: int, count: int) -> None:
+    on_progress(before + count)
+
+
+def _begin(played: MutableSequence[int]) -> None:
+    global _played
+    _played = played
+    # Ctrl-C reaches every process; those of the pool end without a message.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run_here(number: int, task: _Task) -> PartOutcome:
+    def show(count: int) -> None:
+        assert _played is not None
+        _played[number] = count
+
+    return _run(task, show)

@@ -1,0 +1,196 @@
+"""Prints, writes and draws the figures. Everything says that it is simulated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from relaygr.runtime.errors import RelayError
+from relaygr.simulate.case import System
+from relaygr.simulate.figures import Ending, Estimate, Figures
+from relaygr.simulate.plan import CapacityPlan, partitions_for
+
+Results = Mapping[System, Figures]
+TABLE_WIDTH: Final = 110
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A plan as it is printed: the workers of one system, their memory, and what they cost."""
+
+    system: System
+    plan: CapacityPlan
+    hbm_bytes: int
+    dram_bytes: int
+    cost_per_hour: float | None
+    cost_per_million: float | None
+    """Per million ranking requests."""
+
+
+def table_of(results: Results, title: str) -> Table:
+    """A row for each figure, a column for each system."""
+    table = Table(title=f"Simulated: {title}", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for system in results:
+        table.add_column(_NAMES[system], justify="right")
+    columns = list(results.values())
+    table.add_row("P50", *(_ms(each.p50_ms) for each in columns))
+    table.add_row("P99", *(_ms(each.p99_ms) for each in columns))
+    table.add_row("late, truncated or refused", *(_share(each.late_share) for each in columns))
+    for ending in Ending:
+        if any(each.mix[ending].value for each in columns):
+            table.add_row(f"  {ending}", *(_share(each.mix[ending]) for each in columns), style="dim")
+    table.add_row("prefix found in HBM", *(_share(each.found_hbm) for each in columns))
+    table.add_row("prefix found in DRAM", *(_share(each.found_dram) for each in columns))
+    table.add_row(
+        "device seconds per 1,000 rankings",
+        *(f"{each.device_s_per_1000.value:.2f}{_error(each.device_s_per_1000.error, 2)}" for each in columns),
+    )
+    table.add_row("device load", *(_share(each.device_load) for each in columns))
+    table.add_row("workers, on average", *(f"{each.workers:,.1f}" for each in columns))
+    table.add_row("requests counted", *(f"{each.requests:,}" for each in columns))
+    table.add_row("simulations", *(str(each.parts) for each in columns))
+    table.add_row("impressions a second of CPU", *(f"{each.impressions_per_s:,.0f}" for each in columns), style="dim")
+    return table
+
+
+def plan_table(rows: list[PlanRow], title: str) -> Table:
+    """A row for each system."""
+    table = Table(title=f"Simulated: {title}", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in ("", "workers", "HBM", "DRAM", "partitions", "late", "P99", "device load", "an hour", "a million"):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in rows:
+        best = row.plan.best
+        if best is None:
+            table.add_row(_NAMES[row.system], "none is enough", *[""] * 8)
+            continue
+        figures = best.figures
+        table.add_row(
+            _NAMES[row.system],
+            f"{best.workers:,}",
+            _size(row.hbm_bytes),
+            _size(row.dram_bytes),
+            f"{partitions_for(best.workers):,}",
+            _share(figures.late_share),
+            _ms(figures.p99_ms),
+            _share(figures.device_load),
+            "-" if row.cost_per_hour is None else f"{row.cost_per_hour:,.2f}",
+            "-" if row.cost_per_million is None else f"{row.cost_per_million:,.2f}",
+        )
+    return table
+
+
+def to_json(results: Results, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures by system, with the description of what was simulated."""
+    return {"simulated": True, **described, "systems": {each.value: plain(results[each]) for each in results}}
+
+
+def plan_json(rows: list[PlanRow], described: Mapping[str, Any]) -> dict[str, Any]:
+    """The plans by system, with every number of workers that was tried."""
+    systems = {
+        row.system.value: {
+            "workers": row.plan.workers or None,
+            "partitions": partitions_for(row.plan.workers) if row.plan.workers else None,
+            "hbm_bytes": row.hbm_bytes,
+            "dram_bytes": row.dram_bytes,
+            "cost_per_hour": row.cost_per_hour,
+            "cost_per_million": row.cost_per_million,
+            "probes": [{**plain(probe.figures), "workers": probe.workers} for probe in row.plan.probes],
+        }
+        for row in rows
+    }
+    return {"simulated": True, **described, "systems": systems}
+
+
+def plain(figures: Figures) -> dict[str, Any]:
+    """The figures as JSON takes them: what is not a number is null."""
+    plain_figures: dict[str, Any] = _without_nan(asdict(figures))
+    return plain_figures | {"impressions_per_s": round(figures.impressions_per_s)}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Raises RelayError if the file cannot be written."""
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"--json {path} cannot be written: {error.strerror}.") from error
+
+
+def save_plot(path: Path, results: Results, title: str) -> None:
+    """Draws latencies, late requests and the ends of requests. Raises RelayError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"Simulated: {title}")
+    left, middle, right = figure.subplots(1, 3)
+    names = [_NAMES[system] for system in results]
+    places = range(len(names))
+    for offset, name, of in ((-0.2, "P50", "p50_ms"), (0.2, "P99", "p99_ms")):
+        estimates: list[Estimate] = [getattr(each, of) for each in results.values()]
+        left.bar(
+            [place + offset for place in places],
+            [each.value for each in estimates],
+            0.4,
+            yerr=[each.error or 0.0 for each in estimates],
+            capsize=4,
+            label=name,
+        )
+    left.set_xticks(list(places), names)
+    left.set_ylabel("latency, ms")
+    left.legend()
+    late = [each.late_share for each in results.values()]
+    middle.bar(names, [100 * each.value for each in late], yerr=[100 * (each.error or 0.0) for each in late], capsize=4)
+    middle.set_ylabel("late, truncated or refused, %")
+    bottoms = [0.0] * len(names)
+    for ending in Ending:
+        shares = [100 * each.mix[ending].value for each in results.values()]
+        if any(shares):
+            right.bar(names, shares, bottom=bottoms, label=ending.value)
+            bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    right.set_ylabel("requests by their end, %")
+    right.legend(fontsize="small", loc="lower left")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise RelayError(f"--plot {path} cannot be written: {error}.") from error
+
+
+_NAMES = {System.RELAY: "with the relay", System.OFF: "without"}
+
+
+def _size(size_bytes: int) -> str:
+    """In units of which there are at least ten."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size_bytes >= 10 * factor:
+            return f"{size_bytes / factor:,.0f} {unit}"
+    return f"{size_bytes:,} B" if size_bytes else "none"
+
+
+def _ms(estimate: Estimate) -> str:
+    return "-" if math.isnan(estimate.value) else f"{estimate.value:.1f}{_error(estimate.error, 1)} ms"
+
+
+def _share(estimate: Estimate) -> str:
+    if math.isnan(estimate.value):
+        return "-"
+    return f"{100 * estimate.value:.1f}{_error(None if estimate.error is None else 100 * estimate.error, 1)} %"
+
+
+def _error(error: float | None, digits: int) -> str:
+    return "" if error is None else f" ± {error:.{digits}f}"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _without_nan(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,113 @@
+"""How many workers a load and a time limit need, with the relay and without: bisected over simulated fleets.
+
+A number of workers is enough if at most `LATE_SHARE` of the requests have no answer over their whole history within the
+time limit. The search begins with `IDLE` times the number whose devices the calibrated times fill. If even these are
+not enough, no number is. It ends when it knows the number to about `STEP`, or to one worker. Every number is simulated
+with the same seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from relaygr.settings import Settings
+from relaygr.simulate.case import Shape
+from relaygr.simulate.figures import Figures
+from relaygr.simulate.fleet import FleetSize, Runner, expected_impressions, simulate
+from relaygr.simulate.relay import Case
+
+LATE_SHARE: Final = 0.01
+STEP: Final = 0.03
+IDLE: Final = 20
+PARTITIONS_PER_WORKER: Final = 8
+LEAST_PARTITIONS: Final = 48
+IMPRESSIONS: Final = 4_000
+"""Impressions of a probe: 1 % of them are 40 requests."""
+_IDLE_IMPRESSIONS: Final = 400
+"""Enough to see whether idle workers are fast enough."""
+_LEAST_S: Final = 4.0
+
+OnProbe = Callable[[int, float], None]
+"""Gets the number of workers that is simulated now, and the share of its impressions that are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A number of workers, and what it did."""
+
+    workers: int
+    figures: Figures
+
+    @property
+    def is_enough(self) -> bool:
+        return self.figures.late_share.value <= LATE_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """The smallest number of workers found to be enough. `probes`: all numbers that were simulated, in order."""
+
+    best: Probe | None
+    """None if no number was enough: the time limit is shorter than an idle worker needs."""
+    probes: tuple[Probe, ...]
+
+    @property
+    def workers(self) -> int:
+        return self.best.workers if self.best is not None else 0
+
+
+def partitions_for(workers: int) -> int:
+    """Partitions of the topics for this fleet: a multiple of the default."""
+    return LEAST_PARTITIONS * math.ceil(max(1, PARTITIONS_PER_WORKER * workers) / LEAST_PARTITIONS)
+
+
+def plan_capacity(
+    case: Case, sample: int, seeds: int, runner: Runner, on_probe: OnProbe, impressions: int = IMPRESSIONS
+) -> CapacityPlan:
+    """Bisects the number of workers. `impressions`: simulated for each number."""
+    probes: dict[int, Probe] = {}
+
+    def probe(workers: int, wanted: int = impressions) -> Probe:
+        if workers not in probes:
+            traffic, size = case.demand.traffic, FleetSize(workers, sample, seeds)
+            seconds = max(_LEAST_S, wanted / (traffic.rate_per_s * min(1.0, sample / workers) * seeds))
+            traffic = traffic.model_copy(update={"duration_s": seconds})
+            probed = replace(case, demand=replace(case.demand, traffic=traffic, partitions=partitions_for(workers)))
+            total = expected_impressions(probed, size)
+            on_probe(workers, 0.0)
+            figures = simulate(probed, size, runner, lambda done: on_probe(workers, min(1.0, done / total)))
+            probes[workers] = Probe(workers, figures)
+        return probes[workers]
+
+    few = least_workers(case) - 1
+    enough = IDLE * (few + 1)
+    if not probe(enough, min(impressions, _IDLE_IMPRESSIONS)).is_enough:
+        return CapacityPlan(None, tuple(probes.values()))
+    while enough - few > max(1, STEP * enough):
+        # A part of the interval that grows with the number, since the number is wanted to a part of itself.
+        middle = min(max(round(math.sqrt(max(1, few) * enough)), few + 1), enough - 1)
+        if probe(middle).is_enough:
+            enough = middle
+        else:
+            few = middle
+    return CapacityPlan(probe(enough), tuple(probes.values()))
+
+
+def least_workers(case: Case) -> int:
+    """Workers whose devices are filled by ranking on cached prefixes, or by full inference without the relay."""
+    model, traffic = case.spec.model, case.demand.traffic
+    tokens = model.layout.tokens(min(traffic.history_median, model.limits.max_prefix_behaviours))
+    scored = traffic.suffix * model.layout.tokens_per_behaviour + traffic.candidates
+    each_us = model.latency.hit_us(tokens, scored) if case.relay else model.latency.full_us(tokens, scored)
+    return max(1, math.floor(traffic.rate_per_s * each_us / 1e6))
+
+
+def memory_of(settings: Settings, shape: Shape, workers: int) -> tuple[int, int]:
+    """HBM and DRAM of all workers together, in bytes."""
+    kv = shape.geometry.kv
+    hbm = int(settings.worker.hbm_bytes) // kv.page_bytes * kv.page_bytes
+    dram = int(settings.worker.dram_bytes) // shape.geometry.page_bytes * shape.geometry.page_bytes
+    return workers * hbm, workers * dram

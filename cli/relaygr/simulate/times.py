@@ -1,0 +1,137 @@
+"""Measured times of what a calibration does not cover: Kafka hops, the worker's own work, and the noise of forwards.
+
+`learn` takes them from the records of `relaygr traffic`:
+
+    hop       time from the gateway to the worker and back, beside the worker's own
+    look_up   time of a worker from the receipt of a request to its device work, where nothing waits
+    answer    time to write a result
+    noise     measured / calibrated device time of rankings and of pre-infer
+
+A distribution is a tuple of its quantiles in equal steps from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Outcome
+from relaygr.schemas.messages import Path as RankingPath
+from relaygr.traffic.records import ImpressionRecord
+
+Quantiles = Annotated[tuple[Annotated[float, Field(ge=0, lt=1e12)], ...], Field(min_length=1, max_length=1001)]
+_STEPS: Final = np.linspace(0.0, 1.0, 101)
+LEAST_REQUESTS: Final = 50
+_BLOCK: Final = 4096
+_LARGEST_NOISE: Final = 20.0
+
+
+class MeasuredTimes(BaseModel):
+    """Times in µs. The defaults are assumptions: a broker in the same network, and a machine of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    origin: str = "assumed"
+    """Where the times come from."""
+    requests: int = 0
+    """Requests that they were learnt from."""
+    hop_us: Quantiles = tuple(float(each) for each in 1_000 * np.exp(0.4 * np.linspace(-2.3, 2.6, 101)))
+    """One way: half of a request's time outside the worker."""
+    look_up_us: float = 150.0
+    answer_us: float = 150.0
+    refuse_us: float = 60.0
+    hit_noise: Quantiles = tuple(float(each) for each in np.exp(0.05 * np.linspace(-2.3, 2.6, 101)))
+    pre_noise: Quantiles = tuple(float(each) for each in np.exp(0.05 * np.linspace(-2.3, 2.6, 101)))
+
+
+NO_TIMES: Final = MeasuredTimes(
+    origin="none", hop_us=(0.0,), look_up_us=0.0, answer_us=0.0, refuse_us=0.0, hit_noise=(1.0,), pre_noise=(1.0,)
+)
+"""Nothing but the calibrated times, without noise."""
+
+
+class Draws:
+    """Draws from a distribution, in blocks: a single draw of numpy takes as long as hundreds in a block."""
+
+    def __init__(self, quantiles: Sequence[float], random: np.random.Generator) -> None:
+        self._quantiles = np.asarray(quantiles, dtype=np.float64)
+        self._places = np.linspace(0.0, 1.0, len(quantiles))
+        self._random = random
+        self._left: list[float] = []
+
+    def next(self) -> float:
+        if not self._left:
+            self._left = np.interp(self._random.random(_BLOCK), self._places, self._quantiles).tolist()
+        return self._left.pop()
+
+
+def learn(records: Iterable[ImpressionRecord], latency: LatencyModel, scored_tokens: int, origin: str) -> MeasuredTimes:
+    """The times of a run with the relay on, at a load at which few requests wait. `scored_tokens`: suffix tokens and
+    candidates of each request.
+
+    Raises RelayError if the run has too few requests.
+    """
+    hops, queues, answers, hits, prefixes = (list[float]() for _ in range(5))
+    for each in records:
+        timings = each.timings
+        if each.status != Outcome.RANKED or timings is None or each.latency_us is None:
+            continue
+        hops.append(max(0.0, each.latency_us - timings.total_us) / 2)
+        staged_us = timings.queue_us + timings.wait_us + timings.pre_infer_us + timings.rank_us
+        if each.path == RankingPath.HBM:
+            queues.append(timings.queue_us)
+            answers.append(max(0.0, timings.total_us - staged_us))
+            hits.append(timings.rank_us / latency.hit_us(each.prefix_tokens, scored_tokens))
+        elif each.path == RankingPath.FULL and timings.pre_infer_us:
+            tail_us = latency.append_us(each.tokens_cached, each.prefix_tokens - each.tokens_cached)
+            prefixes.append(timings.pre_infer_us / tail_us)
+    if len(hits) < LEAST_REQUESTS:
+        raise RelayError(
+            f"{origin} has {len(hits)} requests that were ranked on a prefix in HBM, and {LEAST_REQUESTS} are needed: "
+            "record a longer run with the relay on."
+        )
+    return MeasuredTimes(
+        origin=origin,
+        requests=len(hops),
+        hop_us=_quantiles(hops),
+        # At a low load the shortest tenth of the requests waits for nothing.
+        look_up_us=float(np.percentile(queues, 10)),
+        answer_us=float(np.median(answers)),
+        hit_noise=_noise(hits),
+        # Full inference is rare where the relay works: its noise is then that of rankings.
+        pre_noise=_noise(prefixes if len(prefixes) >= LEAST_REQUESTS else hits),
+    )
+
+
+def load_times(path: Path) -> MeasuredTimes:
+    """Reads the file of `relaygr simulate learn`. Raises RelayError."""
+    try:
+        return MeasuredTimes.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RelayError(f"{path} cannot be read ({error}): `relaygr simulate learn --out` writes it.") from error
+    except ValidationError as error:
+        raise RelayError(f"{path} is not a file of `relaygr simulate learn`: {error}") from error
+
+
+def save_times(path: Path, times: MeasuredTimes) -> None:
+    """Raises RelayError if the file cannot be written."""
+    try:
+        path.write_text(times.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RelayError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    found: NDArray[np.float64] = np.quantile(np.asarray(values, dtype=np.float64), _STEPS)
+    return tuple(float(each) for each in found)
+
+
+def _noise(ratios: Sequence[float]) -> tuple[float, ...]:
+    return _quantiles([min(ratio, _LARGEST_NOISE) for ratio in ratios])

@@ -1,0 +1,301 @@
+"""One worker: the product's executor, cache and policies in virtual time.
+
+Its device thread is a chain of events: a step of the executor, then the next when the time that it took is over, or
+when a message or a timer wakes it up. Messages that arrive during a step wait in the mailbox. The poll thread is free:
+it takes a message when it arrives, and refuses at once what cannot be answered in time, as `WorkerHandler` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import simpy
+from prometheus_client import CollectorRegistry
+
+from relaygr.admission.latency import Corrector
+from relaygr.admission.settings import AdmissionSettings
+from relaygr.consumer import Received, Token
+from relaygr.schemas.headers import RankingHeaders
+from relaygr.schemas.messages import FailureReason, PreInferJob, RankingRequest, WorkerState, WorkerStatus
+from relaygr.simulate.device import (
+    EPOCH_US,
+    SharedHistories,
+    SimulatedClock,
+    SimulatedDevice,
+    SimulatedEngine,
+    SimulatedLink,
+    SimulatedModel,
+)
+from relaygr.simulate.figures import Ending
+from relaygr.simulate.times import Draws, MeasuredTimes
+from relaygr.worker.cache import CacheConfig, CacheStats, PrefixCache
+from relaygr.worker.cache.events import CacheListener, StoredEntry
+from relaygr.worker.cache.policies import TierPolicies
+from relaygr.worker.executor.admission import JobAdmission
+from relaygr.worker.executor.context import ExecutorParts
+from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.order import WorkClass
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
+from relaygr.worker.history.resolve import StoredHistory
+from relaygr.worker.metrics import WorkerMetrics
+from relaygr.worker.results import QueueWaits
+from relaygr.worker.settings import WorkerSettings
+
+_ENDING_OF_PATH: Final = {ending.value: ending for ending in Ending}
+_JOBS, _RANKINGS = "preinfer", "ranking"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What all workers of a fleet share."""
+
+    model: SimulatedModel
+    times: MeasuredTimes
+    settings: WorkerSettings
+    admission: AdmissionSettings
+    policies: TierPolicies
+
+
+OnRanked = Callable[[int, int, Ending], None]
+"""The number of the impression, the time of its result in µs, and its end."""
+OnJob = Callable[[int, JobOutcome], None]
+
+
+@dataclass(slots=True)
+class _Histories:
+    """The histories as one worker reads them, which takes time."""
+
+    shared: SharedHistories
+    clock: SimulatedClock
+    look_up_us: int
+
+    def get(self, user_id: str) -> StoredHistory | None:
+        self.clock.now_us += self.look_up_us
+        return self.shared.get(user_id)
+
+    def is_loading(self, partition: int) -> bool:  # noqa: ARG002
+        return False
+
+
+class _Results:
+    """In the place of `ResultWriter`."""
+
+    def __init__(self, clock: SimulatedClock, times: MeasuredTimes, on_ranked: OnRanked, on_job: OnJob) -> None:
+        self.waits = QueueWaits()
+        self._clock, self._on_ranked, self._on_job = clock, on_ranked, on_job
+        self._answer_us, self._refuse_us = round(times.answer_us), round(times.refuse_us)
+
+    def ranked(self, work: RankingWork, outputs: object) -> None:  # noqa: ARG002
+        self._clock.now_us += self._answer_us
+        started_us = work.started_us if work.started_us is not None else self._clock.now_us
+        self.waits.observe(max(0, started_us - work.received.received_us))
+        self._on_ranked(work.received.offset, self._clock.now_us, _ENDING_OF_PATH[work.path.value])
+
+    def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:  # noqa: ARG002
+        self._clock.now_us += self._refuse_us
+        is_overload = reason is FailureReason.OVERLOADED
+        self._on_ranked(work.received.offset, self._clock.now_us, Ending.REFUSED if is_overload else Ending.FAILED)
+
+    def expired(self, work: RankingWork) -> None:
+        self._clock.now_us += self._refuse_us
+        self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
+
+    def job_done(self, received: Received, outcome: JobOutcome) -> None:
+        self._on_job(received.offset, outcome)
+
+
+class SimulatedWorker:
+    """See the module. `on_ranked` and `on_job` may name times that the simulation has not reached yet."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        worker_id: str,
+        spec: WorkerSpec,
+        histories: SharedHistories,
+        random: np.random.Generator,
+        on_ranked: OnRanked,
+        on_job: OnJob,
+        on_cache_event: CacheListener,
+        dram: list[StoredEntry] | None = None,
+    ) -> None:
+        """`dram`: the entries that an earlier process of this id left in DRAM."""
+        self.worker_id = worker_id
+        self.partitions: frozenset[int] = frozenset()
+        self.epoch = 0
+        self.is_alive = True
+        self.began_us = int(env.now)
+        self._env, self._spec, self._on_ranked = env, spec, on_ranked
+        self._ticket, self._is_idle = 0, True
+        settings, model, times = spec.settings, spec.model, spec.times
+        clock = self._clock = SimulatedClock(int(env.now))
+        engine: Any = SimulatedEngine(
+            model, SimulatedDevice(clock, model.is_cpu), Draws(times.hit_noise, random), Draws(times.pre_noise, random)
+        )
+        kv = model.geometry.kv
+        hbm_pages, dram_pages = (
+            int(settings.hbm_bytes) // kv.page_bytes,
+            (int(settings.dram_bytes) // model.geometry.page_bytes),
+        )
+        self._link = SimulatedLink(model.geometry.page_bytes, model.latency, clock)
+        self.cache = PrefixCache(
+            CacheConfig(model.geometry, model.layout, hbm_pages, dram_pages, spec.policies),
+            self._link if dram_pages else None,
+            listener=on_cache_event,
+        )
+        corrector = Corrector(model.latency)
+        self.cache.weigh_by(model.latency.pre_us)
+        if dram:
+            self.cache.restore(dram, int(env.now))
+        self._results = _Results(clock, times, on_ranked, on_job)
+        longest = kv.pages_for(model.layout.tokens(model.limits.max_prefix_behaviours))
+        self._registry = CollectorRegistry()
+        results: Any = self._results
+        self.executor = Executor(
+            engine,
+            ExecutorParts(
+                cache=self.cache,
+                scratch_pages=np.arange(hbm_pages, hbm_pages + longest, dtype=np.int32),
+                copy_page=lambda _copy: None,
+                histories=_Histories(histories, clock, round(times.look_up_us)),
+                corrector=corrector,
+                settings=settings,
+                admission_settings=spec.admission,
+                admission=JobAdmission(spec.admission, int(settings.hbm_bytes), kv, clock),
+                results=results,
+                metrics=WorkerMetrics(self._registry),
+                clock=clock,
+            ),
+        )
+        self._schedule(0)
+
+    # -- the poll thread ---------------------------------------------------------------------------
+
+    def receive_job(self, number: int, job: PreInferJob, partition: int) -> None:
+        """Takes a job that arrived now."""
+        now_us = int(self._env.now)
+        received = self._received(_JOBS, number, partition, now_us)
+        wall_us = EPOCH_US + now_us
+        if wall_us > job.expires_at_us:
+            self._results.job_done(received, JobOutcome.EXPIRED)
+            return
+        work = JobWork(job, received, job.expected_ranking_at_us - EPOCH_US, job.expires_at_us - EPOCH_US)
+        if not self.executor.take_job(work):
+            self._results.job_done(received, JobOutcome.SHED)
+        self._wake()
+
+    def receive_ranking(self, number: int, request: RankingRequest, partition: int) -> None:
+        """Takes a ranking request that arrived now."""
+        now_us = int(self._env.now)
+        received = self._received(_RANKINGS, number, partition, now_us)
+        settings, backlog = self._spec.settings, self.executor.backlog
+        deadline_us = request.deadline_us - EPOCH_US
+        answer_by_us = deadline_us - round(settings.reply_margin_ms * 1000)
+        sent_us = request.sent_at_us - EPOCH_US
+        if now_us > deadline_us + settings.max_clock_skew_ms * 1000:
+            return self._refuse(number, request, now_us, Ending.EXPIRED)
+        is_busy = backlog.total_us or backlog.handed_over > backlog.looked_up or backlog.patience < 1.0
+        if is_busy and now_us <= deadline_us:
+            user_id, request_id = request.user_id, request.request_id
+            if self.executor.is_hopeless(user_id, request_id, answer_by_us, now_us, sent_us):
+                return self._refuse(number, request, now_us, Ending.REFUSED)
+        reply = RankingHeaders(request.request_id, "simulated", "results", 0, request.deadline_us)
+        work = RankingWork(request, reply, received, EPOCH_US + now_us, deadline_us, answer_by_us)
+        if not self.executor.take_ranking(work):
+            return self._on_ranked(number, now_us, Ending.REFUSED)
+        return self._wake()
+
+    def _refuse(self, number: int, request: RankingRequest, now_us: int, ending: Ending) -> None:
+        self.executor.note_refused(request.user_id, request.request_id)
+        self._on_ranked(number, now_us + round(self._spec.times.refuse_us), ending)
+        self._wake()
+
+    def _received(self, topic: str, number: int, partition: int, now_us: int) -> Received:
+        token = Token(topic, partition, number, 0)
+        return Received(topic, partition, number, None, None, [], now_us, self.epoch, token, None)  # type: ignore[arg-type]
+
+    # -- the device thread -------------------------------------------------------------------------
+
+    def warm_up(self, users: list[str]) -> None:
+        """Offers these users to the warm-up."""
+        self.executor.post(self.executor.begin_warm_up)
+        self.executor.post(partial(self.executor.offer_warm_ups, users))
+        self._wake()
+
+    def stop(self) -> None:
+        """The process is gone, with everything in flight."""
+        self.is_alive = False
+
+    def left_in_dram(self) -> list[StoredEntry]:
+        """The entries that a successor finds in DRAM, the least recently used first."""
+        index = self.cache.ledger.dram.index
+        entries = [each for user in index.by_user for each in index.of_user(user) if each.is_visible]
+        entries.sort(key=lambda each: each.used_us)
+        return [StoredEntry(each.key, each.pages, each.tokens, each.source) for each in entries]
+
+    def _wake(self) -> None:
+        if self._is_idle:
+            self._schedule(0)
+
+    def _schedule(self, delay_us: float, is_idle: bool = False) -> None:
+        self._ticket += 1
+        self._is_idle = is_idle
+        timeout = self._env.timeout(delay_us)
+        timeout.callbacks.append(partial(self._step, self._ticket))
+
+    def _step(self, ticket: int, _event: simpy.Event) -> None:
+        if ticket != self._ticket or not self.is_alive:
+            return
+        clock, now_us = self._clock, int(self._env.now)
+        clock.now_us = max(clock.now_us, now_us)
+        self._link.advance(clock.now_us)
+        idle_us: int | None = 0
+        while clock.now_us == now_us and idle_us == 0:
+            idle_us = self.executor.step()
+        if clock.now_us > now_us:
+            return self._schedule(clock.now_us - now_us)
+        ends_us = self._link.next_end_us
+        waits = [each for each in (idle_us, None if ends_us is None else ends_us - now_us) if each is not None]
+        if waits:
+            return self._schedule(max(1, min(waits)), is_idle=True)
+        self._ticket += 1
+        self._is_idle = True
+        return None
+
+    # -- figures -----------------------------------------------------------------------------------
+
+    def device_s(self) -> dict[WorkClass, float]:
+        """Device time by the class of work."""
+        name = "relaygr_worker_device_seconds_total"
+        return {each: self._registry.get_sample_value(name, {"work_class": each.value}) or 0.0 for each in WorkClass}
+
+    def status(self) -> WorkerStatus:
+        """The status that the worker would publish now."""
+        spec, executor = self._spec, self.executor
+        stats: CacheStats = self.cache.stats()
+        latency, kv = executor.latency_of_prefixes, spec.model.geometry.kv
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            state=WorkerState.READY,
+            written_at_us=EPOCH_US + int(self._env.now),
+            assignment_epoch=self.epoch,
+            partitions=tuple(sorted(self.partitions)),
+            model_revision=executor.engine.revision,
+            kv_bytes_per_token=kv.bytes_per_token,
+            contextual_tokens=spec.model.layout.contextual_tokens,
+            tokens_per_behaviour=spec.model.layout.tokens_per_behaviour,
+            max_prefix_behaviours=spec.model.limits.max_prefix_behaviours,
+            hbm_capacity_bytes=int(spec.settings.hbm_bytes),
+            hbm_free_bytes=(stats.hbm.free + stats.hbm.evictable) * stats.hbm_page_bytes,
+            dram_capacity_bytes=int(spec.settings.dram_bytes),
+            dram_free_bytes=(stats.dram.free + stats.dram.evictable) * stats.dram_page_bytes,
+            ranking_queue_p99_us=self._results.waits.p99_us(),
+            preinfer_queue_us=executor.preinfer_backlog_us,
+            ranking_backlog_us=executor.backlog.predicted_us,
+            latency=latency.coefficients,
+            full_path=executor.full_path_report(latency),
+        )

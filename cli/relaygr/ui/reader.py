@@ -1,0 +1,239 @@
+"""The thread that reads a cluster's topics for the page: from their ends, without a group, and without committing.
+
+The workers topic is read from its beginning, since it holds the last status of each worker. Fetches are large and few:
+the page is a second behind at most, and the broker has little work with it. A thread that cannot keep up goes to the
+ends of the topics, so its cost is bounded by `BATCH / PAUSE_S` messages a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+
+from relaygr.kafka.clients import make_assigned_consumer, require_broker
+from relaygr.kafka.message_headers import headers_of
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.headers import workers_group_of
+from relaygr.schemas.messages import MAX_PARTITIONS, WorkerStatus
+from relaygr.schemas.topics import Topic
+from relaygr.ui.model import STAGES, LiveModel
+from relaygr.ui.reading import read_job, read_ranking, read_result, read_retrieval
+
+log = structlog.get_logger()
+
+CLIENT_ID: Final = "relaygr-ui"
+BATCH: Final = 500
+PAUSE_S: Final = 0.1
+BEHIND_S: Final = 5.0
+"""A message of this age when it is read: the thread goes to the ends of the topics."""
+_SWEEP_S: Final = 0.5
+_RETRY_S: Final = 2.0
+_FETCH: Final = {
+    # A broker answers when there is this much, or after the wait: a few answers a second.
+    "fetch.wait.max.ms": 250,
+    "fetch.min.bytes": 64 * 1024,
+    # An answer of many partitions must not be held back by one with inline histories.
+    "max.partition.fetch.bytes": 256 * 1024,
+    "queued.max.messages.kbytes": 16 * 1024,
+    "statistics.interval.ms": 0,
+    "topic.metadata.refresh.interval.ms": 5000,
+}
+_REFUSED: Final = frozenset((KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED))
+
+
+class TopicReader:
+    """Reads from `start` to `stop`, and folds what it reads into the model under `lock`."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        model: LiveModel,
+        lock: threading.Lock,
+        monotonic_us: Callable[[], int],
+        wall_us: Callable[[], int],
+    ) -> None:
+        """No network until `start`."""
+        self._kafka = kafka
+        self._model = model
+        self._lock = lock
+        self._monotonic_us = monotonic_us
+        self._wall_us = wall_us
+        self._by_name = {kafka.topic(topic): topic for topic in (*STAGES, Topic.WORKERS)}
+        self._refused: dict[str, str] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ui-reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Returns when the thread has ended, or after `timeout_s`."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def require_topics(self) -> None:
+        """Raises RelayError, with what to do, if the cluster or one of the topics cannot be read."""
+        self._partitions()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                assignment = self._partitions()
+            except RelayError as error:
+                self._tell(str(error))
+                self._stopping.wait(_RETRY_S)
+                continue
+            self._tell(None)
+            consumer = make_assigned_consumer(self._kafka, CLIENT_ID, options=_FETCH)
+            try:
+                consumer.assign(assignment)
+                self._read(consumer)
+            except KafkaException as error:
+                self._tell(f"The topics cannot be read: {error.args[0].str()}")
+                self._stopping.wait(_RETRY_S)
+            finally:
+                consumer.close()
+
+    def _partitions(self) -> list[TopicPartition]:
+        """Every partition of the topics, with its start. Raises RelayError."""
+        known = require_broker(self._kafka, self._stopping).topics
+        missing, refused, found = [], [], []
+        for name, topic in self._by_name.items():
+            metadata = known.get(name)
+            if metadata is None or (metadata.error is not None and metadata.error.code() not in _REFUSED):
+                missing.append(name)
+            elif metadata.error is not None:
+                refused.append(name)
+            else:
+                start = OFFSET_BEGINNING if topic is Topic.WORKERS else OFFSET_END
+                found += [TopicPartition(name, partition, start) for partition in metadata.partitions]
+        if refused:
+            raise RelayError(_may_not_read(refused))
+        if missing:
+            raise RelayError(
+                f"Kafka at {self._kafka.bootstrap} has no topic {', '.join(missing)}, or this user may not see it: "
+                "check `topic_prefix`, run `relaygr topics create`, or grant the rights that "
+                "`relaygr topics acls --role ui` prints"
+            )
+        return found
+
+    def _read(self, consumer: Consumer) -> None:
+        swept_s = 0.0
+        while not self._stopping.is_set():
+            messages = consumer.consume(BATCH, timeout=PAUSE_S)
+            started_s = time.monotonic()
+            with self._lock:
+                last_ms = self._fold(messages)
+                if started_s - swept_s >= _SWEEP_S:
+                    swept_s = started_s
+                    self._model.sweep(self._monotonic_us(), self._wall_us())
+            # A batch that is not full was all there was: the clocks differ.
+            behind_ms = 0 if last_ms is None or len(messages) < BATCH else self._wall_us() // 1000 - last_ms
+            if behind_ms > BEHIND_S * 1000:
+                self._go_to_the_ends(consumer)
+            self._stopping.wait(max(0.0, PAUSE_S - (time.monotonic() - started_s)))
+
+    def _fold(self, messages: Sequence[Message]) -> int | None:
+        """Returns the time stamp of the last message of a stage, ms since the epoch."""
+        last_ms: int | None = None
+        for message in messages:
+            error = message.error()
+            if error is not None:
+                self._note_error(message, error)
+                continue
+            topic = self._by_name.get(message.topic() or "")
+            if topic is Topic.WORKERS:
+                self._note_status(message)
+            elif topic is not None:
+                kind, at_ms = message.timestamp()
+                if kind != TIMESTAMP_NOT_AVAILABLE:
+                    last_ms = at_ms
+                self._note_message(topic, message)
+        return last_ms
+
+    def _note_message(self, topic: Topic, message: Message) -> None:
+        model, now_us = self._model, self._monotonic_us()
+        partition, offset = message.partition(), message.offset()
+        assert partition is not None and offset is not None
+        model.count(topic, partition, offset, now_us)
+        if topic is Topic.RANKING:
+            ranking = read_ranking(_bytes(message.key()), headers_of(message), max(0, message.timestamp()[1]) * 1000)
+            if ranking is not None:
+                return model.note_ranking(ranking, now_us)
+        elif topic is Topic.RESULTS:
+            result = read_result(_bytes(message.value()))
+            if result is not None:
+                return model.note_result(result, now_us)
+        elif topic is Topic.RETRIEVAL:
+            event = read_retrieval(_bytes(message.value()))
+            if event is not None:
+                return model.note_retrieval(event, now_us)
+        else:
+            job = read_job(_bytes(message.value()))
+            if job is not None:
+                return model.note_job(job, now_us)
+        model.unreadable()
+
+    def _note_status(self, message: Message) -> None:
+        group = workers_group_of(headers_of(message))
+        if group is not None and group != self._kafka.workers_group:
+            return
+        value = _bytes(message.value())
+        try:
+            worker_id = (_bytes(message.key()) or b"").decode()
+            status = decode(WorkerStatus, value) if value else None
+            if status is not None and (
+                status.worker_id != worker_id or max(status.partitions, default=0) >= MAX_PARTITIONS
+            ):
+                raise ValueError("the key and the status differ")
+            self._model.note_status(worker_id, status, self._wall_us())
+        except (DecodeError, ValueError):
+            self._model.unreadable()
+
+    def _note_error(self, message: Message, error: KafkaError) -> None:
+        name = message.topic()
+        if error.code() in _REFUSED and name:
+            self._refused[name] = name
+            self._model.note_reader(_may_not_read(sorted(self._refused)))
+
+    def _go_to_the_ends(self, consumer: Consumer) -> None:
+        """Skips what is unread, but for the statuses."""
+        here = consumer.assignment()
+        workers = self._kafka.topic(Topic.WORKERS)
+        consumer.incremental_unassign([each for each in here if each.topic != workers])
+        consumer.incremental_assign(
+            [TopicPartition(each.topic, each.partition, OFFSET_END) for each in here if each.topic != workers]
+        )
+        with self._lock:
+            self._model.forget_open()
+
+    def _tell(self, problem: str | None) -> None:
+        with self._lock:
+            self._model.note_reader(problem)
+
+
+def _may_not_read(names: Sequence[str]) -> str:
+    return f"This user may not read {', '.join(names)}: grant the rights that `relaygr topics acls --role ui` prints"
+
+
+def _bytes(value: object) -> bytes | None:
+    return value if isinstance(value, bytes) else None

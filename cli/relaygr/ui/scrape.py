@@ -1,0 +1,190 @@
+"""Reads the metrics of processes over HTTP, on a thread, from the addresses given and those that workers name.
+
+Only the metrics in `WANTED` are parsed, and nothing else of an answer is kept. A worker's status can name any address,
+so an answer may be long, slow or no metrics at all: its body is bounded in time and size, redirects are not followed,
+and values that no counter or size can have are left out.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Final
+
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from relaygr.runtime.errors import RelayError
+
+log = structlog.get_logger()
+
+TIMEOUT_S: Final = 1.0
+BODY_S: Final = 3.0
+"""The longest time that the body of an answer may take."""
+MAX_BYTES: Final = 4 * 1024 * 1024
+MAX_LINES: Final = 4096
+"""The wanted lines of a page. Our processes have a few hundred."""
+MAX_TARGETS: Final = 256
+LARGEST: Final = 2.0**63
+WANTED: Final = (
+    "relaygr_cache_bytes",
+    "relaygr_cache_hits_total",
+    "relaygr_cache_joins_total",
+    "relaygr_cache_misses_total",
+    "relaygr_gateway_lost_requests_total",
+    "relaygr_supervisor_children",
+    "relaygr_trigger_decisions_total",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The metrics of one process: name -> labels -> value. Empty if the process did not answer."""
+
+    samples: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]] = field(default_factory=dict)
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all samples of the name with these labels."""
+        wanted = set(labels.items())
+        return sum(value for found, value in self.samples.get(name, {}).items() if wanted <= set(found))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The totals of a name by the values of one label."""
+        totals: dict[str, float] = {}
+        for found, value in self.samples.get(name, {}).items():
+            key = dict(found).get(label, "")
+            totals[key] = totals.get(key, 0.0) + value
+        return totals
+
+
+def parse_reading(text: str) -> Reading:
+    """The samples of a page in Prometheus's text format. Raises ValueError if it is not one."""
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            # NaN and infinity too: they have no whole number.
+            if not abs(sample.value) <= LARGEST:
+                continue
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return Reading(samples)
+
+
+def wanted_lines(text: str) -> str:
+    """The lines of the metrics in `WANTED`. The others would take most of the parser's time."""
+    wanted = (line for line in text.splitlines() if line.startswith(WANTED))
+    return "\n".join(itertools.islice(wanted, MAX_LINES)) + "\n"
+
+
+def check_url(url: str) -> str:
+    """The address. Raises RelayError if it is not one of HTTP."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise RelayError(f"--scrape {url}: write the address of a metrics page, such as http://trigger-0:9100/metrics.")
+    return url
+
+
+def can_reach(url: str, host: str | None) -> bool:
+    """Whether an address that a worker on the machine `host` names leads to that worker from here."""
+    try:
+        name = urllib.parse.urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    if not url.startswith(("http://", "https://")) or not url.endswith("/metrics"):
+        return False
+    return not is_loopback(name) or host == socket.gethostname()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine's alone."""
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+# No proxy: it would be asked for pages of this machine.
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+
+
+def read_page(url: str) -> Reading | None:
+    """The wanted metrics of a page; None if it does not answer in time, or not with metrics."""
+    try:
+        with _OPENER.open(url, timeout=TIMEOUT_S) as answer:
+            body = _body(answer)
+        return parse_reading(wanted_lines(body.decode(errors="replace")))
+    except Exception as error:
+        # Any server may be at the address, and neither the client nor the parser lists what they raise.
+        log.debug("a metrics page cannot be read", url=url, error=repr(error))
+        return None
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """The first `MAX_BYTES`. Raises TimeoutError if they take longer than `BODY_S`."""
+    ends_s = time.monotonic() + BODY_S
+    body = bytearray()
+    while len(body) < MAX_BYTES and (part := answer.read1(MAX_BYTES - len(body))):
+        if time.monotonic() > ends_s:
+            raise TimeoutError
+        body += part
+    return bytes(body)
+
+
+class Scraper:
+    """Reads all targets every `interval_s`, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        targets: Callable[[], Mapping[str, str]],
+        deliver: Callable[[str, Reading | None], None],
+        read: Callable[[str], Reading | None] = read_page,
+    ) -> None:
+        """`targets`: address -> name, asked before each round; `deliver` gets name and reading."""
+        self._interval_s = interval_s
+        self._targets = targets
+        self._deliver = deliver
+        self._read = read
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ui-scraper", daemon=True)
+        self._silent: set[str] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended, or after a little more than one read."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            for url, name in list(self._targets().items())[:MAX_TARGETS]:
+                if self._stopping.is_set():
+                    return
+                reading = self._read(url)
+                self._note(url, reading is not None)
+                self._deliver(name, reading)
+            self._stopping.wait(max(0.1, self._interval_s - (time.monotonic() - started_s)))
+
+    def _note(self, url: str, answered: bool) -> None:
+        if answered:
+            self._silent.discard(url)
+        elif url not in self._silent:
+            if len(self._silent) < MAX_TARGETS:
+                self._silent.add(url)
+            log.info("a metrics page does not answer", url=url)

@@ -1,0 +1,200 @@
+"""The HTTP server of the page. It only reads, and all that it serves is in this package.
+
+    /              the page                    /assets/...   its style and script
+    /events        server-sent events          /login        takes the token, and gives a cookie
+    /state         one document, as JSON
+
+On a loopback address anyone on this machine may look. Then only requests for this machine's names are answered, so that
+a web page elsewhere cannot read it by a name of its own that leads here. On any other address a request needs the
+token: in the header `Authorization: Bearer TOKEN`, or a cookie. At most `MAX_WATCHERS` browsers get events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import resources
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from relaygr.runtime.errors import RelayError
+from relaygr.runtime.http_server import ConnectionLimits, HttpServer, host_name
+from relaygr.ui.page import REFRESH_S, Page
+from relaygr.ui.scrape import is_loopback
+
+MAX_WATCHERS: Final = 16
+LIMITS: Final = ConnectionLimits(max_connections=256, connection_s=600.0, keep_alive=True)
+"""A browser opens its events again after `connection_s`."""
+ASSETS: Final = {
+    "app.css": "text/css; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "charts.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+MAX_FORM_BYTES: Final = 4096
+REFUSAL_S: Final = 0.5
+"""Delay of the answer to a wrong token."""
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+class UiServer:
+    """Serves a page from `start` to `stop`; also a context manager."""
+
+    def __init__(self, page: Page, host: str, port: int, token: str | None = None) -> None:
+        """`token`: what a browser must give. None: nothing on a loopback address, else a token is made."""
+        self._page = page
+        self._is_local = is_loopback(host)
+        self.token = token or (None if self._is_local else secrets.token_urlsafe(24))
+        # A cookie of one port is sent to the others of the host, so it does not hold the token.
+        self._session = secrets.token_urlsafe(24)
+        self._watchers = 0
+        self._refused = asyncio.Lock()
+        self._is_ending = False
+        routes = [
+            Route("/", self._guarded(self._serve_page)),
+            Route("/assets/{name}", self._serve_asset),
+            Route("/state", self._guarded(self._serve_state)),
+            Route("/events", self._guarded(self._serve_events)),
+            Route("/login", self._login, methods=["POST"]),
+        ]
+        self._server = HttpServer("ui-server", host, port, Starlette(routes=routes), LIMITS)
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds the page."""
+        host = self._server.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self._server.port}/"
+
+    def start(self) -> None:
+        """Raises RelayError if the address cannot be bound."""
+        try:
+            self._server.start()
+        except RelayError as error:
+            raise RelayError(f"{error} (--port, or the setting ui.http_port.)") from error
+
+    def stop(self) -> None:
+        """Ends the events, and then the server."""
+        self._is_ending = True
+        self._server.stop()
+
+    def __enter__(self) -> UiServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # -- access ------------------------------------------------------------------------------------
+
+    def _guarded(self, handler: _Handler) -> _Handler:
+        async def answer(request: Request) -> Response:
+            if not self._is_for_this_host(request):
+                return _plain("This name does not belong to the page. Use the address that `relaygr ui` printed.", 421)
+            if not self._may_see(request):
+                if request.scope["path"] == "/" and "authorization" not in request.headers:
+                    return _html("login.html", 401)
+                if "authorization" in request.headers:
+                    await self._delay_refusal()
+                return _plain("A token is needed: Authorization: Bearer TOKEN, or log in on the page.", 401)
+            return await handler(request)
+
+        return answer
+
+    def _is_for_this_host(self, request: Request) -> bool:
+        return self.token is not None or is_loopback(host_name(request.headers.get("host", "")))
+
+    def _may_see(self, request: Request) -> bool:
+        if self.token is None:
+            return True
+        cookie = request.cookies.get(self._cookie, "")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        by_header = scheme.lower() == "bearer" and _is_same(given.strip(), self.token)
+        return _is_same(cookie, self._session) or by_header
+
+    async def _delay_refusal(self) -> None:
+        """One wrong token after the other, so that more connections give no more guesses."""
+        async with self._refused:
+            await asyncio.sleep(REFUSAL_S)
+
+    @property
+    def _cookie(self) -> str:
+        return f"relaygr_ui_{self._server.port}"
+
+    async def _login(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_FORM_BYTES:
+                return _plain("The form is too long.", 413)
+        given = urllib.parse.parse_qs(body.decode("latin-1")).get("token", [""])[0]
+        if self.token is None:
+            return RedirectResponse("/", 303, _HEADERS)
+        if not _is_same(given, self.token):
+            await self._delay_refusal()
+            return _html("login.html", 403)
+        answer = RedirectResponse("/", 303, _HEADERS)
+        answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict")
+        return answer
+
+    # -- what is served ----------------------------------------------------------------------------
+
+    async def _serve_page(self, _: Request) -> Response:
+        return _html("index.html", 200)
+
+    async def _serve_asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ASSETS:
+            return _plain("There is no such file.", 404)
+        return Response(_static(name), media_type=ASSETS[name], headers=_HEADERS)
+
+    async def _serve_state(self, _: Request) -> Response:
+        document = await asyncio.to_thread(self._page.document)
+        return Response(document, media_type="application/json", headers=_HEADERS)
+
+    async def _serve_events(self, _: Request) -> Response:
+        if self._watchers >= MAX_WATCHERS:
+            return _plain(f"{MAX_WATCHERS} browsers watch this page already. Close one of them.", 503)
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def _events(self) -> AsyncIterator[str]:
+        self._watchers += 1
+        try:
+            yield "retry: 1000\n\n"
+            while not self._is_ending:
+                yield f"data: {await asyncio.to_thread(self._page.document)}\n\n"
+                await asyncio.sleep(REFRESH_S)
+            yield f"data: {await asyncio.to_thread(self._page.document)}\n\nevent: end\ndata: \n\n"
+        finally:
+            self._watchers -= 1
+
+
+def _static(name: str) -> bytes:
+    return resources.files("relaygr.ui").joinpath("static", name).read_bytes()
+
+
+def _html(name: str, status: int) -> Response:
+    return HTMLResponse(_static(name), status, _HEADERS)
+
+
+def _plain(text: str, status: int) -> Response:
+    return PlainTextResponse(text + "\n", status, _HEADERS)
+
+
+def _is_same(given: str, wanted: str) -> bool:
+    """In constant time."""
+    return hmac.compare_digest(given.encode(), wanted.encode())
