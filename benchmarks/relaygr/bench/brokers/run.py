@@ -37,6 +37,7 @@ USERS: Final = 100
 HISTORY: Final = 128
 START_TIMEOUT_S: Final = 120.0
 LOST_AFTER_MS: Final = 15_000
+TABLE_WIDTH: Final = 130
 QUIET_S: Final = 3.0
 """Load before and after what happens."""
 
@@ -88,6 +89,7 @@ def measure_outages(rounds: int, load: Load, out: Path) -> None:
     if home is None:
         raise RelayError("This benchmark starts a cluster: set KAFKA_HOME to the folder of an unpacked Apache Kafka")
     console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
     figures: list[OutageFigures] = []
     properties = {"broker.session.timeout.ms": load.broker_session_ms}
     with (

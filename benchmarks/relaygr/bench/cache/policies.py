@@ -188,7 +188,7 @@ def rows_of(visits: Visits, random: np.random.Generator) -> Iterator[TraceRow]:
 
 
 def demands_by_traffic(visits: int, logs: Sequence[Path]) -> Iterator[tuple[str, Demands]]:
-    """Every kind of traffic, the schedule of `relaygr gateway`, and each log of interactions."""
+    """Every kind of traffic, the schedule of `relaygr traffic`, and each log of interactions."""
     for name, make in TRAFFIC.items():
         random = np.random.default_rng(_SEED)
         yield name, demands_of(rows_of(make(random, visits), random))

@@ -15,6 +15,8 @@ from relaygr.worker.device import Device
 _PARTS = (
     ("projections", ("aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
     ("attention: products", ("attend_kernel", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu")),
+    # Projections, and attention's products of a large tile.
+    ("products by oneDNN", ("mkldnn::_linear_pointwise",)),
     ("SiLU", ("aten::silu", "aten::sigmoid")),
     ("norms and gates", ("norm_kernel", "layer_norm", "aten::mul", "aten::addcmul", "aten::add")),
     (

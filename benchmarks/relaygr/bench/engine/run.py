@@ -68,6 +68,7 @@ class SideBySide:
         self.config: ModelConfig = SHAPES[shape].config(longest, max(sizes.candidates))
         checkpoint = random_checkpoint(self.config, seed=0)
         self._meters: dict[EngineVariant, EngineMeter] = {}
+        self._rested: dict[EngineVariant, EngineMeter] = {}
         self._backends: dict[str, str] = {}
         for variant in variants:
             engine = build_engine(
@@ -75,6 +76,7 @@ class SideBySide:
             )
             bind_own_arena(engine, max(1, *sizes.batches), longest)
             self._meters[variant] = EngineMeter(engine)
+            self._rested[variant] = EngineMeter(engine, rest=rest_between_requests)
             self._backends[variant.name] = engine.backend
         self.times = Times()
         self._peaks: dict[torch.dtype, list[float]] = {variant.matrix_dtype: [] for variant in variants}
@@ -101,8 +103,8 @@ class SideBySide:
                 hit_us = meter.rank(tokens, count).duration_us
                 yield point(EngineStage.HIT, tokens, 0, count), hit_us
                 yield point(EngineStage.FULL, tokens, tokens, count), computed_us + hit_us
-                rest_between_requests()
-                yield point(EngineStage.RESTED_HIT, tokens, 0, count), meter.rank(tokens, count).duration_us
+                rested_us = self._rested[variant].rank(tokens, count).duration_us
+                yield point(EngineStage.RESTED_HIT, tokens, 0, count), rested_us
         longest = max(self._sizes.prefixes)
         for new in self._sizes.appends:
             yield point(EngineStage.APPEND, longest, new), meter.append(longest, new).duration_us

@@ -1,6 +1,6 @@
 """Offers a worker more than it can serve: `python -m benchmarks.overload --broker kafka`.
 
-One worker and a light process that sends requests (`load.py`) run with one broker on the cores of this machine. There
+One worker and the process that plays traces (`bench.generator`) run with one broker on the cores of this machine. There
 are no retrieval events. Returning users are ranked once before anything is measured, so they are hits; with `--model
 small` half of the requests are of users who come once, and need full inference. That model computes on one core and
 serves 10 to 20 requests a second; `--model null` computes nothing, so its capacity is that of the Python process.

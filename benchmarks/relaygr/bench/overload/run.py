@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.bench.generator.samples import Sample
 from relaygr.bench.overload.__main__ import OverloadModel
-from relaygr.bench.overload.load import Ended, Load, Phase, Requests, Run
+from relaygr.bench.overload.load import BURST, Load, Phase, Requests, Run
 from relaygr.bench.pipeline.run import MeasuredWindow, null_settings
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.demo.stack import DemoStack
@@ -127,18 +128,18 @@ class Used:
     foreign_cpu: float = 0.0
 
 
-def row_of(requests: Sequence[Ended], load: float, budget_ms: float, seconds: float, used: Used) -> OverloadRow:
+def row_of(requests: Sequence[Sample], load: float, budget_ms: float, seconds: float, used: Used) -> OverloadRow:
     """The figures of one run: a burst of `seconds`, and what followed it."""
     budget_us = int(budget_ms * 1000)
-    burst = [each for each in requests if each.phase == 0]
-    calm = [each for each in requests if each.phase > 0]
+    burst = [each for each in requests if each.part == BURST]
+    calm = [each for each in requests if each.part > BURST]
     ranked = [each for each in burst if each.status == Outcome.RANKED]
-    in_time = [each for each in ranked if each.is_in_time(budget_us)]
+    in_time = [each for each in ranked if each.answered_within(budget_us)]
     others = [each for each in burst if each.status in (Outcome.FAILED, Outcome.EXPIRED)]
-    told = sum(each.is_in_time(budget_us) for each in others)
+    told = sum(each.answered_within(budget_us) for each in others)
     not_ranked = len(burst) - len(in_time)
-    late = [each for each in requests if each.status == Outcome.RANKED and not each.is_in_time(budget_us)]
-    calm_in_time = sum(each.status == Outcome.RANKED and each.is_in_time(budget_us) for each in calm)
+    late = [each for each in requests if each.status == Outcome.RANKED and not each.answered_within(budget_us)]
+    calm_in_time = sum(each.status == Outcome.RANKED and each.answered_within(budget_us) for each in calm)
     lag_ms = _percentile_ms([each.lag_us for each in requests], 99)
     return OverloadRow(
         load=load,

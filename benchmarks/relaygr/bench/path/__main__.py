@@ -8,7 +8,7 @@ HBM, and one whose prefix is computed in full. Only the broker, the model and LM
 * moves: calls into another file than that of the call before, as a reader who follows the request has to make.
 
 `--pauses` prints the CPU time of a hit after pauses of several lengths. A worker that is not busy rests between
-requests, and other programs and virtual machines use the processor's caches meanwhile.
+requests.
 
 `--json` prints `{"hit": {"calls":, "files":, "moves":}, "miss": {...}}` and nothing else. `--by-file` also prints the
 calls and the moves of each file.

@@ -49,7 +49,7 @@ from relaygr.worker.kv import DramGeometry, KvDtype
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
-from relaygr.worker.model.null_engine import NullEngine
+from relaygr.worker.model.engine import NullEngine
 from relaygr.worker.model.options import Family
 from relaygr.worker.results import ResultWriter
 from relaygr.worker.settings import WorkerSettings

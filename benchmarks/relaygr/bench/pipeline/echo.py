@@ -150,7 +150,7 @@ def _trigger(settings: Settings) -> None:
 def _worker(settings: Settings) -> None:
     producer = make_producer(settings, ProducerKind.LATENCY, "echo-worker")
     ranking, results = settings.topic(Topic.RANKING), settings.topic(Topic.RESULTS)
-    value = encode(_result(settings.gateway))
+    value = encode(_result(settings.traffic))
     consumer = make_group_consumer(settings, settings.workers_group, "echo-worker", instance_id="echo-worker")
     for messages in _batches(consumer, [settings.topic(Topic.PREINFER), ranking]):
         for message in messages:
@@ -173,7 +173,7 @@ def _gateway(settings: Settings, records: Path) -> None:
     for producer, topic in ((events, retrieval), (requests, ranking)):
         producer.list_topics(topic, timeout=10)
 
-    traffic = settings.gateway
+    traffic = settings.traffic
     event, request = (encode(each) for each in _event_and_request(traffic))
     calls: list[tuple[int, int, bool, bytes]] = []
     population = population_of(traffic)
@@ -294,8 +294,8 @@ def _main(role: str, config: str, *arguments: str) -> None:
     _end_with_the_parent()
     if role == "gateway":
         records, schedule = arguments
-        traffic = settings.gateway.model_copy(update=json.loads(schedule))
-        _gateway(settings.model_copy(update={"gateway": traffic}), Path(records))
+        traffic = settings.traffic.model_copy(update=json.loads(schedule))
+        _gateway(settings.model_copy(update={"traffic": traffic}), Path(records))
     else:
         {"trigger": _trigger, "worker": _worker}[role](settings)
 

@@ -161,7 +161,7 @@ def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
 def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: float, plan: Plan) -> list[RoundFigures]:
     """All rounds at one rate, with new processes and topics. The processes of both wait while the other one runs."""
     settings = null_settings(broker, folder, rate_per_s, plan.seconds)
-    warm = settings.gateway.model_copy(update={"rate_per_s": rate_per_s / 2, "duration_s": plan.warm_up_s})
+    warm = settings.traffic.model_copy(update={"rate_per_s": rate_per_s / 2, "duration_s": plan.warm_up_s})
     rounds = []
     with (
         DemoStack(console, folder, broker, settings, relay=True, workers=1, observed=False) as stack,
@@ -173,9 +173,9 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
         for number in range(plan.rounds):
             with console.status(f"{rate_per_s:.0f}/s, round {number + 1} of {plan.rounds}"):
                 records = folder / f"round-{number}.jsonl"
-                window = _run_pipeline(stack, records, settings.gateway)
-                pipeline = _pipeline_figures(broker, records, settings.gateway, window, stack)
-                bare = _run_echo(echo, folder / f"echo-{number}.json", settings.gateway)
+                window = _run_pipeline(stack, records, settings.traffic)
+                pipeline = _pipeline_figures(broker, records, settings.traffic, window, stack)
+                bare = _run_echo(echo, folder / f"echo-{number}.json", settings.traffic)
             rounds.append(RoundFigures(pipeline, window.foreign_cpu_per_second(), bare))
     return rounds
 
@@ -183,7 +183,7 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
 def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> MeasuredWindow:
     window = MeasuredWindow(records, stack.roles, at_begin=lambda: stack.worker_readings()[0])
     stack.play_unobserved(
-        records, window.sample, [f"gateway.rate_per_s={traffic.rate_per_s}", f"gateway.duration_s={traffic.duration_s}"]
+        records, window.sample, [f"traffic.rate_per_s={traffic.rate_per_s}", f"traffic.duration_s={traffic.duration_s}"]
     )
     return window
 
@@ -309,8 +309,14 @@ def _role_of_other(process: psutil.Process) -> str:
         return "broker"
 
 
-def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float) -> Settings:
-    """Settings with a null model and a calibration by which every impression is at risk and feasible."""
+SLOW_FULL = LatencyCoefficients(a0=10_000_000, a1=0, a2=0, b0=1, b1=0, b2=0, c0=1, c1=0, c2=0, d0=1, d1=0)
+"""A latency model by which every impression is at risk and feasible."""
+
+
+def null_settings(
+    broker: LocalBroker, folder: Path, rate_per_s: float, seconds: float, latency: LatencyCoefficients = SLOW_FULL
+) -> Settings:
+    """Settings with a null model that is said to take these times."""
     config = ModelConfig(
         family=Family.NULL,
         embedding_dim=64,
@@ -327,10 +333,7 @@ def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds:
     model = folder / "model"
     save_checkpoint(model, config, random_checkpoint(config, seed=0).tensors)
     engine = load_engine(model, "cpu", threads=1)
-    slow_full = LatencyCoefficients(
-        a0=10_000_000, a1=0, a2=0, b0=1, b1=0, b2=0, c0=1, c1=0, c2=0, d0=1, d1=0
-    )  # fmt: skip
-    made = Calibration(describe(engine), now(), slow_full, (), (), (), ())
+    made = Calibration(describe(engine), now(), latency, (), (), (), ())
     save_calibration(made, folder / "calibration.json")
     prefix = f"pipeline-{rate_per_s:.0f}"
     kafka = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS))
@@ -345,7 +348,7 @@ def null_settings(broker: LocalBroker, folder: Path, rate_per_s: float, seconds:
                 "dram_bytes": 0,
                 "history_max_bytes": 256 << 20,
             },
-            "gateway": {
+            "traffic": {
                 "duration_s": seconds,
                 "rate_per_s": rate_per_s,
                 "users": 1_000,

@@ -78,8 +78,8 @@ def phases(
 def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, out: Path) -> None:
     """Measures one push, prints the figures and appends them to `out`."""
     console = Console(highlight=False)
-    settings = load_settings(overrides=[*DEFAULTS, f"gateway.duration_s={seconds}"])
-    population = population_of(settings.gateway)
+    settings = load_settings(overrides=[*DEFAULTS, f"traffic.duration_s={seconds}"])
+    population = population_of(settings.traffic)
     with tempfile.TemporaryDirectory(prefix="relaygr-push-") as name, local_broker(broker) as started:
         folder = Path(name)
         console.print(f"broker: {started.what}", soft_wrap=True)
@@ -101,14 +101,14 @@ def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, ou
                 if not begun_s and records.exists() and records.stat().st_size:
                     begun_s.append(time.monotonic())
                 if begun_s and not revisions and time.monotonic() - begun_s[0] >= pushed_s:
-                    revisions.append(replace_model(model, settings.gateway.seed + 1))
+                    revisions.append(replace_model(model, settings.traffic.seed + 1))
                     for process_id, role in stack.roles().items():
                         if role == "worker":
                             os.kill(process_id, signal.SIGHUP)
 
             with console.status(f"the relay under load for {seconds:g} s, with a push in the middle"):
-                stack.play_unobserved(records, watch, [f"gateway.settle_s={warming_s}"])
-        at_s = [each.ranking_us / 1e6 for each in impressions(planned.gateway, population)]
+                stack.play_unobserved(records, watch, [f"traffic.settle_s={warming_s}"])
+        at_s = [each.ranking_us / 1e6 for each in impressions(planned.traffic, population)]
         found = phases(list(read_records(records)), at_s, pushed_s, push_ends_s, revisions[0])
         described = {
             "measured_at": now(),

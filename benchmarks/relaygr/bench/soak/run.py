@@ -54,7 +54,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients, Outcome
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
-from relaygr.traffic.gateway import WARM_UP_REQUESTS
+from relaygr.traffic.player import WARM_UP_REQUESTS
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import LOST, NOT_SENT
 from relaygr.traffic.schedule import impressions
@@ -74,6 +74,8 @@ EVENTS_TIMEOUT_S = 120.0
 """Longest time after the planned end for which the traffic goes on until the last event is done."""
 END_TIMEOUT_S = 120.0
 """Longest time for the gateway to end: its last request may be lost, after its budget and its grace time."""
+LONGEST_WAIT_S = 120.0
+"""An event is due after a gap in which the relay recovers; on a busy machine it waits a little longer."""
 RECOVERY_S = 10.0
 """Time for all clients to find a restarted broker."""
 IDLE_S = 3.0
@@ -93,7 +95,7 @@ _GAUGES = {
     Resource.LEASES: "relaygr_cache_leases",
     Resource.IN_FLIGHT: "relaygr_consumer_in_flight_messages",
 }
-_SECTIONS = {"trigger": "trigger", "lag": "lag", "gateway": "gateway"}
+_SECTIONS = {"trigger": "trigger", "lag": "lag", "gateway": "traffic"}
 
 
 class EventKind(enum.StrEnum):
@@ -275,10 +277,12 @@ class _Run:
     _tail: RecordTail = field(init=False)
     _restart: Future[None] | None = None
     _outage_s: float = 0.0
+    _longest_wait_s: float = 0.0
+    """How long an event waited for the relay to recover from those before."""
 
     def __post_init__(self) -> None:
         self._tail = RecordTail(self._records)
-        traffic = self.settings.gateway
+        traffic = self.settings.traffic
         self._scheduled = sum(1 for _ in impressions(traffic, population_of(traffic)))
 
     # -- begin and end -------------------------------------------------------------------------------
@@ -293,7 +297,7 @@ class _Run:
         self.processes.await_ready(list(self._commands.values()), START_TIMEOUT_S)
         await_pair(self._commands["supervisor"].port, START_TIMEOUT_S)
         # The gateway plays until it is stopped.
-        self._start("gateway", ["gateway", "--out", str(self._records)], ["gateway.duration_s=0"])
+        self._start("gateway", ["traffic", "--out", str(self._records)], ["traffic.duration_s=0"])
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not (self._records.exists() and self._records.stat().st_size):
             self.processes.require_running()
@@ -375,6 +379,7 @@ class _Run:
         kills = sum(event.kind is EventKind.WORKER_KILLED for event in self.events)
         return [
             Account("events planned, and done", len(self.events) + len(self._due), len(self.events)),
+            Account("seconds that an event waited for the relay to recover", 0, self._longest_wait_s, LONGEST_WAIT_S),
             *accounts(lives["worker"], lives["trigger"], lives["supervisor"][0], self._ends(), kills),
             Account("model written last, and model of the last answer", len(self._revisions), self._last_model()),
         ]
@@ -386,7 +391,7 @@ class _Run:
         not_sent = sum(record.status == NOT_SENT for record in recorded)
         without_prefix = sum(record.status == Outcome.RANKED and not record.prefix_tokens for record in recorded)
         gateway = next(told.reading for told in self._told.values() if told.role == "gateway")
-        traffic = self.settings.gateway
+        traffic = self.settings.traffic
         return Ends(
             # The gateway begins the impressions in the order of their numbers.
             offered=max(self._scheduled, 1 + max((record.number for record in recorded), default=-1)),
@@ -413,7 +418,8 @@ class _Run:
             kind = self._due[0].kind
             if not self._carry_out(kind):
                 return
-            self._due.pop(0)
+            due = self._due.pop(0)
+            self._longest_wait_s = max(self._longest_wait_s, self._second - due.second)
             self.events.append(Event(self._second, kind))
 
     def _carry_out(self, kind: EventKind) -> bool:
@@ -615,7 +621,7 @@ def _settings(broker: LocalBroker, folder: Path, plan: SoakPlan) -> Settings:
         },
         client={"remembered_answers": 1_000},
         supervisor=NO_RESTART_LIMIT,
-        gateway={
+        traffic={
             "duration_s": plan.seconds,
             "rate_per_s": plan.rate_per_s,
             "users": plan.users,

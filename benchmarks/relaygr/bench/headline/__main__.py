@@ -1,0 +1,115 @@
+"""The headline figures: `python -m benchmarks.headline --quick --broker kafka`. docs/benchmark.md explains them.
+
+* A: the longest history at which the deadline holds at P99, at a fixed rate.
+* B: the highest rate at which it holds, at a fixed history.
+
+`--quick` takes about ten minutes on two cores: one cell, one seed, so its figures are indicative and decide nothing.
+`--full` runs the committed grid with seven seeds, and says before how long it takes. `--trace FILE` plays a trace of
+your own on each system. `--make-trace FILE` writes the trace of a load and ends. `--report` makes the report again from
+the CSV files and measures nothing.
+
+A run that is interrupted goes on where it stopped when the same command is given again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relaygr.runtime.errors import RelayError
+
+OUT = Path("benchmarks/results/headline")
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, about ten minutes.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The grid, with seven seeds. Says first how long it takes.")
+    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only make the report again from the CSV files.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this trace (.parquet or .csv) on each system.", show_default=False)
+    ] = None,
+    make_trace: Annotated[
+        Path | None, typer.Option(help="Only write the trace of the first cell to this file.", show_default=False)
+    ] = None,
+    cells: Annotated[str, typer.Option(help="Cells, by commas; `list` prints them.", show_default="all")] = "",
+    systems: Annotated[
+        str, typer.Option(help="Systems, by commas.", show_default="B0,C,R,O where possible; all with --full")
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="The first seed; the others follow it.")] = 1,
+    rate: Annotated[float, typer.Option(min=0.01, help="With --make-trace: impressions/s.")] = 20.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Measured part of each run.", show_default="8; 120 with --full")
+    ] = None,
+    interactions: Annotated[
+        Path | None, typer.Option(help="An interaction log: users with real histories.", show_default=False)
+    ] = None,
+    broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
+    yes: Annotated[bool, typer.Option("--yes", help="With --full: do not ask.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the results, the traces and the report.")] = OUT,
+) -> None:
+    """Measure the longest history and the most requests that meet the deadline, for each system."""
+    if sum((quick, full, report, trace is not None, make_trace is not None, cells == "list")) != 1:
+        raise RelayError("give one of --quick, --full, --trace FILE, --make-trace FILE, --report and --cells list")
+
+    from relaygr.bench.headline.command import list_cells, measure, measure_trace, write_load
+    from relaygr.bench.headline.grid import GRID, QUICK
+    from relaygr.bench.headline.report import write_report
+    from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE
+    from relaygr.bench.headline.systems import QUICK_SYSTEMS, System
+
+    if cells == "list":
+        return list_cells()
+    if report:
+        return write_report(out)
+    mode = FULL_MODE if full else QUICK_MODE
+    mode = replace(mode, seeds=tuple(seed + number for number in range(len(mode.seeds))))
+    if seconds is not None:
+        # Runs of another length are not mixed with those that the folder has.
+        mode = replace(mode, seconds=seconds, name=f"{mode.name}-{seconds:g}s")
+    if interactions is not None:
+        mode = replace(mode, name=f"{mode.name}-log")
+    chosen = _chosen_cells(cells, GRID if full else (QUICK,))
+    impossible: dict[System, str] = {}
+    if trace is not None:
+        impossible[System.B1] = "B1 takes its longest history from figure A, which a trace does not have"
+    if trace is not None or interactions is not None:
+        impossible[System.O] = "O ranks synthetic users of its own: it plays neither --trace nor --interactions"
+    wanted = _chosen_systems(systems, tuple(System) if full else QUICK_SYSTEMS, impossible)
+    if make_trace is not None:
+        return write_load(chosen[0], make_trace, rate, mode, interactions)
+    if trace is not None:
+        return measure_trace(chosen[0], wanted, trace, mode, broker, out, interactions)
+    return measure(chosen, wanted, mode, broker, out, interactions, asks=full and not yes)
+
+
+def _chosen_cells(names: str, default: tuple) -> tuple:  # type: ignore[type-arg]
+    from relaygr.bench.headline.grid import BY_NAME
+
+    unknown = [name for name in names.split(",") if name and name not in BY_NAME]
+    if unknown:
+        raise RelayError(f"no cell has the name {unknown[0]!r}: `--cells list` prints them")
+    return tuple(BY_NAME[name] for name in names.split(",")) if names else default
+
+
+def _chosen_systems(names: str, default: tuple, impossible: dict) -> tuple:  # type: ignore[type-arg]
+    from relaygr.bench.headline.systems import System
+
+    known = {system.value.lower(): system for system in System}
+    unknown = [name for name in names.split(",") if name and name.lower() not in known]
+    if unknown:
+        raise RelayError(f"no system has the name {unknown[0]!r}: there are {', '.join(System)}")
+    wanted = {known[name.lower()] for name in names.split(",")} if names else set(default) - impossible.keys()
+    for system, why in impossible.items():
+        if system in wanted:
+            raise RelayError(why)
+    # B0 comes first: the others are compared with it.
+    return tuple(system for system in System if system in wanted)
+
+
+if __name__ == "__main__":
+    typer.run(main)

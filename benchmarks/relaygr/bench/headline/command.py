@@ -1,0 +1,111 @@
+"""What the command does: it says what will be run and how long it takes, runs it, and makes the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.generator.trace import write_trace
+from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
+from relaygr.bench.headline.grid import GRID, QUICK, Cell
+from relaygr.bench.headline.report import write_report
+from relaygr.bench.headline.run import PARTITIONS, Bench, Mode, estimated_runs, estimated_s
+from relaygr.bench.headline.systems import System
+from relaygr.devbroker import local_broker
+from relaygr.traffic.population import population_of
+from relaygr.traffic.settings import TrafficSettings
+
+
+def measure(
+    cells: Sequence[Cell],
+    systems: Sequence[System],
+    mode: Mode,
+    broker: str,
+    out: Path,
+    interactions: Path | None,
+    asks: bool,
+) -> None:
+    """Runs the cells and writes the report."""
+    console = Console(highlight=False)
+    runs, whole_s = estimated_runs(systems, mode) * len(cells), estimated_s(len(cells), systems, mode)
+    days = f" ({whole_s / 86_400:.1f} days)" if whole_s > 86_400 else ""
+    console.print(
+        f"{len(cells)} cells, systems {', '.join(systems)}, seeds {', '.join(map(str, mode.seeds))}: "
+        f"about {runs} runs, {whole_s / 60:.0f} minutes{days}"
+    )
+    if not mode.decides:
+        console.print("indicative: with one seed a figure may be off by a step of its search, and nothing is decided")
+    if asks and not typer.confirm("Begin?"):
+        return
+    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        with Bench(console, out, started, mode, interactions) as bench:
+            bench.run_cells(cells, systems)
+    write_report(out)
+
+
+def measure_trace(
+    cell: Cell,
+    systems: Sequence[System],
+    trace: Path,
+    mode: Mode,
+    broker: str,
+    out: Path,
+    interactions: Path | None,
+) -> None:
+    """Plays a trace of others on each system, and writes the report."""
+    console = Console(highlight=False)
+    with local_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP")) as started:
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        with Bench(console, out, started, mode, interactions) as bench:
+            bench.run_trace(cell, systems, trace)
+    write_report(out)
+
+
+def write_load(cell: Cell, path: Path, rate_per_s: float, mode: Mode, interactions: Path | None) -> None:
+    """Writes the trace of a cell at a rate. The lead time is the cell's factor times 50 ms: it has no machine."""
+    logged = None
+    if interactions is not None:
+        logged = population_of(
+            TrafficSettings(
+                interactions=interactions, users=100_000, history_max=cell.longest_history, suffix=cell.suffix
+            )
+        )
+    trace = make_trace(
+        Workload(
+            seed=mode.seeds[0], rate_per_s=rate_per_s, seconds=mode.seconds, warm_up_s=mode.warm_up_s,
+            reuse=cell.reuse, return_gap_s=cell.return_gap_s, history_median=cell.history,
+            history_max=2 * cell.history, lead_median_ms=50 * cell.lead_factor, suffix=cell.suffix,
+            candidates=cell.candidates, zipf=cell.zipf, history_sigma=cell.history_sigma, growth=cell.growth,
+            burst_factor=cell.burst_factor, hot_user_share=cell.hot_user_share, partitions=PARTITIONS,
+        ),
+        logged=logged,
+    )  # fmt: skip
+    write_trace(trace, path)
+    Console(highlight=False).print(f"{path}: {len(trace):,} impressions, {reuse_of(trace):.0%} of users seen before")
+
+
+def list_cells() -> None:
+    """Prints every cell."""
+    table = Table(title="Cells; times are multiples of what the engine alone takes")
+    for name in ("cell", "history", "deadline", "lead", "reuse", "return gap", "candidates", "else"):
+        table.add_column(name)
+    for cell in (QUICK, *GRID):
+        others = {
+            "growth": cell.growth,
+            "zipf": cell.zipf,
+            "bursts": cell.burst_factor,
+            "hot user": cell.hot_user_share,
+        }
+        usual = {"growth": QUICK.growth, "zipf": QUICK.zipf, "bursts": 1.0, "hot user": 0.0}
+        table.add_row(
+            cell.name, f"{cell.history:,}", f"{cell.deadline_factor:g} full", f"{cell.lead_factor:g} pre-infer",
+            f"{cell.reuse:g}", f"{cell.return_gap_s:g} s", str(cell.candidates),
+            ", ".join(f"{name} {value:g}" for name, value in others.items() if value != usual[name]),
+        )  # fmt: skip
+    Console(highlight=False, width=120).print(table)

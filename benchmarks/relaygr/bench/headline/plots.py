@@ -1,0 +1,186 @@
+"""The plots of one cell, from rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from relaygr.bench.headline.document import Picture
+from relaygr.bench.headline.figures import Reached
+from relaygr.bench.headline.rows import QUANTILES, RunRow
+from relaygr.bench.headline.systems import System
+
+COLOURS = {
+    System.B0: "#6b7280", System.B1: "#a16207", System.C: "#2563eb", System.R_HBM: "#9333ea", System.R: "#dc2626",
+    System.R_ADMIT: "#f59e0b", System.O: "#059669",
+}  # fmt: skip
+PATHS = {"hbm": "#059669", "dram": "#2563eb", "pending": "#f59e0b", "full": "#6b7280", "not whole": "#dc2626"}
+STAGES = {
+    "to_worker": "to the worker", "queue": "queue", "wait": "wait for the prefix", "reload": "reload",
+    "pre_infer": "computing the prefix", "rank": "ranking", "to_gateway": "to the gateway",
+}  # fmt: skip
+
+
+def plot_cell(
+    folder: Path,
+    cell: str,
+    rows: Sequence[RunRow],
+    paths: Sequence[Mapping[str, str]],
+    figures: Sequence[Reached],
+    same: Sequence[RunRow],
+) -> list[Picture]:
+    """Writes the plots for which there are rows. `rows`, `paths` and `figures`: those of the cell and mode."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made: list[Picture] = []
+
+    def save(name: str, title: str, draw: Callable[[Axes], bool]) -> None:
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        if draw(axes):
+            axes.set_title(f"{title} ({cell})", fontsize=11)
+            axes.grid(alpha=0.3)
+            path = folder / f"{cell}-{name}.png"
+            figure.savefig(path, dpi=110)
+            made.append(Picture(f"{title} ({cell})", path))
+
+    save("goodput", "Goodput against the offered rate", lambda axes: _goodput(axes, rows))
+    save("length", "P99 of all offered against the history's length", lambda axes: _p99(axes, rows))
+    save("longest", "Longest history against the rate", lambda axes: _longest(axes, figures))
+    save("mix", "Path mix of R against the offered rate", lambda axes: _mix(axes, rows))
+    save("ccdf", "Latency by path, at the same load", lambda axes: _ccdf(axes, paths, same))
+    save("stages", "Mean time of each stage, at the same load", lambda axes: _stages(axes, paths, same))
+    return made
+
+
+def _lines(axes: Axes, rows: Sequence[RunRow], x: Callable[[RunRow], float], y: Callable[[RunRow], float]) -> bool:
+    for system in dict.fromkeys(row.system for row in rows):
+        own = [row for row in rows if row.system == system]
+        places = sorted({x(row) for row in own})
+        means = [[y(row) for row in own if x(row) == place] for place in places]
+        axes.plot(places, [sum(each) / len(each) for each in means], "o-", label=system, color=COLOURS[System(system)])
+    if rows:
+        axes.legend()
+    return bool(rows)
+
+
+def _goodput(axes: Axes, rows: Sequence[RunRow]) -> bool:
+    own = [row for row in rows if row.figure == "B"]
+    drawn = _lines(axes, own, lambda row: row.rate_per_s, lambda row: row.rate_per_s * (1 - row.late_share))
+    if drawn:
+        highest = max(row.rate_per_s for row in own)
+        axes.plot([0, highest], [0, highest], ":", color="#9ca3af")
+        axes.set_xlabel("offered requests a second")
+        axes.set_ylabel("whole answers within the deadline, a second")
+    return drawn
+
+
+def _p99(axes: Axes, rows: Sequence[RunRow]) -> bool:
+    own = [row for row in rows if row.figure == "A"]
+    if not own:
+        return False
+    deadline_ms = own[0].deadline_ms
+    # An infinite P99 (over 1 % without a whole answer) is drawn at the upper edge.
+    _lines(axes, own, lambda row: row.history, lambda row: min(row.offered_p99_ms, 3 * deadline_ms))
+    axes.axhline(deadline_ms, color="#111827", linestyle="--", linewidth=1)
+    axes.annotate(f"deadline {deadline_ms} ms", (0.01, deadline_ms), xycoords=("axes fraction", "data"), va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("median history, behaviours")
+    axes.set_ylabel("P99 of all offered, ms; upper edge: infinite")
+    return True
+
+
+def _longest(axes: Axes, figures: Sequence[Reached]) -> bool:
+    own = [each for each in figures if each.figure == "A"]
+    if len({each.rate_per_s for each in own}) < 2:
+        return False
+    for system in dict.fromkeys(each.system for each in own):
+        points = sorted((each.rate_per_s, each.value) for each in own if each.system == system)
+        axes.plot(
+            [rate for rate, _ in points], [value for _, value in points], "o-", label=system,
+            color=COLOURS[System(system)],
+        )  # fmt: skip
+    axes.legend()
+    axes.set_xlabel("offered requests a second")
+    axes.set_ylabel("longest median history within the deadline")
+    return True
+
+
+def _mix(axes: Axes, rows: Sequence[RunRow]) -> bool:
+    own = sorted((row for row in rows if row.figure == "B" and row.system == System.R), key=lambda row: row.rate_per_s)
+    if not own:
+        return False
+    bottom = [0.0] * len(own)
+    for path, colour in PATHS.items():
+        if path == "not whole":
+            shares = [1 - each for each in bottom]
+        else:
+            shares = [getattr(row, f"{path}_share") for row in own]
+        axes.bar(
+            [f"{row.rate_per_s:g}\nseed {row.seed}" for row in own], shares, bottom=bottom, label=path, color=colour
+        )
+        bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
+    axes.set_xlabel("offered requests a second")
+    axes.set_ylabel("share of the requests")
+    axes.legend(loc="lower left")
+    return True
+
+
+def _at(paths: Sequence[Mapping[str, str]], row: RunRow) -> list[Mapping[str, str]]:
+    """The rows of `paths.csv` of this run."""
+    wanted = (row.figure, row.system, row.seed, row.rate_per_s, row.history)
+    found = [
+        each
+        for each in paths
+        if (each["figure"], each["system"], int(each["seed"]), float(each["rate_per_s"]), int(each["history"]))
+        == wanted
+    ]
+    return list({each["path"]: each for each in found}.values())
+
+
+def _ccdf(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]) -> bool:
+    drawn = False
+    for row in same:
+        for each in _at(paths, row):
+            if int(each["requests"]) < 10:
+                continue
+            beyond = [max(1 - quantile, 1 / int(each["requests"]) / 2) for quantile in QUANTILES]
+            latencies = [float(each[f"q{quantile:g}_ms"]) for quantile in QUANTILES]
+            style = {"hbm": "-", "dram": "--", "pending": "-.", "full": ":"}.get(each["path"], "-")
+            axes.plot(latencies, beyond, style, label=f"{row.system} {each['path']}", color=COLOURS[System(row.system)])
+            drawn = True
+    if drawn:
+        axes.set_yscale("log")
+        axes.axvline(same[0].deadline_ms, color="#111827", linestyle="--", linewidth=1)
+        axes.set_xlabel("latency from the scheduled time, ms; dashed line: deadline")
+        axes.set_ylabel("share of the path's requests beyond")
+        axes.legend(fontsize=8)
+    return drawn
+
+
+def _stages(axes: Axes, paths: Sequence[Mapping[str, str]], same: Sequence[RunRow]) -> bool:
+    labels, values = [], []
+    for row in same:
+        own = _at(paths, row)
+        count = sum(int(each["requests"]) for each in own)
+        if not count:
+            continue
+        labels.append(row.system)
+        values.append(
+            [sum(float(each[f"{stage}_mean_ms"]) * int(each["requests"]) for each in own) / count for stage in STAGES]
+        )
+    if not labels:
+        return False
+    left = [0.0] * len(labels)
+    for place, title in enumerate(STAGES.values()):
+        widths = [each[place] for each in values]
+        axes.barh(labels, widths, left=left, label=title)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("mean of the answered requests, ms")
+    axes.legend(fontsize=8)
+    return True

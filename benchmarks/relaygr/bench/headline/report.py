@@ -1,0 +1,338 @@
+"""The report of a folder: `report.md` and `report.html`, from `runs.csv`, `paths.csv` and the plans in it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
+from relaygr.bench.headline.decision import LEAST_SEEDS, Interval
+from relaygr.bench.headline.document import Block, Bullets, Grid, Heading, Picture, Text, as_html, as_markdown
+from relaygr.bench.headline.figures import Reached, counts_for_b, figures_of, same_load
+from relaygr.bench.headline.grid import BY_NAME, LENGTH_FACTORS, Cell
+from relaygr.bench.headline.plan import CellPlan, load_plan
+from relaygr.bench.headline.plots import plot_cell
+from relaygr.bench.headline.rows import LAG_LIMIT, RunRow, read_dicts, read_rows
+from relaygr.bench.headline.systems import System
+from relaygr.runtime.errors import RelayError
+
+TITLE = "The headline figures"
+BASELINE_LIMIT = 1.1
+"""B0's time in the worker, as a multiple of the engine alone, above which it is no honest baseline."""
+REUSES = (0.0, 0.6)
+"""Printed beside that of the trace. 0.6 is the only public hit rate of such a system in production (SequenceO1)."""
+LOADS = (0.1, 0.3, 0.6, 1.2)
+GAPS_S = (10.0, 600.0)
+OTHERS = (
+    "RelayGR (arXiv 2601.01712): up to 1.5 times longer sequences and up to 3.6 times the throughput, on Ascend. "
+    "Nothing else of its figures is public: not the model, the lengths, the load, the hit share or the time of "
+    "transfers. The figures here are of another machine, another model and a baseline of our own, so they are no "
+    "comparison with it.",
+    "UniPinRec (12 layers, 992 behaviours, 656 candidates, batch 8, L40S): 2.4 times by reuse of K,V alone.",
+    "MTServe (8 layers, 4 heads of 128, up to 20,000, 512 candidates): up to 3.1 times, hit ratio above 98.5 %.",
+    "SequenceO1 (ByteDance): hit rate 0.6 at a time to live of one hour, the only public one of production.",
+    "MLPerf's DLRM-v3 prohibits caching across queries: no figure here is a result of MLPerf.",
+)
+
+
+def write_report(out: Path) -> None:
+    """Writes the report of a folder. Raises RelayError if nothing was measured there."""
+    runs = out / "runs.csv"
+    if not runs.exists():
+        raise RelayError(f"{runs} does not exist: run with --quick, --full or --trace FILE first")
+    rows, paths = read_rows(runs), read_dicts(out / "paths.csv")
+    plans = {
+        # Names of cells have dots, too.
+        path.stem: load_plan(path)
+        for path in sorted((out / "plans").glob("*.json"))
+        if not path.name.endswith(".calibration.json")
+    }
+    blocks: list[Block] = []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        blocks += _mode(out, mode, [row for row in rows if row.mode == mode], paths, plans)
+    blocks += [Heading("Figures of others"), Bullets(OTHERS)]
+    (out / "report.md").write_text(as_markdown(TITLE, blocks, out), encoding="utf-8")
+    (out / "report.html").write_text(as_html(TITLE, blocks), encoding="utf-8")
+    Console(highlight=False).print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
+
+
+def _mode(
+    out: Path, mode: str, rows: Sequence[RunRow], paths: Sequence[dict[str, str]], plans: dict[str, CellPlan]
+) -> list[Block]:
+    figures = figures_of(rows, mode)
+    seeds = sorted({row.seed for row in rows})
+    blocks: list[Block] = [
+        Heading(f"Run: {mode}"),
+        Bullets(
+            [
+                f"Machine: {'; '.join(dict.fromkeys(row.machine for row in rows))}",
+                f"Broker: {'; '.join(dict.fromkeys(row.broker for row in rows))}, on the same cores",
+                f"Measured: {min(row.measured_at for row in rows)} to {max(row.measured_at for row in rows)}, "
+                f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, "
+                f"{min(row.seconds for row in rows):.0f} to {max(row.seconds for row in rows):.0f} s each",
+                "Whole pipeline: load generator, Kafka, trigger, one worker. Latencies count from the scheduled time. "
+                "Truncated, refused, expired and lost requests are late.",
+            ]
+        ),
+    ]
+    if len(seeds) < LEAST_SEEDS:
+        text = f"Indicative: {len(seeds)} of at least {LEAST_SEEDS} seeds. No figure of this run is decided."
+        blocks.append(Text(text, is_note=True))
+    blocks += _plans(rows, plans)
+    if figures:
+        blocks += _headlines(figures, rows, mode)
+    blocks += _checks(rows, plans)
+    for cell in dict.fromkeys(row.cell for row in rows):
+        same = same_load(rows, mode, cell) or [row for row in rows if row.cell == cell and row.figure[:5] == "trace"]
+        if same:
+            blocks += _costs(cell, same)
+        own_figures = [each for each in figures if each.cell == cell]
+        own_rows = [row for row in rows if row.cell == cell and row.valid]
+        own_paths = [each for each in paths if each["cell"] == cell]
+        pictures: list[Picture] = plot_cell(out / "plots", f"{mode}-{cell}", own_rows, own_paths, own_figures, same)
+        blocks += pictures
+    blocks += _every_run(rows)
+    for name in dict.fromkeys(row.cell for row in rows):
+        if name in plans and name in BY_NAME:
+            blocks += _break_even(BY_NAME[name], plans[name], [row for row in rows if row.cell == name])
+    return blocks
+
+
+def _plans(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
+    lines = []
+    for name in dict.fromkeys(row.cell for row in rows):
+        plan, cell = plans.get(name), BY_NAME.get(name)
+        if plan is not None and cell is not None:
+            lines.append(
+                [
+                    name, f"{cell.history:,}", f"{cell.layers} x {cell.heads * cell.head_width}", str(cell.candidates),
+                    f"{plan.full_ms:.1f} ms", f"{plan.hit_ms:.1f} ms", f"{plan.deadline_ms} ms",
+                    f"{plan.lead_ms:.0f} ms", f"{cell.reuse:g}",
+                    f"{plan.hbm_bytes >> 20} + {plan.dram_bytes >> 20} MiB",
+                ]
+            )  # fmt: skip
+    header = (
+        "cell", "median history", "layers x width", "candidates", "full, engine alone", "hit, engine alone", "deadline",
+        "median lead time", "reuse asked for", "HBM + DRAM",
+    )  # fmt: skip
+    return [Heading("Cells"), Grid(header, lines)] if lines else []
+
+
+def _headlines(figures: Sequence[Reached], rows: Sequence[RunRow], mode: str) -> list[Block]:
+    blocks: list[Block] = []
+    for figure, title in (
+        ("A", "A: longest median history with 99 % of the offered requests in time, at a fixed rate"),
+        ("B", "B: most requests a second with 99 % of the offered in time"),
+    ):
+        own = [each for each in figures if each.figure == figure]
+        if not own:
+            continue
+        lines = []
+        for each in own:
+            at = [row for row in rows if (row.cell, row.system, row.figure) == (each.cell, each.system, figure)]
+            reuse = statistics.median(row.reuse for row in at)
+            lines.append(
+                [
+                    each.cell,
+                    f"{each.rate_per_s:g}" if figure == "A" else f"{at[0].history:,}",
+                    f"{reuse:.2f}",
+                    each.system,
+                    ("at least " if each.is_at_least and each.value else "") + _amount(each.value),
+                    _amount(each.decided) if each.decided is not None else "-",
+                    _ratio(each.ratio, len(each.by_seed)),
+                ]
+            )
+        fixed = "rate/s" if figure == "A" else "history"
+        header = ("cell", fixed, "reuse of the trace", "system", "median of the seeds", "decided", "ratio to B0, 95 %")
+        blocks += [Heading(title), Grid(header, lines), *_summary(own, figures, rows, mode, figure)]
+    return blocks
+
+
+def _summary(
+    own: Sequence[Reached], figures: Sequence[Reached], rows: Sequence[RunRow], mode: str, figure: str
+) -> list[Block]:
+    """The median, the best and the losing cells of R over B0."""
+    ratios = {
+        (each.cell, each.rate_per_s): each.ratio.value
+        for each in own
+        if each.system == System.R
+        and each.ratio is not None
+        and (figure == "A" or counts_for_b(figures, rows, each.cell, mode))
+    }
+    base = {(each.cell, each.rate_per_s): each.value for each in own if each.system == System.B0}
+    without = [cell for (cell, _), value in base.items() if not value]
+    losing = []
+    for each in own:
+        if each.system != System.R:
+            continue
+        b0 = base.get((each.cell, each.rate_per_s), 0)
+        if each.ratio is None:
+            losing += [f"{each.cell} (R meets it nowhere)"] if b0 > 0 else []
+        elif each.ratio.value < 1:
+            losing.append(f"{each.cell} ({each.ratio.value:.2f})")
+        elif each.value < b0:
+            # The ratio leaves out the seeds at which R reaches nothing.
+            losing.append(f"{each.cell} (median of all seeds {_amount(each.value)}, B0 {_amount(b0)})")
+    left_out = sorted({each.cell for each in own if each.system == System.R} - {cell for cell, _ in ratios})
+    lines = []
+    if ratios:
+        values = sorted(ratios.values())
+        lines.append(f"R / B0 over {len(values)} cells: median {statistics.median(values):.2f}, best {values[-1]:.2f}")
+    if losing or any(each.system == System.R and each.ratio is not None for each in own):
+        lines.append(f"Cells in which R loses to B0: {', '.join(losing) or 'none of those measured'}")
+    if without:
+        lines.append(f"B0 meets the deadline nowhere in the search: {', '.join(dict.fromkeys(without))}")
+    if figure == "B" and left_out:
+        lines.append(
+            f"Not counted, because B0 does not reach 30 % device use within the deadline: {', '.join(left_out)}"
+        )
+    return [Bullets(lines)] if lines else []
+
+
+def _checks(rows: Sequence[RunRow], plans: dict[str, CellPlan]) -> list[Block]:
+    """What must hold before a figure may be believed."""
+    invalid = [row for row in rows if not row.valid]
+    lags = [row.lag_p999_ms / row.deadline_ms for row in rows]
+    half = {name: plan.half_rate_per_s for name, plan in plans.items()}
+    b0 = [row for row in rows if row.system == System.B0 and not math.isnan(row.worker_over_engine)]
+    at_half = [row for row in b0 if row.figure == "B" and row.rate_per_s == half.get(row.cell)]
+    tuned = at_half or b0
+    compared, different = sum(row.scores_compared for row in rows), sum(row.scores_different for row in rows)
+    worst = max((row.scores_worst_error for row in rows), default=0.0)
+    foreign = statistics.median(row.foreign_cpu for row in rows)
+    lines = [
+        f"Generator: P99.9 lag of at most {LAG_LIMIT:.0%} of the deadline, else a run is invalid. {len(invalid)} of "
+        f"{len(rows)} runs were, and do not count; the median lag was {statistics.median(lags):.2%} of the deadline.",
+        f"Scores on cached prefixes against B0's on the same trace: {compared} compared, {different} different, "
+        f"largest difference {worst:.1e} of the largest score.",
+        f"Over-saturated runs, which do not pass: {sum(row.is_oversaturated for row in rows)}. "
+        f"Requests ranked on another history than asked for: {sum(row.stale for row in rows)}.",
+        f"Cores that other processes of the machine used: median {foreign:.2f}.",
+    ]
+    if tuned:
+        ratio = statistics.median(row.worker_over_engine for row in tuned)
+        verdict = "honest" if ratio <= BASELINE_LIMIT else "too slow for an honest baseline"
+        lines.append(
+            f"B0 at {'half load' if at_half else 'all loads'}: its time in the worker, without the queue, is "
+            f"{ratio:.2f} times that of the engine alone (limit {BASELINE_LIMIT}): {verdict}."
+        )
+    return [Heading("Checks"), Bullets(lines)]
+
+
+def _costs(cell: str, same: Sequence[RunRow]) -> list[Block]:
+    first = same[0]
+    where = f"{first.rate_per_s:g}/s, {first.history:,} behaviours, seed {first.seed}"
+    lines = [
+        [
+            row.system, f"{row.late_share:.1%}", f"{row.p50_ms:.0f} / {row.p99_ms:.0f}",
+            f"{row.hbm_share:.0%} / {row.dram_share:.0%} / {row.pending_share:.0%} / {row.full_share:.0%}",
+            str(row.truncated), f"{row.cached_token_share:.0%}", f"{row.device_s_per_1000:.1f}",
+            f"{row.preinfer_device_s / row.device_s:.0%}" if row.device_s else "-", f"{row.device_use:.0%}",
+            f"{row.preinfer_computed} / {row.preinfer_wasted}", f"{row.reloads} x {row.reload_mean_ms:.1f} ms",
+            f"{row.cpu_worker:.2f} / {row.cpu_trigger:.2f} / {row.cpu_broker:.2f} / {row.cpu_load:.2f}",
+        ]
+        for row in same
+    ]  # fmt: skip
+    header = (
+        "system", "late", "P50 / P99 of whole, ms", "hbm / dram / pending / full", "truncated", "tokens cached",
+        "device s per 1,000", "of it pre-infer", "device use", "prefixes computed / wasted", "reloads",
+        "cores: worker / trigger / broker / load",
+    )  # fmt: skip
+    note = "Device times and prefixes include the warm-up of the run. Energy was not read."
+    return [Heading(f"{cell}: all systems on the same trace ({where})"), Grid(header, lines), Text(note)]
+
+
+def _every_run(rows: Sequence[RunRow]) -> list[Block]:
+    lines = [
+        [
+            row.cell, row.figure, row.system, row.variant or "-", f"{row.history:,}", f"{row.rate_per_s:g}",
+            str(row.seed), str(row.offered), f"{row.late_share:.1%}",
+            str(row.truncated), f"{row.failed} / {row.expired} / {row.lost}", f"{row.offered_p99_ms:.0f}",
+            f"{row.lag_p999_ms:.1f}",
+            "yes" if row.passed else "no" if row.valid else "invalid",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = (
+        "cell", "figure", "system", "variant", "history", "rate/s", "seed", "offered", "late", "truncated",
+        "failed / expired / lost", "P99 of offered, ms", "generator lag P99.9, ms", "passed",
+    )  # fmt: skip
+    return [Heading("Every run"), Grid(header, lines)]
+
+
+def _break_even(cell: Cell, plan: CellPlan, rows: Sequence[RunRow]) -> list[Block]:
+    """Where the relay does not pay, calculated."""
+    reuse_of_trace = round(statistics.median(row.reuse for row in rows), 2)
+    token_bytes = plan.prefix_bytes // cell.history
+    lengths = [int(cell.history * factor) for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4) if factor <= LENGTH_FACTORS[1]]
+    lines = []
+    for length in lengths:
+        for gap_s in GAPS_S:
+            cells = []
+            for load in LOADS:
+                seen = outlook(
+                    plan.latency,
+                    Demand(
+                        length, cell.suffix + cell.candidates, load * 1000 / plan.full_ms, reuse_of_trace, gap_s,
+                        cell.growth, plan.deadline_ms * 1000, plan.lead_ms * 1000, plan.hbm_bytes + plan.dram_bytes,
+                        token_bytes,
+                    ),
+                )  # fmt: skip
+                cells.append({Verdict.FULL: "full", Verdict.RELAY: "relay", Verdict.NEITHER: "neither"}[seen.verdict])
+            lines.append([f"{length:,}", f"{gap_s:g} s", *cells])
+    device = []
+    for length in lengths:
+        full_s, shares = 0.0, []
+        for reuse in (*REUSES, reuse_of_trace):
+            seen = outlook(
+                plan.latency,
+                Demand(
+                    length, cell.suffix + cell.candidates, 0.0, reuse, 1.0, cell.growth, 1.0, 1.0, 1 << 62, token_bytes
+                ),
+            )
+            full_s = seen.full_s
+            shares.append(f"{seen.relay_s:.1f} ({seen.full_s / seen.relay_s:.2f})")
+        device.append([f"{length:,}", f"{full_s:.1f}", *shares])
+    per_s = [f"{load * 1000 / plan.full_ms:.1f}/s" for load in LOADS]
+    return [
+        Heading(f"{cell.name}: where the relay pays and where it does not (calculated, not measured)"),
+        Text(
+            f"From the times of the engine alone, for a deadline of {plan.deadline_ms} ms and a lead time of "
+            f"{plan.lead_ms:.0f} ms. Full: full inference meets the deadline, so the relay brings nothing. Relay: only "
+            f"the relay does. Neither: the lead time, the device or the cache does not suffice. Reuse as in the "
+            f"traces, {reuse_of_trace:g}, as far as the cache keeps it."
+        ),
+        Grid(("history", "return gap", *per_s), lines),
+        Text(
+            "Device seconds for a thousand rankings. In brackets: full inference / relay. At reuse 0 the relay saves "
+            "no device time: it only moves the work before the ranking request, and what is pre-inferred in vain is "
+            "lost."
+        ),
+        Grid(
+            (
+                "history",
+                "full",
+                *(f"relay at reuse {reuse:g}" for reuse in REUSES),
+                f"relay at the traces' {reuse_of_trace:g}",
+            ),
+            device,
+        ),
+    ]
+
+
+def _ratio(interval: Interval | None, seeds: int) -> str:
+    """A seed at which one of the systems reached nothing has no ratio, so the number of those that have one is told."""
+    if interval is None:
+        return "-"
+    if math.isnan(interval.low):
+        return f"{interval.value:.2f} (one seed{f' of {seeds}' if seeds > 1 else ''})"
+    of = f"; {interval.seeds} of {seeds} seeds" if interval.seeds < seeds else ""
+    return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f}{of})"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

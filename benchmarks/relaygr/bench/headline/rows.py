@@ -1,0 +1,322 @@
+"""One run as a row of `runs.csv`: everything that the report says comes from these rows."""
+
+from __future__ import annotations
+
+import csv
+import math
+import typing
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from relaygr.bench.generator.samples import LOST, Sample
+from relaygr.bench.generator.trace import WARM_UP
+from relaygr.bench.headline.decision import LATE_LIMIT, queue_growth
+from relaygr.bench.rows import append_rows
+from relaygr.demo.summary import SCORE_TOLERANCE, percentile
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Outcome
+from relaygr.schemas.messages import Path as RankingPath
+
+LAG_LIMIT = 0.02
+"""A run is valid if the generator's P99.9 lag is at most this part of the deadline."""
+QUEUE_GROWTH = 5.0
+"""A run is over-saturated if so many more requests are in flight at its end."""
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One system on one trace. Shares are 0 to 1 of the measured requests; latencies count from the scheduled time."""
+
+    measured_at: str
+    machine: str
+    broker: str
+    mode: str
+    cell: str
+    figure: str
+    """A (the length varies), B (the rate varies), or tune (variants of B0)."""
+    system: str
+    variant: str
+    history: int
+    """Median length of the trace."""
+    rate_per_s: float
+    seed: int
+    attempt: int
+    seconds: float
+    """The measured part of the trace."""
+    deadline_ms: int
+    offered: int
+    late: int
+    """Without a whole answer within the deadline: late, truncated, failed, expired or lost."""
+    late_share: float
+    truncated: int
+    failed: int
+    expired: int
+    lost: int
+    p50_ms: float
+    p99_ms: float
+    """Of whole answers."""
+    p999_ms: float
+    offered_p99_ms: float
+    """Of all offered requests; one without a whole answer is infinite."""
+    hbm_share: float
+    dram_share: float
+    pending_share: float
+    full_share: float
+    reuse: float
+    """Requests whose user came before."""
+    cached_token_share: float
+    """Prefix tokens that were cached when the worker looked."""
+    stale: int
+    reloads: int
+    reload_mean_ms: float
+    queue_mean_ms: float
+    wait_mean_ms: float
+    to_worker_p99_ms: float
+    in_worker_p50_ms: float
+    in_worker_p99_ms: float
+    to_gateway_p99_ms: float
+    worker_over_engine: float
+    """Time in the worker without the queue, as a multiple of what the engine alone takes for full inference; median of
+    the requests that took the full path. NaN without any.
+    """
+    device_s: float
+    """Device time in the whole run, its warm-up included, and of that the part for pre-infer."""
+    preinfer_device_s: float
+    device_use: float
+    device_s_per_1000: float
+    """For a thousand ranked requests."""
+    preinfer_jobs: int
+    preinfer_computed: int
+    preinfer_wasted: int
+    """Prefixes that no request used."""
+    cpu_worker: float
+    cpu_trigger: float
+    cpu_load: float
+    cpu_broker: float
+    foreign_cpu: float
+    lag_p999_ms: float
+    queue_growth: float
+    scores_compared: int
+    scores_worst_error: float
+    scores_different: int
+    valid: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the deadline holds at P99 in this run."""
+        return self.valid and not self.is_oversaturated and self.late_share <= LATE_LIMIT and not self.scores_different
+
+    @property
+    def is_oversaturated(self) -> bool:
+        return self.queue_growth > QUEUE_GROWTH
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The question that this row answers, without its attempt."""
+        asked = (self.figure, self.system, self.variant, self.history, self.rate_per_s, self.seed)
+        return (self.mode, self.cell, *asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a run used of the machine: counters of the worker over the run, and cores by role."""
+
+    device_s: float = 0.0
+    preinfer_device_s: float = 0.0
+    preinfer_jobs: int = 0
+    preinfer_computed: int = 0
+    preinfer_wasted: int = 0
+    cores: Mapping[str, float] | None = None
+    foreign_cpu: float = math.nan
+
+
+def figures_of(
+    samples: Sequence[Sample],
+    deadline_ms: int,
+    seconds: float,
+    reuse: float,
+    used: Used,
+    engine_us: Mapping[int, float],
+) -> dict[str, typing.Any]:
+    """The measured columns. `engine_us`: what full inference takes by the engine alone, by row of the trace."""
+    measured = [each for each in samples if each.part != WARM_UP]
+    if not measured:
+        raise RelayError("the run has no measured request")
+    deadline_us = deadline_ms * 1000
+    count = len(measured)
+    answered = [each for each in measured if each.is_whole and each.latency_us is not None]
+    latencies = np.sort(np.array([each.latency_us for each in answered], np.float64)) / 1000
+    place = math.ceil(0.99 * count) - 1
+    late = sum(each.is_late(deadline_us) for each in measured)
+    paths = Counter(each.path for each in measured if each.status == Outcome.RANKED)
+    ranked = [each for each in measured if each.status == Outcome.RANKED]
+    reloaded = [each.reload_us for each in ranked if each.reload_us]
+    prefix_tokens = sum(each.prefix_tokens for each in ranked)
+    ratios = [
+        (each.in_worker_us - each.queue_us) / engine_us[each.row] for each in ranked if each.path == RankingPath.FULL
+    ]
+    begins = [each.ranking_us for each in measured]
+    # An answer that never came is in flight until its deadline.
+    ends = [each.ranking_us + (each.latency_us if each.latency_us is not None else deadline_us) for each in measured]
+    lag_ms = percentile([each.lag_us / 1000 for each in measured], 99.9)
+    rankings = sum(each.status == Outcome.RANKED for each in samples)
+    whole_s = (max(each.ranking_us for each in samples) - min(each.ranking_us for each in samples)) / 1e6
+    cores = used.cores or {}
+    return {
+        "seconds": seconds,
+        "deadline_ms": deadline_ms,
+        "offered": count,
+        "late": late,
+        "late_share": late / count,
+        "truncated": paths[RankingPath.TRUNCATED],
+        "failed": sum(each.status == Outcome.FAILED for each in measured),
+        "expired": sum(each.status == Outcome.EXPIRED for each in measured),
+        "lost": sum(each.status == LOST for each in measured),
+        "p50_ms": percentile(latencies, 50),
+        "p99_ms": percentile(latencies, 99),
+        "p999_ms": percentile(latencies, 99.9),
+        "offered_p99_ms": float(latencies[place]) if place < len(latencies) else math.inf,
+        "hbm_share": paths[RankingPath.HBM] / count,
+        "dram_share": paths[RankingPath.DRAM] / count,
+        "pending_share": paths[RankingPath.PENDING] / count,
+        "full_share": paths[RankingPath.FULL] / count,
+        "reuse": reuse,
+        "cached_token_share": sum(each.tokens_cached for each in ranked) / prefix_tokens if prefix_tokens else 0.0,
+        "stale": sum(each.history_stale for each in measured),
+        "reloads": len(reloaded),
+        "reload_mean_ms": float(np.mean(reloaded)) / 1000 if reloaded else 0.0,
+        "queue_mean_ms": _mean_ms([each.queue_us for each in ranked]),
+        "wait_mean_ms": _mean_ms([each.wait_us for each in ranked]),
+        "to_worker_p99_ms": percentile([each.to_worker_us / 1000 for each in ranked], 99),
+        "in_worker_p50_ms": percentile([each.in_worker_us / 1000 for each in ranked], 50),
+        "in_worker_p99_ms": percentile([each.in_worker_us / 1000 for each in ranked], 99),
+        "to_gateway_p99_ms": percentile([each.to_gateway_us / 1000 for each in ranked], 99),
+        "worker_over_engine": percentile(ratios, 50),
+        "device_s": used.device_s,
+        "preinfer_device_s": used.preinfer_device_s,
+        "device_use": used.device_s / whole_s if whole_s else 0.0,
+        "device_s_per_1000": 1000 * used.device_s / rankings if rankings else math.nan,
+        "preinfer_jobs": used.preinfer_jobs,
+        "preinfer_computed": used.preinfer_computed,
+        "preinfer_wasted": used.preinfer_wasted,
+        **{f"cpu_{role}": cores.get(role, 0.0) for role in ("worker", "trigger", "load", "broker")},
+        "foreign_cpu": used.foreign_cpu,
+        "lag_p999_ms": lag_ms,
+        "queue_growth": queue_growth(begins, ends),
+        "valid": lag_ms <= LAG_LIMIT * deadline_ms,
+    }
+
+
+def score_columns(samples: Sequence[Sample], reference: Sequence[Sample]) -> dict[str, typing.Any]:
+    """Compares the kept scores with those of a reference on the same trace."""
+    theirs = {each.row: each for each in reference if each.scores is not None and each.is_whole}
+    errors = []
+    for each in samples:
+        other = theirs.get(each.row)
+        if other is None or each.scores is None or not each.is_whole or each.history_stale or other.history_stale:
+            continue
+        assert other.scores is not None
+        if each.scores.shape != other.scores.shape:
+            errors.append(math.inf)
+            continue
+        largest = float(np.abs(other.scores).max(initial=0.0)) or 1.0
+        errors.append(float(np.abs(each.scores - other.scores).max(initial=0.0)) / largest)
+    return {
+        "scores_compared": len(errors),
+        "scores_worst_error": max(errors, default=0.0),
+        "scores_different": sum(error > SCORE_TOLERANCE for error in errors),
+    }
+
+
+def quantile_rows(row: RunRow, samples: Sequence[Sample]) -> list[dict[str, typing.Any]]:
+    """Latency quantiles and mean stage times of each path of one run, for `paths.csv`."""
+    found = []
+    measured = [each for each in samples if each.part != WARM_UP and each.latency_us is not None and each.path]
+    for path in sorted({each.path or "" for each in measured}):
+        own = [each for each in measured if each.path == path]
+        latencies = np.array([each.latency_us for each in own], np.float64) / 1000
+        stages = {
+            name: round(_mean_ms([getattr(each, name) for each in own]), 3)
+            for name in (
+                "to_worker_us", "queue_us", "wait_us", "reload_us", "pre_infer_us", "rank_us", "in_worker_us",
+                "to_gateway_us",
+            )
+        }  # fmt: skip
+        found.append(
+            {
+                "cell": row.cell,
+                "figure": row.figure,
+                "system": row.system,
+                "history": row.history,
+                "rate_per_s": row.rate_per_s,
+                "seed": row.seed,
+                "path": path,
+                "requests": len(own),
+                **{f"q{quantile:g}_ms": round(float(np.quantile(latencies, quantile)), 3) for quantile in QUANTILES},
+                **{name.replace("_us", "_mean_ms"): value for name, value in stages.items()},
+            }
+        )
+    return found
+
+
+class RunFile:
+    """`runs.csv` of a folder: the rows that are there, and those that are added."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RelayError for a file that was written by another version."""
+        self._path = folder / "runs.csv"
+        self._paths = folder / "paths.csv"
+        self.rows = read_rows(self._path) if self._path.exists() else []
+
+    def attempts(self, key: tuple[object, ...]) -> list[RunRow]:
+        """The rows that answer this question."""
+        return [row for row in self.rows if row.key == key]
+
+    def add(self, row: RunRow, samples: Sequence[Sample]) -> None:
+        """Adds a row, and the latencies of its paths."""
+        plain = {field.name: getattr(row, field.name) for field in fields(RunRow)}
+        rounded = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in plain.items()}
+        quantiles = quantile_rows(row, samples)
+        if quantiles:
+            append_rows(self._paths, quantiles)
+        append_rows(self._path, [rounded])
+        self.rows.append(row)
+
+
+def read_rows(path: Path) -> list[RunRow]:
+    """The rows of a file. Raises RelayError, with the line, for a file that is not one of this version."""
+    types = typing.get_type_hints(RunRow)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [
+                RunRow(**{name: _parsed(kind, plain[name]) for name, kind in types.items()})
+                for plain in csv.DictReader(file)
+            ]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise RelayError(f"{path} does not have the rows of this benchmark: {error!r}") from error
+
+
+def read_dicts(path: Path) -> list[dict[str, str]]:
+    """The rows of any CSV file; none if it is absent."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _parsed(kind: type, text: str) -> typing.Any:
+    if kind is bool:
+        if text not in ("True", "False"):
+            raise ValueError(f"{text!r} is neither True nor False")
+        return text == "True"
+    return kind(text)
+
+
+def _mean_ms(times_us: Iterable[int]) -> float:
+    values = list(times_us)
+    return float(np.mean(values)) / 1000 if values else 0.0

@@ -1,0 +1,1 @@
+"""Holds the simulation against measured runs; `__main__` describes it."""

@@ -1,0 +1,334 @@
+"""The measured and the simulated runs of each cell, and their differences. `__main__` describes them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.bench.rows import append_rows, machine, now
+from relaygr.demo.plan import PlanOverrides
+from relaygr.demo.prepare import CALIBRATION_FILE, make_model, plan_for_this_machine, planned_settings
+from relaygr.demo.stack import DemoStack
+from relaygr.devbroker import LocalBroker, local_broker
+from relaygr.runtime.errors import RelayError
+from relaygr.settings import Settings, load_settings
+from relaygr.simulate.case import Shape, System, case_of, shape_of_model
+from relaygr.simulate.figures import ENDINGS, NO_LATENCY, RANKED, PartOutcome, Requests, requests_of
+from relaygr.simulate.relay import COLD_SHARE, RelaySimulation
+from relaygr.simulate.times import MeasuredTimes, learn
+from relaygr.traffic.population import population_of
+from relaygr.traffic.records import read_records
+from relaygr.worker.calibration import load_calibration
+
+P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
+OUT_OF_RANGE = 0.8
+PROBE_IMPRESSIONS = 1_500
+FIRST_SEED = 100
+TABLE_WIDTH = 150
+_SETTINGS = (
+    "log.level=warning",
+    "traffic.users=60",
+    "traffic.history_median=1024",
+    "traffic.history_max=2048",
+    "traffic.items=5000",
+    # A warm-up would make the first part of a run differ by when it ends.
+    "worker.warm_up_users=0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The figures of one run, measured or simulated. `mix`: the share of each end."""
+
+    requests: int
+    p50_ms: float
+    p99_ms: float
+    late_share: float
+    mix: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell: the median of the measured runs, their spread (largest - smallest), and the simulated ones."""
+
+    load: float
+    system: str
+    rate_per_s: float
+    repeats: int
+    requests: int
+    measured_p50_ms: float
+    simulated_p50_ms: float
+    p50_error: float
+    p50_spread: float
+    measured_p99_ms: float
+    simulated_p99_ms: float
+    p99_error: float
+    p99_spread: float
+    measured_late: float
+    simulated_late: float
+    late_error: float
+    late_spread: float
+    mix_error: float
+    mix_worst: str
+    mix_spread: float
+    in_range: bool
+
+    @property
+    def excess(self) -> float:
+        """The largest difference as a multiple of what is allowed."""
+        return max(
+            abs(self.p50_error) / max(P50_LIMIT, self.p50_spread),
+            abs(self.p99_error) / max(P99_LIMIT, self.p99_spread),
+            abs(self.late_error) / max(LATE_LIMIT, self.late_spread),
+            self.mix_error / max(MIX_LIMIT, self.mix_spread),
+        )
+
+    @property
+    def agrees(self) -> bool:
+        return self.excess <= 1.0
+
+
+def outcome_of(requests: Requests, budget_us: int) -> Outcome:
+    """The figures of these requests."""
+    answered = requests.latencies_us[np.isin(requests.endings, RANKED) & (requests.latencies_us != NO_LATENCY)]
+    if not answered.size:
+        raise RelayError("a run has no answers: this machine is too busy")
+    return Outcome(
+        len(requests),
+        float(np.percentile(answered, 50)) / 1000,
+        float(np.percentile(answered, 99)) / 1000,
+        1 - float(requests.in_time(budget_us).mean()),
+        tuple(float((requests.endings == code).mean()) for code in range(len(ENDINGS))),
+    )
+
+
+def row_of(
+    load: float, system: System, rate_per_s: float, measured: Sequence[Outcome], simulated: Sequence[Outcome]
+) -> Row:
+    """Compares a cell's runs. Both sequences have the same seeds in the same order."""
+
+    def median(runs: Sequence[Outcome], name: str) -> float:
+        return float(np.median([getattr(run, name) for run in runs]))
+
+    def spread(name: str) -> float:
+        values = [getattr(run, name) for run in measured]
+        return float(max(values) - min(values))
+
+    p50, p99, late = (median(measured, name) for name in ("p50_ms", "p99_ms", "late_share"))
+    mixes = np.array([run.mix for run in measured])
+    errors = np.abs(np.median(mixes, axis=0) - np.median([run.mix for run in simulated], axis=0))
+    worst = int(errors.argmax())
+    return Row(
+        load=load,
+        system=system.value,
+        rate_per_s=rate_per_s,
+        repeats=len(measured),
+        requests=sum(run.requests for run in measured),
+        measured_p50_ms=p50,
+        simulated_p50_ms=median(simulated, "p50_ms"),
+        p50_error=median(simulated, "p50_ms") / p50 - 1,
+        p50_spread=spread("p50_ms") / p50,
+        measured_p99_ms=p99,
+        simulated_p99_ms=median(simulated, "p99_ms"),
+        p99_error=median(simulated, "p99_ms") / p99 - 1,
+        p99_spread=spread("p99_ms") / p99,
+        measured_late=late,
+        simulated_late=median(simulated, "late_share"),
+        late_error=median(simulated, "late_share") - late,
+        late_spread=spread("late_share"),
+        mix_error=float(errors[worst]),
+        mix_worst=ENDINGS[worst].value,
+        mix_spread=float(np.ptp(mixes, axis=0)[worst]),
+        in_range=load < OUT_OF_RANGE,
+    )
+
+
+def inverted(rows: Sequence[Row]) -> list[str]:
+    """The loads at which the simulation puts the systems in another order of P99 than the measured runs, although the
+    ranges of those do not overlap.
+    """
+    found = []
+    for load in dict.fromkeys(row.load for row in rows):
+        pair = {row.system: row for row in rows if row.load == load}
+        if len(pair) < 2:
+            continue
+        relay, off = pair[System.RELAY.value], pair[System.OFF.value]
+        apart_ms = (relay.measured_p99_ms * relay.p99_spread + off.measured_p99_ms * off.p99_spread) / 2
+        measured_ms = relay.measured_p99_ms - off.measured_p99_ms
+        if abs(measured_ms) > apart_ms and measured_ms * (relay.simulated_p99_ms - off.simulated_p99_ms) < 0:
+            found.append(f"{load:g}")
+    return found
+
+
+def compare_with_measured(
+    loads: str, seconds: float, repeats: int, broker: str, out: Path, json_out: Path | None
+) -> bool:
+    """Measures, simulates, prints and writes the rows. Returns whether all cells in range agree."""
+    wanted = parse_loads(loads)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="relaygr-bench-") as name, local_broker(broker) as started:
+        console.print(f"broker: {started.what}", soft_wrap=True)
+        bench = _Bench(console, started, Path(name), seconds)
+        rows = bench.rows(wanted, repeats)
+        described = {
+            "measured_at": now(),
+            "machine": machine(),
+            "broker": started.what.split(" at ")[0],
+            "seconds": seconds,
+            "capacity_per_s": round(bench.capacity_per_s, 2),
+            "impressions_per_cpu_s": round(bench.simulated / max(1e-9, bench.took_s)),
+        }
+    wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
+    wide.print(_table(rows))
+    worst = max(rows, key=lambda row: row.excess)
+    console.print(
+        f"worst cell: {worst.system} at {worst.load:g} of capacity, {worst.excess:.1f} times the limit; "
+        f"order of systems inverted at: {', '.join(inverted(rows)) or 'no load'}; "
+        f"{described['impressions_per_cpu_s']:,} simulated impressions a second of CPU",
+        soft_wrap=True,
+    )
+    written = [described | asdict(row) | {"agrees": row.agrees} for row in rows]
+    append_rows(out, written)
+    if json_out is not None:
+        json_out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return all(row.agrees for row in rows if row.in_range) and not inverted(rows)
+
+
+def parse_loads(text: str) -> list[float]:
+    """Raises RelayError for something else than parts of the capacity."""
+    try:
+        loads = [float(each) for each in text.split(",")]
+    except ValueError:
+        loads = []
+    if not loads or not all(0 < each <= 1 for each in loads):
+        raise RelayError(f"--loads {text}: write parts of the capacity, such as 0.3,0.6,0.8.")
+    return loads
+
+
+class _Bench:
+    """One broker, one model and one calibration for all runs."""
+
+    def __init__(self, console: Console, broker: LocalBroker, folder: Path, seconds: float) -> None:
+        self._console, self._broker, self._folder, self._seconds = console, broker, folder, seconds
+        settings = load_settings(None, overrides=_SETTINGS)
+        population = population_of(settings.traffic)
+        model = make_model(folder / "model", settings, population)
+        plan = plan_for_this_machine(console, folder, model, settings, population, PlanOverrides(duration_s=seconds))
+        planned = planned_settings(settings, plan, model, folder, broker, population.size)
+        traffic = planned.traffic.model_copy(update={"duration_s": seconds})
+        self._settings = planned.model_copy(update={"traffic": traffic})
+        self._shape: Shape = shape_of_model(model, self._settings)
+        self._latency = load_calibration(folder / CALIBRATION_FILE).model
+        self._runs = 0
+        self.simulated, self.took_s = 0, 0.0
+        self._times = self._learn(plan.rate_per_s / 2)
+        self.capacity_per_s = self._capacity(plan.rate_per_s)
+
+    def rows(self, loads: Sequence[float], repeats: int) -> list[Row]:
+        rows = []
+        for load in loads:
+            for system in System:
+                rate = load * self.capacity_per_s
+                seeds = range(FIRST_SEED, FIRST_SEED + repeats)
+                measured, simulated = [], []
+                for seed in seeds:
+                    settings = self._at(rate, seed)
+                    measured.append(self._measured(settings, system))
+                    simulated.append(self._outcome(self._simulate(settings, system).requests))
+                rows.append(row_of(load, system, rate, measured, simulated))
+        return rows
+
+    def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
+        update = {"rate_per_s": rate_per_s, "seed": seed, "duration_s": seconds or self._seconds}
+        return self._settings.model_copy(update={"traffic": self._settings.traffic.model_copy(update=update)})
+
+    def _learn(self, rate_per_s: float) -> MeasuredTimes:
+        """Learns from a run of its own."""
+        records = self._play(self._at(rate_per_s, FIRST_SEED - 1, max(self._seconds, 100 / rate_per_s)), System.RELAY)
+        traffic = self._settings.traffic
+        scored = traffic.suffix * self._shape.layout.tokens_per_behaviour + traffic.candidates
+        times = learn(read_records(records), self._latency, scored, "a run at a low load")
+        self._console.print(
+            f"learnt from {times.requests} requests at {rate_per_s:.1f}/s: a hop {times.hop_us[50] / 1000:.1f} ms, "
+            f"measured / calibrated {times.hit_noise[50]:.2f} (ranking), {times.pre_noise[50]:.2f} (pre-infer)",
+            soft_wrap=True,
+        )
+        return times
+
+    def _capacity(self, rate_per_s: float) -> float:
+        """The load that fills the device, by its simulated time for each ranking at this load."""
+        done = self._simulate(self._at(rate_per_s, FIRST_SEED - 2, PROBE_IMPRESSIONS / rate_per_s), System.RELAY)
+        ranked = int(np.isin(done.requests.endings, RANKED).sum())
+        capacity = ranked / done.device_s
+        self._console.print(f"simulated capacity: {capacity:.1f} impressions a second")
+        return capacity
+
+    @property
+    def _budget_ms(self) -> int:
+        return self._settings.traffic.budget_ms
+
+    def _simulate(self, settings: Settings, system: System) -> PartOutcome:
+        case = case_of(settings, self._shape, self._latency, self._times, on_cpu=True, system=system)
+        done = RelaySimulation(case, range(settings.partitions), 1, lambda _: None).run()
+        self.simulated += done.impressions
+        self.took_s += done.took_s
+        return done
+
+    def _measured(self, settings: Settings, system: System) -> Outcome:
+        records = sorted(read_records(self._play(settings, system)), key=lambda each: each.number)
+        return self._outcome(requests_of(records[round(COLD_SHARE * len(records)) :]))
+
+    def _outcome(self, requests: Requests) -> Outcome:
+        return outcome_of(requests, self._budget_ms * 1000)
+
+    def _play(self, settings: Settings, system: System) -> Path:
+        """Plays a run on topics of its own, and returns its records."""
+        self._runs += 1
+        prefix = f"simulated-{self._runs}"
+        records = self._folder / f"{prefix}.jsonl"
+        named = settings.model_copy(update={"topic_prefix": prefix, "group_prefix": prefix})
+        relay = system is System.RELAY
+        title = f"run {self._runs}: {system.value}, {settings.traffic.rate_per_s:.1f}/s"
+        with (
+            DemoStack(
+                self._console, self._folder, self._broker, named, relay=relay, workers=1, observed=False
+            ) as stack,
+            self._console.status(title),
+        ):
+            stack.play_unobserved(records, lambda: None)
+        return records
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(
+        title="Simulated against measured (± half the spread of the measured runs)",
+        caption="late: without an answer over the whole history in time; mix: the path that differs most",
+    )
+    for name in ("load", "system", "rate", "requests", "P50", "simulated", "P99", "simulated", "late", "simulated"):
+        table.add_column(name, justify="right")
+    table.add_column("mix", justify="right")
+    table.add_column("")
+    for row in rows:
+        verdict = "agrees" if row.agrees else f"differs: {row.excess:.1f} x limit"
+        table.add_row(
+            f"{row.load:g}",
+            row.system,
+            f"{row.rate_per_s:.1f}/s",
+            str(row.requests),
+            f"{row.measured_p50_ms:.1f} ± {row.measured_p50_ms * row.p50_spread / 2:.1f} ms",
+            f"{row.simulated_p50_ms:.1f} ms ({row.p50_error:+.0%})",
+            f"{row.measured_p99_ms:.1f} ± {row.measured_p99_ms * row.p99_spread / 2:.1f} ms",
+            f"{row.simulated_p99_ms:.1f} ms ({row.p99_error:+.0%})",
+            f"{row.measured_late:.1%} ± {row.late_spread / 2:.1%}",
+            f"{row.simulated_late:.1%}",
+            f"{row.mix_worst} {row.mix_error:.1%}",
+            verdict if row.in_range else f"out of range ({verdict})",
+        )
+    return table
