@@ -3,8 +3,10 @@
 #
 # A worker that was fenced by another process exits with 3 and must not be restarted, because it would take the id back
 # and fence the other process. Docker restarts a container on any exit code but 0, so a fenced worker exits with 0 here.
+# Kubernetes restarts on any code: with WHEN_FENCED=hold the container waits, without a worker, until it is stopped.
 set -u
 FENCED=3
+FENCED_FILE=${TMPDIR:-/tmp}/fenced
 
 # Sets the paths of CANN's libraries, if the base image has the libraries and has not set the paths.
 cann=/usr/local/Ascend/ascend-toolkit/set_env.sh
@@ -15,6 +17,8 @@ if [ -z "${ASCEND_TOOLKIT_HOME:-}" ] && [ -r "$cann" ]; then
 fi
 
 [ "${1:-}" = worker ] || exec relaygr "$@"
+
+[ "${WHEN_FENCED:-}" != hold ] || rm -f "$FENCED_FILE"
 
 # The traps are set before the worker starts, so that an early stop signal stops the worker too.
 worker=
@@ -32,6 +36,13 @@ while :; do
 done
 if [ "$code" -eq "$FENCED" ]; then
     echo "another process has this worker's id: the worker is not restarted" >&2
+    [ "${WHEN_FENCED:-}" = hold ] || exit 0
+    : > "$FENCED_FILE"
+    worker=
+    while [ -z "$stopped" ]; do
+        sleep 5 &
+        wait $!
+    done
     exit 0
 fi
 exit "$code"

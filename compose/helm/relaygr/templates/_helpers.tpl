@@ -1,0 +1,251 @@
+{{- define "relaygr.fullname" -}}
+{{- if contains "relaygr" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-relaygr" (.Release.Name | trunc 32 | trimSuffix "-") }}{{ end }}
+{{- end }}
+
+{{/* Labels of one role's objects: dict "root" "role". */}}
+{{- define "relaygr.selector" -}}
+app.kubernetes.io/name: relaygr
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "relaygr.labels" -}}
+{{ include "relaygr.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* A size of the settings (bytes, 512MiB, 2GB) in MiB, rounded up: dict "key" "value". */}}
+{{- define "relaygr.mib" -}}
+{{- $text := .value | toString -}}
+{{- if or (kindIs "float64" .value) (kindIs "int64" .value) (kindIs "int" .value) }}{{ $text = .value | int64 | toString }}{{ end -}}
+{{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" $text -}}
+{{- $unit := $text | trimPrefix $number | trim | lower -}}
+{{- $bytes := dict "" 1 "b" 1 "kib" 1024 "mib" 1048576 "gib" 1073741824 "tib" 1099511627776 "kb" 1000 "mb" 1000000 "gb" 1000000000 "tb" 1000000000000 -}}
+{{- if or (not $number) (not (hasKey $bytes $unit)) }}{{ fail (printf "%s is %q: write a size such as 512MiB or 2GiB" .key $text) }}{{ end -}}
+{{- divf (mulf (float64 $number) (get $bytes $unit)) 1048576 | ceil | int64 -}}
+{{- end }}
+
+{{/* Memory of one worker, in MiB, as YAML: tmpfs, history, limit. */}}
+{{- define "relaygr.memory" -}}
+{{- $own := .Values.settings.worker -}}
+{{- $hbm := include "relaygr.mib" (dict "key" "settings.worker.hbm_bytes" "value" $own.hbm_bytes) | int64 -}}
+{{- $dram := include "relaygr.mib" (dict "key" "settings.worker.dram_bytes" "value" $own.dram_bytes) | int64 -}}
+{{- $history := include "relaygr.mib" (dict "key" "settings.worker.history_max_bytes" "value" $own.history_max_bytes) | int64 -}}
+{{- $each := include "relaygr.mib" (dict "key" "worker.memory.beside" "value" .Values.worker.memory.beside) | int64 -}}
+{{- if eq $own.device "cpu" }}{{ $each = add $each $hbm }}{{ end -}}
+{{- $processes := ternary 2 1 .Values.worker.standby -}}
+{{/* A tenth for the index of the tier, and the lock and status files. */}}
+{{- $tmpfs := add $dram (div (add $dram 9) 10) 16 -}}
+tmpfs: {{ $tmpfs }}
+history: {{ $history }}
+limit: {{ add $tmpfs $history (mul $processes $each) }}
+{{- end }}
+
+{{/* Stops with a message where values contradict each other. */}}
+{{- define "relaygr.check" -}}
+{{- $settings := .Values.settings -}}
+{{- if not $settings.bootstrap }}{{ fail "settings.bootstrap is empty: set it to HOST:PORT[,HOST:PORT...] of the Kafka cluster" }}{{ end -}}
+{{- range $key := list "worker.worker_id" "worker.model" "worker.history_path" "worker.shared_path" "worker.http_host" "worker.http_port" "trigger.instance_id" "trigger.http_host" "trigger.http_port" "lag.http_host" "lag.http_port" -}}
+{{- $path := splitList "." $key -}}
+{{- if hasKey (get $settings (first $path) | default dict) (last $path) }}{{ fail (printf "settings.%s is set by the chart: remove it" $key) }}{{ end -}}
+{{- end -}}
+{{- range $key := list "sasl_password" "key_password" -}}
+{{- if hasKey ($settings.security | default dict) $key }}{{ fail (printf "settings.security.%s would be readable in a ConfigMap: put it into a Secret, and set RELAYGR_SECURITY__%s from it by extraEnv (or name the file of a password in settings.security.sasl_password_file)" $key (upper $key)) }}{{ end -}}
+{{- end -}}
+{{- if and (eq ($settings.group_protocol | default "classic") "consumer") (or .Values.worker.standby .Values.worker.leaveOnStop) }}{{ fail "settings.group_protocol is consumer: set worker.standby and worker.leaveOnStop to false, or use classic" }}{{ end -}}
+{{- $most := .Values.worker.replicas -}}
+{{- if .Values.keda.worker.enabled }}{{ $most = .Values.keda.worker.max }}{{ end -}}
+{{- if gt (int $most) (int $settings.partitions) }}{{ fail (printf "%d workers share settings.partitions = %d partitions: plan at least 8 partitions for each worker" (int $most) (int $settings.partitions)) }}{{ end -}}
+{{- if and (not .Values.model.volume) (not .Values.model.random) }}{{ fail "model.volume is empty: name the volume with the checkpoint (config.json, model.safetensors), or set model.random to try the chart with a random model" }}{{ end -}}
+{{- if and .Values.model.volume .Values.model.random }}{{ fail "model.volume and model.random are both set: set one of them" }}{{ end -}}
+{{- if and .Values.worker.terminationGracePeriodSeconds (lt (float64 .Values.worker.terminationGracePeriodSeconds) (addf $settings.worker.drain_s 25)) }}{{ fail "worker.terminationGracePeriodSeconds is too short: set it to at least settings.worker.drain_s and 25 s" }}{{ end -}}
+{{- if and (or .Values.keda.trigger.enabled .Values.keda.worker.enabled) (not .Values.keda.prometheus) }}{{ fail "keda.prometheus is empty: set it to the address of Prometheus" }}{{ end -}}
+{{- if and .Values.keda.trigger.enabled (not .Values.lag.enabled) }}{{ fail "keda.trigger reads the lag monitor's metrics: set lag.enabled to true" }}{{ end -}}
+{{- if and .Values.strimzi.users .Values.topics.job (not .Values.strimzi.topics) (not (get .Values.security.roles "topics")) }}{{ fail "strimzi.users is set, but topics.job has no user: set strimzi.topics to true, topics.job to false, or security.roles.topics to a user that may create topics" }}{{ end -}}
+{{- range $section := list "trigger" "worker" -}}
+{{- $own := get $.Values.keda $section -}}
+{{- if and $own.enabled (gt (int $own.min) (int $own.max)) }}{{ fail (printf "keda.%s.min is larger than keda.%s.max" $section $section) }}{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "relaygr.image" -}}
+image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- end }}
+
+{{/* The settings file. */}}
+{{- define "relaygr.settings" -}}
+{{ include "relaygr.check" . }}
+{{- toYaml .Values.settings }}
+{{- end }}
+
+{{/* A hash of the settings that a role reads: another role's settings do not restart it. */}}
+{{- define "relaygr.checksum" -}}
+{{- $others := dict "worker" (list "trigger" "lag" "client") "trigger" (list "worker" "supervisor" "consumer" "lag" "client") "lag" (list "worker" "supervisor" "consumer" "trigger" "admission" "client") -}}
+{{- $own := deepCopy .root.Values.settings -}}
+{{- range get $others .role }}{{ $_ := unset $own . }}{{ end -}}
+{{- toYaml $own | sha256sum -}}
+{{- end }}
+
+{{/* What every pod has: dict "root" "role". */}}
+{{- define "relaygr.podBase" -}}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+automountServiceAccountToken: false
+# Without variables of the namespace's Services: a process refuses an unknown RELAYGR_ variable.
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+  {{- if and (eq .role "worker") .root.Values.worker.supplementalGroups }}
+  supplementalGroups: {{ toJson .root.Values.worker.supplementalGroups }}
+  {{- end }}
+{{- end }}
+
+{{- define "relaygr.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Secret of a role, or nothing. With strimzi.users it is the one that Strimzi writes. */}}
+{{- define "relaygr.secret" -}}
+{{- $own := get .root.Values.security.roles .role | default dict -}}
+{{- if $own.secret }}{{ $own.secret }}
+{{- else if has .role .root.Values.strimzi.users }}{{ printf "%s-%s" (include "relaygr.fullname" .root) .role }}
+{{- else }}{{ .root.Values.security.secret }}{{ end -}}
+{{- end }}
+
+{{- define "relaygr.username" -}}
+{{- $own := get .root.Values.security.roles .role | default dict -}}
+{{- if $own.username }}{{ $own.username }}
+{{- else if and (has .role .root.Values.strimzi.users) (eq .root.Values.strimzi.authentication "scram-sha-512") }}{{ printf "%s-%s" (include "relaygr.fullname" .root) .role }}{{ end -}}
+{{- end }}
+
+{{/* Environment of a role. The image sets the same addresses; another image need not. */}}
+{{- define "relaygr.environment" -}}
+- {name: HOME, value: /tmp}
+{{- if ne .role "topics" }}
+- {name: RELAYGR_{{ upper .role }}__HTTP_HOST, value: 0.0.0.0}
+- {name: RELAYGR_{{ upper .role }}__HTTP_PORT, value: "8080"}
+{{- end }}
+{{- with include "relaygr.username" . }}
+- {name: RELAYGR_SECURITY__SASL_USERNAME, value: {{ . | quote }}}
+{{- end }}
+{{- with .root.Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "relaygr.mounts" -}}
+- {name: settings, mountPath: /etc/relaygr/settings, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if include "relaygr.secret" . }}
+- {name: security, mountPath: /etc/relaygr/security, readOnly: true}
+{{- end }}
+{{- if .root.Values.security.caSecret }}
+- {name: ca, mountPath: /etc/relaygr/ca, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* dict "root" "role" "configMap". */}}
+{{- define "relaygr.volumes" -}}
+- name: settings
+  configMap: {name: {{ .configMap }}}
+- name: tmp
+  emptyDir: {sizeLimit: 2Gi}
+{{- with include "relaygr.secret" . }}
+- name: security
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- with .root.Values.security.caSecret }}
+- name: ca
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{/* A Deployment of `relaygr` with probes, its Service and its disruption budget: dict "root" "role" "args" "replicas" (none: KEDA's). */}}
+{{- define "relaygr.deployment" -}}
+{{- $values := get .root.Values .role -}}
+{{- $name := printf "%s-%s" (include "relaygr.fullname" .root) .role -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $name }}
+  labels: {{ include "relaygr.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  # A process that is not ready is scraped too.
+  publishNotReadyAddresses: true
+  ports: [{name: http, port: 8080, targetPort: http}]
+  selector: {{ include "relaygr.selector" . | nindent 4 }}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $name }}
+  labels: {{ include "relaygr.labels" . | nindent 4 }}
+spec:
+  {{- if hasKey . "replicas" }}
+  replicas: {{ .replicas }}
+  {{- end }}
+  selector:
+    matchLabels: {{ include "relaygr.selector" . | nindent 6 }}
+  template:
+    metadata:
+      # Without the chart's version, so that a new chart alone restarts nothing.
+      labels: {{ include "relaygr.selector" . | nindent 8 }}
+      annotations:
+        checksum/settings: {{ include "relaygr.checksum" . }}
+        {{- with $values.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      {{- include "relaygr.podBase" . | trim | nindent 6 }}
+      containers:
+        - name: {{ .role }}
+          {{- include "relaygr.image" .root | nindent 10 }}
+          args: {{ toJson (concat .args (list "--config" "/etc/relaygr/settings/relaygr.yaml")) }}
+          env:
+            {{- include "relaygr.environment" . | nindent 12 }}
+            {{- if eq .role "trigger" }}
+            - name: RELAYGR_TRIGGER__INSTANCE_ID
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            {{- end }}
+          ports: [{name: http, containerPort: 8080}]
+          startupProbe:
+            httpGet: {path: /healthz, port: http}
+            periodSeconds: 5
+            timeoutSeconds: 4
+            failureThreshold: 24
+          livenessProbe:
+            httpGet: {path: /healthz, port: http}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 3
+          readinessProbe:
+            httpGet: {path: /readyz, port: http}
+            periodSeconds: 5
+            timeoutSeconds: 4
+          resources: {{ toYaml $values.resources | nindent 12 }}
+          {{- include "relaygr.containerSecurity" . | nindent 10 }}
+          volumeMounts: {{ include "relaygr.mounts" . | nindent 12 }}
+      volumes: {{ include "relaygr.volumes" (merge (dict "configMap" (include "relaygr.fullname" .root)) .) | nindent 8 }}
+      {{- include "relaygr.placement" $values | nindent 6 }}
+{{- end }}
+
+{{- define "relaygr.placement" -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" }}
+{{- with get $ $key }}
+{{ $key }}: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
