@@ -16,7 +16,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3.14 p
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
-.PHONY: help demo test test-fast lint format docs site clean
+.PHONY: help demo test test-main test-fast lint format docs site clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,9 @@ demo: $(VENV)/.installed-demo ## run the relay here, relay on and relay off, and
 
 test: lint ## lint, types and all tests
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-main: $(VENV)/.installed-test ## all tests but outages, soaks, browsers and containers
+	$(PYTEST) -m "not outage and not soak and not browser and not container" $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-test ## the tests that are not slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -39,9 +42,12 @@ format: $(VENV)/.installed-test ## let ruff write what it asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-test ## generate docs/messages.md and docs/settings.md
+docs: $(VENV)/.installed-test ## generate messages.md, settings.md, asyncapi.json, test vectors, the chart's catalogue
 	$(BIN)/python -m relaygr.schemas.reference > docs/messages.md
 	$(BIN)/python -m relaygr.settings_reference > docs/settings.md
+	$(BIN)/python -m relaygr.schemas.asyncapi > docs/asyncapi.json
+	$(BIN)/python -m relaygr.schemas.vectors --write
+	$(BIN)/python -m relaygr.chart_catalogue > compose/helm/relaygr/files/catalogue.yaml
 
 site: $(VENV)/.installed-test ## build the documentation's site into build/site
 	$(BIN)/mkdocs build

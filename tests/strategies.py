@@ -196,6 +196,8 @@ worker_statuses = st.builds(
     latency=st.builds(LatencyCoefficients, *[real] * 13),
     full_path=st.none() | full_path_reports,
     ranking_backlog_us=st.none() | whole,
+    host=st.none() | texts(255),
+    metrics_url=st.none() | texts(255),
 )
 
 

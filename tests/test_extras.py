@@ -67,8 +67,19 @@ USES: dict[str, Use] = {
         """,
     ),
     "cli": Use(("relaygr.cli.app", "relaygr.cli.topics", "relaygr.cli.publish", "relaygr.cli.settings")),
-    "cli,http": Use(("relaygr.cli.gateway", "relaygr.runtime.probes", "relaygr.traffic.gateway")),
-    "lag": Use(("relaygr.cli.lag", "relaygr.lag.exporter", "relaygr.lag.monitor", "relaygr.runtime.probes")),
+    "cli,http": Use(("relaygr.cli.traffic", "relaygr.runtime.probes", "relaygr.traffic.player")),
+    "gateway": Use(("relaygr.cli.gateway", "relaygr.gateway.server")),
+    "lag": Use(
+        (
+            "relaygr.cli.lag",
+            "relaygr.cli.ui",
+            "relaygr.ui.live",
+            "relaygr.ui.server",
+            "relaygr.lag.exporter",
+            "relaygr.lag.monitor",
+            "relaygr.runtime.probes",
+        )
+    ),
     "trigger": Use(("relaygr.cli.trigger", "relaygr.trigger.app", "relaygr.trigger.faust_stream")),
     "worker": Use(
         (
@@ -89,9 +100,12 @@ USES: dict[str, Use] = {
             "relaygr.demo.run",
             "relaygr.bench.cache.__main__",
             "relaygr.bench.engine.__main__",
+            "relaygr.bench.headline.command",
             "relaygr.bench.overload.run",
             "relaygr.bench.pipeline.__main__",
             "relaygr.replay.plots",
+            "relaygr.simulate.plan",
+            "relaygr.bench.simulated.run",
         )
     ),
 }

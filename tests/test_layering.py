@@ -126,6 +126,13 @@ def test_streams_has_no_torch() -> None:
         ("relaygr.cli.cache_admin", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
         ("relaygr.worker.executor.order", ("torch", "faust", "confluent_kafka", "lmdb")),
         ("relaygr.worker.executor.plan", ("torch", "faust", "confluent_kafka", "lmdb")),
+        ("relaygr.gateway.server", ("torch", "faust", "aiokafka", "lmdb", "typer", "rich", "matplotlib")),
+        ("relaygr.worker.executor.executor", ("torch", "faust", "lmdb")),
+        ("relaygr.worker.calibration", ("torch", "faust", "lmdb")),
+        ("relaygr.simulate.plan", ("torch", "faust", "lmdb", "matplotlib")),
+        ("relaygr.cli.simulate", ("torch", "faust", "lmdb", "matplotlib", "simpy")),
+        ("relaygr.ui.model", ("torch", "faust", "starlette", "uvicorn", "lmdb", "matplotlib")),
+        ("relaygr.ui.server", ("torch", "faust", "aiokafka", "lmdb", "matplotlib")),
         ("relaygr.settings", ("torch", "faust", "aiokafka", "starlette", "uvicorn", "typer", "lmdb", "matplotlib")),
     ],
 )

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from relaygr.bench.generator.samples import LOST, Sample
 from relaygr.bench.overload.__main__ import OverloadModel
-from relaygr.bench.overload.load import LOST, Ended
 from relaygr.bench.overload.run import PLANS, Used, measure_overload, row_of
 
 BUDGET_MS = 500
-RANKED = Ended(0, 1_000, 90_000, "ranked", "full", 1_000, 86_000, 2_000, device_us=80_000)
-REFUSED = replace(RANKED, status="failed", path=None, device_us=0)
+RANKED = Sample(
+    row=0, part=1, user_id="u", history_length=8, ranking_us=0, lag_us=1_000, latency_us=90_000, status="ranked",
+    path="full", to_worker_us=1_000, in_worker_us=86_000, to_gateway_us=2_000, pre_infer_us=50_000, rank_us=30_000,
+)  # fmt: skip
+REFUSED = replace(RANKED, status="failed", path=None, pre_infer_us=0, rank_us=0)
 LATE_US = 600_000
 
 
@@ -27,8 +30,8 @@ def test_a_row_counts_what_was_in_time_what_was_told_and_what_was_wasted() -> No
         replace(REFUSED, latency_us=LATE_US),
         replace(REFUSED, status="expired", latency_us=LATE_US),
         replace(REFUSED, status=LOST, latency_us=None),
-        *[replace(RANKED, phase=2)] * 3,
-        replace(REFUSED, phase=2),
+        *[replace(RANKED, part=3)] * 3,
+        replace(REFUSED, part=3),
     ]
     used = Used(device_s=0.8, cores={"worker": 1.0, "broker": 0.3}, foreign_cpu=0.1)
     row = row_of(requests, 2.0, BUDGET_MS, 2.0, used)

@@ -50,7 +50,7 @@ def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: 
             **base.model_dump(),
             "topic_prefix": f"echo-{time.time_ns()}",
             "partitions": 4,
-            "gateway": traffic.model_dump(),
+            "traffic": traffic.model_dump(),
         }
     )
     with Echo(tmp_path, embedded_broker, settings) as echo:

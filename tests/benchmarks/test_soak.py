@@ -241,7 +241,7 @@ def test_an_hour_repeats_the_events_and_seconds_have_fewer() -> None:
     assert EventKind.BROKER_RESTARTED not in {event.kind for event in planned_events(600, can_restart_broker=False)}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_run_in_miniature_kills_reloads_and_adds_up(tmp_path: Path) -> None:
     """The plan is shorter than a recovery, so each event waits for the one before, and the traffic goes on."""

@@ -305,8 +305,8 @@ class TestCommand:
     def trace(self, tmp_path: Path) -> Path:
         path = tmp_path / "made.trace"
         wrote = self.run(
-            *("trace", "--schedule", "--out", str(path), "--set", "gateway.duration_s=20", "--token-bytes", "1KiB"),
-            *("--set", "gateway.users=30", "--set", "worker.hbm_policy=slru", "--set", "worker.hbm_bytes=16MiB"),
+            *("trace", "--schedule", "--out", str(path), "--set", "traffic.duration_s=20", "--token-bytes", "1KiB"),
+            *("--set", "traffic.users=30", "--set", "worker.hbm_policy=slru", "--set", "worker.hbm_bytes=16MiB"),
         )
         assert "look-ups written" in wrote
         return path
@@ -410,7 +410,7 @@ class TestCommand:
             (["replay", "TRACE", "--plot", "/nowhere/x.png"], "cannot be written"),
             (["replay", "nowhere"], "cannot be read"),
             (["trace", "--out", "x"], "Give one of --interactions FILE and --schedule"),
-            (["trace", "--out", "/nowhere/x", "--schedule", "--set", "gateway.duration_s=1"], "cannot be written"),
+            (["trace", "--out", "/nowhere/x", "--schedule", "--set", "traffic.duration_s=1"], "cannot be written"),
             (["trace", "--out", "x", "--schedule"], "has no end"),
             (["trace", "--out", "x", "--schedule", "--token-bytes", "3B"], "multiple of 4"),
         ],

@@ -1,56 +1,493 @@
-"""The gateway's records: every request ends as exactly one."""
+"""`relaygr gateway` as a process, with a worker that answers as a test tells it: calls, refusals, bounds, the stop."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
-from relaygr.client import RankStatus
-from relaygr.traffic.gateway import Gateway
-from relaygr.traffic.population import SyntheticPopulation
-from relaygr.traffic.records import LOST, ImpressionRecord
-from relaygr.traffic.settings import TrafficSettings
+import jsonschema
+import msgpack
+import numpy as np
+import pytest
+from pydantic import ValidationError
 
+from relaygr.client import ClientSettings
+from relaygr.demo.processes import CommandProcess, Processes, write_config
+from relaygr.devbroker import LocalBroker
+from relaygr.devbroker.local import free_ports
+from relaygr.gateway import server as gateway_server
+from relaygr.gateway.bodies import BadBody, Encoding, RankBody, RetrievalBody, read_body
+from relaygr.gateway.openapi import document
+from relaygr.gateway.server import run_gateway
+from relaygr.gateway.settings import GatewaySettings
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas import codec
+from relaygr.schemas.messages import FailureReason, Outcome, RankingRequest, RankingResult, RetrievalEvent
+from relaygr.schemas.topics import Topic
+from relaygr.settings import Settings
+from tests.echo_worker import EchoWorker, answer_once, echo_worker, ranked, read_topic
+from tests.leftovers import owned_by_a_fixture
+from tests.worlds.relay import own_topics, wait_until
 
-class ForgetfulClient:
-    """Answers the warm-up, and reports no outcome of any other request."""
-
-    def __init__(self, on_late, on_lost):
-        self.on_late, self.on_lost = on_late, on_lost
-        self.ids = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def new_request_id(self):
-        self.ids += 1
-        return f"g.i.{self.ids}"
-
-    def publish_history(self, history):
-        pass
-
-    def publish_retrieval(self, user_id, **fields):
-        pass
-
-    def submit_rank(self, user_id, candidates, **fields):
-        future = Future()
-        if "request_id" not in fields:
-            future.set_result(SimpleNamespace(status=RankStatus.RANKED))
-        return future
-
-    def drain(self, timeout_s):
-        return False
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+TOKEN = "a-token-of-some-length"
+MAX_BODY_BYTES = 64 << 10
+MAX_REQUESTS = 4
+RANK: dict[str, Any] = {"user_id": "ann", "candidates": [101, 102, 103], "budget_ms": 9_000}
+RETRIEVAL: dict[str, Any] = {"user_id": "ann", "expected_ranking_in_ms": 150, "expected_candidates": 3}
 
 
-def test_a_request_whose_end_nobody_tells_is_recorded_as_lost():
-    settings = TrafficSettings(duration_s=0.05, rate_per_s=100, settle_s=0, users=2, history_max=32, lead_median_ms=1)
-    records: list[ImpressionRecord] = []
-    gateway = Gateway(ForgetfulClient, settings, SyntheticPopulation(settings), records.append)
-    gateway.play()
-    numbers = [record.number for record in records]
-    assert numbers and sorted(numbers) == list(range(len(numbers)))
-    assert {record.status for record in records} == {LOST}
-    assert all(record.latency_us is None for record in records)
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the gateway."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def content(self) -> Any:
+        return msgpack.unpackb(self.body) if self.headers["content-type"] == MSGPACK else json.loads(self.body)
+
+    @property
+    def reason(self) -> str:
+        return str(self.content["reason"])
+
+
+@dataclass
+class Door:
+    """A running gateway and the worker behind it."""
+
+    process: CommandProcess
+    port: int
+    kafka: KafkaSettings
+    worker: EchoWorker
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def post(self, path: str, body: Any, connection: http.client.HTTPConnection | None = None, **headers: str) -> Reply:
+        """Sends a body, encoded as its content type says unless it is bytes. `_` in header names stands for `-`."""
+        given = {"content-type": JSON} | {name.replace("_", "-"): value for name, value in headers.items()}
+        if not isinstance(body, bytes):
+            body = msgpack.packb(body) if "msgpack" in given["content-type"] else json.dumps(body).encode()
+        used = connection or self.connect()
+        used.request("POST", path, body, {name: value for name, value in given.items() if value})
+        got = used.getresponse()
+        reply = Reply(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
+        if connection is None:
+            used.close()
+        return reply
+
+    def rank(self, **changes: Any) -> Reply:
+        return self.post("/v1/rank", RANK | changes)
+
+
+@pytest.fixture(scope="module")
+def kafka(embedded_broker: LocalBroker) -> Iterator[KafkaSettings]:
+    with own_topics(embedded_broker) as settings:
+        yield settings
+
+
+@pytest.fixture(scope="module")
+def processes(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("gateway")
+    write_config(Settings(**kafka.model_dump()), folder / "settings.yaml")
+    with Processes(folder, folder / "settings.yaml") as processes:
+        yield processes
+
+
+def start(processes: Processes, name: str, *settings: str) -> tuple[CommandProcess, int]:
+    (port,) = free_ports(1)
+    chosen = [f"gateway.{setting}" for setting in (f"listen_port={port}", f"gateway_id={name}", *settings)]
+    return processes.start(name, ["gateway"], "gateway", chosen), port
+
+
+@pytest.fixture(scope="module")
+def door(kafka: KafkaSettings, processes: Processes) -> Iterator[Door]:
+    bounds = (
+        f"max_body_bytes={MAX_BODY_BYTES}",
+        f"max_requests={MAX_REQUESTS}",
+        "body_timeout_s=0.3",
+        "keep_alive_s=1",
+    )
+    process, port = start(processes, "open", *bounds)
+    with owned_by_a_fixture(lambda: {child.process.pid for child in processes.running}), echo_worker(kafka) as worker:
+        processes.await_ready([process], 60)
+        yield Door(process, port, kafka, worker)
+
+
+@pytest.fixture
+def answers(door: Door) -> Iterator[Callable[[Any], None]]:
+    """Sets what the worker answers for the rest of a test."""
+
+    def answer(value: Any) -> None:
+        door.worker.answer = value
+
+    yield answer
+    door.worker.answer = answer_once
+
+
+def result_of(
+    request: RankingRequest, outcome: Outcome, reason: FailureReason | None = None, **more: Any
+) -> list[bytes]:
+    plain = replace(ranked(request), outcome=outcome, reason=reason, path=None, scores=None, num_tasks=0)
+    return [codec.encode(replace(plain, model_revision=None, **more))]
+
+
+@pytest.mark.slow
+class TestCalls:
+    @pytest.mark.parametrize("media_type", [JSON, MSGPACK, "application/x-msgpack"])
+    def test_scores_are_a_list_in_both_encodings_and_the_connection_is_kept(self, door: Door, media_type: str) -> None:
+        connection = door.connect()
+        for _ in range(3):
+            reply = door.post("/v1/rank", RANK, connection, content_type=media_type)
+            assert (reply.status, reply.headers["content-type"]) == (200, JSON if media_type == JSON else MSGPACK)
+            assert reply.content["result"]["scores"] == [101.0, 102.0, 103.0]
+            assert (reply.content["status"], reply.content["result"]["path"]) == ("ranked", "full")
+            sock = connection.sock
+            assert sock is not None
+        connection.close()
+
+    def test_accept_chooses_the_encoding_of_the_answer(self, door: Door) -> None:
+        assert door.post("/v1/rank", RANK, accept=MSGPACK).headers["content-type"] == MSGPACK
+        assert door.post("/v1/rank", RANK, accept="text/html, */*;q=0.1").headers["content-type"] == JSON
+        assert door.post("/v1/rank", RANK, accept="text/html").reason == "not_acceptable"
+
+    def test_in_messagepack_arrays_and_digests_may_be_bytes_as_on_the_topics(self, door: Door) -> None:
+        version = {"number": 1, "length": 2, "digest": bytes(16)}
+        body = RANK | {"candidates": np.array([7, 9], "<i8").tobytes(), "history_version": version}
+        assert door.post("/v1/rank", body, content_type=MSGPACK).content["result"]["scores"] == [7.0, 9.0]
+        assert door.worker.seen[-1].history_version is not None
+
+    def test_what_is_sent_reaches_the_worker_field_by_field(self, door: Door) -> None:
+        behaviours = {"items": [5, 6], "actions": [1, 0], "timestamps_ms": [1_700_000_000_000, 1_700_000_000_001]}
+        history = {"number": 3, "features": [2], "behaviours": behaviours}
+        reply = door.rank(suffix=behaviours, history=history, query_time_ms=17, request_id="mine-1")
+        assert reply.status == 200 and reply.content["request_id"] == "mine-1"
+        seen = door.worker.seen[-1]
+        assert (seen.request_id, seen.query_time_ms, seen.suffix.items.tolist()) == ("mine-1", 17, [5, 6])
+        assert seen.history is not None and seen.history.user_id == "ann"
+
+    def test_a_retrieval_event_is_published_with_the_budget_of_the_header(self, door: Door) -> None:
+        reply = door.post("/v1/retrieval", RETRIEVAL, x_relaygr_budget_ms="75")
+        assert (reply.status, reply.content["status"]) == (202, "accepted")
+        message = read_topic(door.kafka, Topic.RETRIEVAL, 1)[0]
+        event = codec.decode(RetrievalEvent, message.value())
+        assert (event.request_id, event.ranking_budget_ms) == (reply.content["request_id"], 75)
+        assert event.retrieval_at_us // 1000 == reply.content["query_time_ms"]
+
+    def test_the_deadline_of_the_header_is_the_one_that_the_worker_gets(self, door: Door) -> None:
+        body = {name: value for name, value in RANK.items() if name != "budget_ms"}
+        assert door.post("/v1/rank", body, x_relaygr_budget_ms="5000.5").status == 200
+        seen = door.worker.seen[-1]
+        # What the gateway itself took is off the budget.
+        assert 1_000_000 < seen.deadline_us - seen.sent_at_us < 5_000_500
+
+
+@pytest.mark.slow
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"candidates": [1, "2"]}, "candidates[1] is text, expected a whole number"),
+            ({"candidates": []}, "candidates: 0 entries, expected 1 to 16384"),
+            ({"candidates": None}, "candidates: is required"),
+            ({"candidats": [1]}, "candidats: there is no such field; did you mean candidates?"),
+            ({"user_id": ""}, "user_id: 0 bytes of text"),
+            ({"budget_ms": 0}, "budget_ms is 0: expected more than 0"),
+            ({"budget_ms": None}, "budget_ms is required: give it in the body or in the header x-relaygr-budget-ms"),
+            ({"suffix": {"items": [1], "actions": [], "timestamps_ms": []}}, "suffix: 1 items, 0 actions"),
+            ({"history_version": {"number": 1, "length": 1, "digest": "00"}}, "history_version.digest: 1 bytes"),
+            ({"history": {"number": 1}}, "history.features: is required"),
+        ],
+    )
+    def test_a_bad_field_is_named(self, door: Door, changes: dict[str, Any], said: str) -> None:
+        reply = door.rank(**changes)
+        assert (reply.status, reply.reason) == (400, "invalid_body")
+        assert reply.content["message"].startswith(said)
+
+    @pytest.mark.parametrize(
+        ("media_type", "body", "said"),
+        [
+            (JSON, b"{", "the body is not JSON"),
+            (JSON, b"[]", "the body is not a JSON object"),
+            (JSON, b'{"user_id": "a", "user_id": "b"}', "user_id is given twice"),
+            (JSON, b'{"budget_ms": NaN}', "NaN is not a number"),
+            (JSON, b"\xff", "the body is not UTF-8"),
+            (JSON, b"[" * 60_000, "nested too deeply"),
+            (JSON, b'{"user_id": "\\ud800"}', "user_id: not encodable as UTF-8"),
+            (MSGPACK, b"\xc1", "the body is not MessagePack"),
+            (MSGPACK, b"\x91\x01", "the body is not a MessagePack map"),
+            (MSGPACK, b"\x81\xa1a\xdd\xff\xff\xff\xff", "the body is not MessagePack"),
+            (MSGPACK, b"", "the body is not MessagePack"),
+        ],
+    )
+    def test_a_body_that_is_no_object_is_refused(self, door: Door, media_type: str, body: bytes, said: str) -> None:
+        reply = door.post("/v1/rank", body, content_type=media_type, accept=JSON)
+        assert (reply.status, reply.reason) == (400, "invalid_body")
+        assert reply.content["message"].startswith(said)
+
+    @pytest.mark.parametrize(
+        ("header", "said"), [("soon", "expected a number"), ("0", "more than 0"), ("nan", "is nan")]
+    )
+    def test_a_bad_header_is_named_and_one_beside_the_field_is_refused(
+        self, door: Door, header: str, said: str
+    ) -> None:
+        body = {name: value for name, value in RANK.items() if name != "budget_ms"}
+        message = door.post("/v1/rank", body, x_relaygr_budget_ms=header).content["message"]
+        assert message.startswith("x-relaygr-budget-ms") and said in message
+        assert "both given" in door.post("/v1/rank", RANK, x_relaygr_budget_ms="5").content["message"]
+
+    def test_a_large_body_is_refused_whether_or_not_its_length_is_told_and_the_connection_goes_on(
+        self, door: Door
+    ) -> None:
+        connection = door.connect()
+        large = b" " * (4 * MAX_BODY_BYTES)
+        assert door.post("/v1/rank", large, connection).reason == "too_large"
+        connection.request("POST", "/v1/rank", iter([large, large]), {"content-type": JSON}, encode_chunked=True)
+        got = connection.getresponse()
+        assert (got.status, json.loads(got.read())["reason"]) == (413, "too_large")
+        assert door.post("/v1/rank", RANK, connection).status == 200
+        connection.close()
+
+    def test_a_body_that_comes_too_slowly_is_refused(self, door: Door) -> None:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=10) as slow:
+            head = f"POST /v1/rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ncontent-length: 10\r\n\r\n{{"
+            slow.sendall(head.encode())
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+    def test_connections_that_send_nothing_or_half_a_head_are_closed(self, door: Door) -> None:
+        for sent in (b"", b"POST /v1/rank HTTP/1.1\r\nhost: loc"):
+            with socket.create_connection(("127.0.0.1", door.port), timeout=10) as idle:
+                idle.sendall(sent)
+                with contextlib.suppress(ConnectionResetError):
+                    assert idle.recv(100) == b""
+
+    def test_a_head_without_an_end_closes_the_connection(self, door: Door) -> None:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=10) as endless:
+            endless.sendall(b"POST /v1/rank HTTP/1.1\r\nx: ")
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                for _ in range(1_000):
+                    endless.sendall(b"a" * 65_536)
+
+    def test_a_trailer_without_an_end_closes_the_connection(self, door: Door) -> None:
+        sent = 0
+        with socket.create_connection(("127.0.0.1", door.port), timeout=10) as endless:
+            head = f"POST /v1/rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\ntransfer-encoding: chunked"
+            endless.sendall(f"{head}\r\n\r\n1\r\n{{\r\n0\r\nx: ".encode())
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                while sent < 2**30:
+                    endless.sendall(b"a" * 65_536)
+                    sent += 65_536
+        # The buffers of the sockets, but not what would come until the time limit of the body.
+        assert sent < 16 << 20
+
+    def test_media_types_paths_and_methods(self, door: Door) -> None:
+        assert door.post("/v1/rank", b"{}", content_type="text/plain").status == 415
+        assert door.post("/v1/rank", b"{}", content_type="").status == 415
+        assert door.post("/v1/rank", b"{}", content_encoding="gzip").status == 415
+        assert door.post("/v1/other", RANK).reason == "not_found"
+        assert door.post("/openapi.json", RANK).reason == "method_not_allowed"
+
+    def test_a_page_of_another_site_that_names_this_machine_is_refused(self, door: Door) -> None:
+        assert door.post("/v1/rank", RANK, host="evil.example").reason == "forbidden_host"
+        assert door.post("/v1/rank", RANK, host=f"localhost:{door.port}").status == 200
+
+    def test_a_request_id_that_is_open_is_refused(self, door: Door, answers: Callable[[Any], None]) -> None:
+        answers(lambda _: [])
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(door.rank, request_id="twice", budget_ms=600)
+            wait_until("received", lambda: door.worker.seen[-1:] != [] and door.worker.seen[-1].request_id == "twice")
+            assert door.rank(request_id="twice", budget_ms=600).reason == "request_id_in_use"
+            assert first.result().status == 504
+
+
+@pytest.mark.slow
+class TestOutcomes:
+    def test_without_an_answer_the_deadline_is_the_end(self, door: Door, answers: Callable[[Any], None]) -> None:
+        answers(lambda _: [])
+        reply = door.rank(budget_ms=100)
+        assert (reply.status, reply.content["status"], reply.reason) == (504, "timed_out", "no_answer")
+
+    @pytest.mark.parametrize(
+        ("outcome", "reason", "more", "status", "retry_after"),
+        [
+            (Outcome.EXPIRED, None, {}, 504, None),
+            (Outcome.FAILED, FailureReason.OVERLOADED, {}, 503, "1"),
+            (Outcome.FAILED, FailureReason.OVERLOADED, {"backlog_us": 2_100_000}, 503, "3"),
+            (Outcome.FAILED, FailureReason.TOO_LONG, {"detail": "500 candidates"}, 400, None),
+            (Outcome.FAILED, FailureReason.DEVICE_ERROR, {}, 502, None),
+        ],
+    )
+    def test_each_outcome_has_its_status(
+        self,
+        door: Door,
+        answers: Callable[[Any], None],
+        outcome: Outcome,
+        reason: FailureReason | None,
+        more: dict[str, Any],
+        status: int,
+        retry_after: str | None,
+    ) -> None:
+        answers(lambda request: result_of(request, outcome, reason, **more))
+        reply = door.rank()
+        assert (reply.status, reply.content["status"]) == (status, outcome.value)
+        assert reply.reason == (reason or outcome).value
+        assert reply.headers.get("retry-after") == retry_after
+        assert reply.content.get("message") == more.get("detail")
+
+    def test_requests_beyond_the_bound_are_answered_429_and_the_others_are_served(
+        self, door: Door, answers: Callable[[Any], None]
+    ) -> None:
+        go = threading.Event()
+
+        def when_told(request: RankingRequest) -> list[bytes]:
+            go.wait(15)
+            return answer_once(request)
+
+        def held() -> Reply:
+            while True:
+                # A question whether the bound is reached may be counted at this moment.
+                reply = door.rank(budget_ms=18_000)
+                if reply.status != 429:
+                    return reply
+
+        answers(when_told)
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+            open_calls = [pool.submit(held) for _ in range(MAX_REQUESTS)]
+            refused: list[Reply] = []
+
+            def is_full() -> bool:
+                refused[:] = [door.rank(budget_ms=1) for _ in range(5)]
+                return {reply.status for reply in refused} == {429}
+
+            wait_until("the bound is reached, and stays so", is_full, 15)
+            go.set()
+            assert [call.result().status for call in open_calls] == [200] * MAX_REQUESTS
+        assert refused[-1].reason == "too_many_requests" and refused[-1].headers["retry-after"] == "1"
+        assert "gateway.max_requests" in refused[-1].content["message"]
+
+
+@pytest.mark.slow
+def test_with_a_token_each_call_needs_it_and_a_stop_serves_what_was_received(
+    door: Door, processes: Processes, answers: Callable[[Any], None]
+) -> None:
+    process, port = start(processes, "closed", f"token={TOKEN}")
+    processes.await_ready([process], 60)
+    guarded = replace(door, process=process, port=port)
+    for wrong in ("", "Bearer nonsense", f"Basic {TOKEN}"):
+        reply = guarded.post("/v1/rank", RANK, authorization=wrong)
+        assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+    allowed = {"authorization": f"Bearer {TOKEN}"}
+    assert guarded.post("/v1/rank", RANK, host="relay.example", **allowed).status == 200
+
+    def slowly(request: RankingRequest) -> list[bytes]:
+        time.sleep(0.5)
+        return answer_once(request)
+
+    answers(slowly)
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(guarded.post, "/v1/rank", RANK | {"request_id": "last"}, **allowed)
+        wait_until("received", lambda: door.worker.seen[-1].request_id == "last")
+        process.process.send_signal(signal.SIGTERM)
+        assert call.result().status == 200
+    assert process.process.wait(20) == 0
+    with pytest.raises(ConnectionRefusedError):
+        guarded.rank()
+    processes.stop([process])
+
+
+@pytest.mark.slow
+def test_answers_examples_and_the_page_agree_with_the_document(door: Door) -> None:
+    connection = door.connect()
+    connection.request("GET", "/openapi.json")
+    found = json.loads(connection.getresponse().read())
+    assert found == document(needs_token=False)
+
+    def validate(name: str, content: Any) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": found["components"]}
+        jsonschema.Draft202012Validator(schema).validate(content)
+
+    for path, name in (("/v1/rank", "RankOutcome"), ("/v1/retrieval", "Accepted")):
+        post = found["paths"][path]["post"]
+        media = post["requestBody"]["content"][JSON]
+        validate(media["schema"]["$ref"].rpartition("/")[2], media["example"])
+        reply = door.post(path, media["example"] | ({"budget_ms": 9_000} if name == "RankOutcome" else {}))
+        assert str(reply.status) in post["responses"]
+        validate(name, reply.content)
+    validate("Refusal", door.rank(user_id="").content)
+    connection.request("GET", "/")
+    page = connection.getresponse().read().decode()
+    connection.close()
+    assert f"curl -s http://127.0.0.1:{door.port}/v1/rank" in page
+    assert "http://" not in page.replace(f"http://127.0.0.1:{door.port}", "") and "<script" not in page
+
+
+def test_the_schemas_of_the_document_are_schemas() -> None:
+    for schema in document(needs_token=True)["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_an_address_that_others_reach_needs_a_token() -> None:
+    with pytest.raises(RelayError, match=r"0\.0\.0\.0, which other machines can reach.*set gateway\.token"):
+        run_gateway(KafkaSettings(), ClientSettings(), GatewaySettings(listen_host="0.0.0.0"), lambda _: None)
+    assert GatewaySettings(listen_host="::1").is_local and not GatewaySettings(listen_host="gw.example").is_local
+
+
+def test_a_signal_while_the_gateway_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting:
+        def __init__(self, *_: object) -> None:
+            self.closed = False
+
+        async def start(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        async def close(self) -> None:
+            self.closed = True
+
+    def told(address: str) -> None:
+        raise AssertionError(f"it serves {address}")
+
+    client = Starting()
+    monkeypatch.setattr(gateway_server, "AsyncRelayClient", lambda *_: client)
+    monkeypatch.setattr(gateway_server, "GatewayApp", lambda *_: SimpleNamespace(asgi=None))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        run_gateway(KafkaSettings(), ClientSettings(), GatewaySettings(listen_port=0), told)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert client.closed
+
+
+@pytest.mark.parametrize("token", ["short", "a token with spaces in it", "umlauts-äöü-äöü-äöü"])
+def test_a_token_that_cannot_be_sent_or_is_guessed_is_refused(token: str) -> None:
+    with pytest.raises(ValidationError, match="at least 16 characters"):
+        GatewaySettings(token=token)  # type: ignore[arg-type]
+
+
+def test_a_short_body_that_claims_many_entries_allocates_nothing_for_them() -> None:
+    """msgpack allocates a list when it reads the header. 1,000 nested headers of 100 million entries are 5 kB."""
+    claims = b"\x81\xa7user_id" + b"\xdd\x05\xf5\xe1\x00" * 1_000
+    with pytest.raises(BadBody, match="not MessagePack"):
+        read_body(RankBody, Encoding.MESSAGEPACK, claims)
+
+
+def test_both_encodings_read_the_same_fields() -> None:
+    body = RETRIEVAL | {"ranking_budget_ms": 50, "request_id": "r"}
+    as_json = read_body(RetrievalBody, Encoding.JSON, json.dumps(body).encode())
+    assert as_json == read_body(RetrievalBody, Encoding.MESSAGEPACK, msgpack.packb(body))
+    assert RankingResult.__name__ in document(False)["components"]["schemas"]

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from relaygr.client import RankOutcome, RankStatus
-from relaygr.traffic.gateway import Gateway
+from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation
 from relaygr.traffic.records import ImpressionRecord
 from relaygr.traffic.schedule import Impression, impressions
@@ -107,7 +107,7 @@ def test_a_stalled_server_yields_growing_latency() -> None:
     )  # fmt: skip
     population = SyntheticPopulation(settings)
     records: list[ImpressionRecord] = []
-    Gateway(StallingClient, settings, population, records.append).play()
+    Player(StallingClient, settings, population, records.append).play()
     due_us = {each.number: each.ranking_us for each in impressions(settings, population)}
     assert sorted(record.number for record in records) == sorted(due_us), "every impression of the schedule was sent"
     first_due_us = min(due_us.values())

@@ -23,8 +23,8 @@ from tests.workers.vector_models import make_dlrm
 from tests.worlds.converted import Tensors, dlrm_state_dict
 
 OPTIONS = ["--heads", "2", "--normalizer", "40", "--task", "click", "--task", "watch:regression"]
-FEATURES = ["--feature", "user_id", "--feature", "region"]
-HIDDEN = ["--hide-below", "user_id=4"]
+NAMES = ["--feature", "user_id", "--feature", "region"]
+FEATURES = [*NAMES, "--hide-below", "none"]
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ def test_a_complete_source_becomes_a_checkpoint_and_a_report(tmp_path: Path, sou
     mapped = {entry["target"]: entry for entry in report["mapped"]}
     assert mapped["content.0.weight"]["transform"] == "transposed"
     assert mapped["content.0.weight"]["source_shape"] == mapped["content.0.weight"]["shape"][::-1]
-    assert "note: No contextual feature is hidden" in done.output
+    told = "--heads 2, --normalizer 40, the order of --feature, the order of --task"
+    assert f"note: No tensor proves {told}" in done.output
     shown = CliRunner().invoke(app, ["model", "show", str(tmp_path / "out")])
     assert "dlrm, 3 kinds of action" in shown.output
     assert "from the end" in shown.output
@@ -149,7 +150,7 @@ def test_options_may_stand_in_a_file_and_are_overridden_on_the_command_line(tmp_
         "normalizer": 40,
         "max_candidates": 7,
         "tasks": [{"name": "click"}, {"name": "watch", "kind": "regression"}],
-        "features": [{"name": "user_id"}, {"name": "region"}],
+        "features": [{"name": "user_id", "min_tokens": 4}, {"name": "region"}],
     }
     (tmp_path / "options.yaml").write_text(yaml.safe_dump(values))
     arguments = (tmp_path / "model.safetensors", tmp_path / "out", "--config", tmp_path / "options.yaml")
@@ -165,12 +166,20 @@ def test_options_may_stand_in_a_file_and_are_overridden_on_the_command_line(tmp_
 
 def test_a_feature_is_hidden_from_short_sequences_where_it_is_said(tmp_path: Path, source: Tensors) -> None:
     save_file(source, tmp_path / "model.safetensors")
-    done = run(tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *FEATURES, *HIDDEN)
+    done = run(tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *NAMES, "--hide-below", "user_id=4")
     assert done.exit_code == 0, done.output
-    assert "note:" not in done.output
+    assert "--hide-below user_id=4" in done.output
     assert [f.min_tokens for f in load_checkpoint(tmp_path / "out").config.contextual_features] == [4, 0]
-    again = run(tmp_path / "model.safetensors", tmp_path / "out2", *OPTIONS, *FEATURES, "--hide-below", "planet=4")
+    again = run(tmp_path / "model.safetensors", tmp_path / "out2", *OPTIONS, *NAMES, "--hide-below", "planet=4")
     assert "there is no such --feature" in " ".join(again.output.split())
+
+
+def test_whether_features_are_hidden_must_be_told(tmp_path: Path, source: Tensors) -> None:
+    save_file(source, tmp_path / "model.safetensors")
+    asked = run(tmp_path / "model.safetensors", tmp_path / "out", *OPTIONS, *NAMES)
+    assert asked.exit_code == 1
+    assert "--hide-below (the fewest tokens that show each feature, as NAME=TOKENS, or none)" in asked.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_it_must_be_told_is_named_as_options(tmp_path: Path, source: Tensors) -> None:
@@ -217,6 +226,19 @@ def test_nothing_but_tensors_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match="more than tensors"):
         read_state_dict(tmp_path / "model.pt")
     assert not (tmp_path / "sprung").exists()
+
+
+class Library:
+    """Stands for a class of a training library."""
+
+    def __init__(self) -> None:
+        self.step = torch.ones(1)
+
+
+def test_objects_of_other_classes_are_named_and_not_loaded(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(1), "state": Library()}, tmp_path / "model.pt")
+    found = read_state_dict(tmp_path / "model.pt")
+    assert (set(found.tensors), found.others) == ({"x"}, ("state",))
 
 
 def test_what_is_no_state_dict_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from relaygr.cli.publish import app
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
-from relaygr.publishing.json_messages import from_json, to_json
 from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
 from relaygr.schemas import codec
 from relaygr.schemas.fields import FieldError
+from relaygr.schemas.json_messages import from_json, to_json
 from relaygr.schemas.messages import RankingRequest, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import answer_once, echo_worker, read_topic
@@ -211,9 +211,9 @@ def test_what_a_request_leaves_out_is_filled_in() -> None:
         ({"deadline_us": 1, "deadline_in_ms": 1}, ".deadline_in_ms: give it or deadline_us, not both"),
         ({"deadline_in_ms": -1}, ".deadline_in_ms: -1 is outside"),
         ({"deadline_in_ms": 1.5}, ".deadline_in_ms: expected a whole number"),
-        ({"candidates": [1, "2"]}, ".candidates: [1] is text, expected a whole number"),
-        ({"candidates": [1, 2.0]}, ".candidates: [1] is a fraction, expected a whole number"),
-        ({"candidates": [True]}, ".candidates: [0] is true or false"),
+        ({"candidates": [1, "2"]}, ".candidates[1] is text, expected a whole number"),
+        ({"candidates": [1, 2.0]}, ".candidates[1] is a fraction, expected a whole number"),
+        ({"candidates": [True]}, ".candidates[0] is true or false"),
         ({"candidates": [2**63]}, ".candidates: a number does not fit int64"),
         ({"candidates": []}, ".candidates: 0 entries"),
         ({"candidates": None}, ".candidates: is required"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import signal
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,14 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from relaygr.cli.app import app
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
-from relaygr.traffic.gateway import Gateway
+from relaygr.traffic.player import Player
 from relaygr.traffic.population import SyntheticPopulation, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, RecordWriter, pack_scores, read_records
 from relaygr.traffic.schedule import Candidates, impressions, suffix_of
 from relaygr.traffic.settings import TrafficSettings
+from relaygr.traffic.summary import TrafficSummary
+from tests.echo_worker import echo_worker
 
 SETTINGS = TrafficSettings(
     users=20, duration_s=0.3, rate_per_s=100, lead_median_ms=5, settle_s=0, history_median=20, history_max=64,
@@ -161,7 +168,7 @@ def test_each_impression_ends_as_one_record_whatever_becomes_of_it(ends: str, st
     records: list[ImpressionRecord] = []
     population = SyntheticPopulation(SETTINGS)
     client = FakeClient(ends)
-    Gateway(client, SETTINGS, population, records.append).play()
+    Player(client, SETTINGS, population, records.append).play()
     numbers = [impression.number for impression in impressions(SETTINGS, population)]
     assert sorted(record.number for record in records) == numbers
     assert {record.status for record in records} == {status}
@@ -180,7 +187,7 @@ def test_a_stopped_gateway_completes_what_it_began_and_begins_nothing_more_thoug
                 time.sleep(0.1)  # Several impressions are due by then.
 
     client = StoppingClient("expired")
-    gateway = Gateway(client, settings, SyntheticPopulation(settings), records.append)
+    gateway = Player(client, settings, SyntheticPopulation(settings), records.append)
     gateway.play()
     assert client.events == 3
     assert sorted(record.number for record in records) == [0, 1, 2]
@@ -189,7 +196,7 @@ def test_a_stopped_gateway_completes_what_it_began_and_begins_nothing_more_thoug
 @pytest.mark.slow
 def test_a_user_that_starts_again_is_deleted_before_its_first_history_is_published() -> None:
     population, client = SyntheticPopulation(STARTING_AGAIN), FakeClient("expired")
-    Gateway(client, STARTING_AGAIN, population, lambda _: None).play()
+    Player(client, STARTING_AGAIN, population, lambda _: None).play()
     lengths = [length for user, length in client.published if user == population.user_id(0)]
     first, longest = population.first_length(0), STARTING_AGAIN.history_max
     assert 0 in lengths
@@ -199,6 +206,43 @@ def test_a_user_that_starts_again_is_deleted_before_its_first_history_is_publish
 
 def test_a_reference_run_ends_though_the_client_takes_nothing() -> None:
     records: list[ImpressionRecord] = []
-    gateway = Gateway(FakeClient("full"), SETTINGS, SyntheticPopulation(SETTINGS), records.append)
+    gateway = Player(FakeClient("full"), SETTINGS, SyntheticPopulation(SETTINGS), records.append)
     gateway.replay(frozenset({0, 1, 2}), 1_000, at_once=1)
     assert [record.status for record in records] == [NOT_SENT] * 3
+
+
+def test_the_figures_of_a_run_are_its_percentiles_its_late_share_and_its_endings() -> None:
+    summary = TrafficSummary()
+    assert summary.figures().p99_ms is None and summary.figures().late_share == 0
+    latencies_us = np.random.default_rng(1).lognormal(9, 1, 5_000).astype(int)
+    for number, latency_us in enumerate(latencies_us):
+        late = bool(latency_us > 50_000)
+        summary.add(ImpressionRecord(number, "r", "u", "ranked", int(latency_us), 0, late, path="hbm"))
+    summary.add(ImpressionRecord(5_000, "r", "u", "failed", 900, 0, False, reason="overloaded"))
+    summary.add(ImpressionRecord(5_001, "r", "u", LOST, None, 0, True))
+    found = summary.figures()
+    assert found.requests == 5_002
+    assert found.late == int((latencies_us > 50_000).sum()) + 2
+    assert found.p50_ms == pytest.approx(np.percentile(latencies_us, 50) / 1000, rel=0.01)
+    assert found.p99_ms == pytest.approx(np.percentile(latencies_us, 99) / 1000, rel=0.01)
+    assert list(found.endings.items()) == [("hbm", 5_000), ("failed: overloaded", 1), (LOST, 1)]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_the_figures_of_its_run(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # The command's handlers would outlive it here.
+    for name in ("topic_prefix", "group_prefix", "partitions", "fetch_wait_max_ms"):
+        monkeypatch.setenv(f"RELAYGR_{name.upper()}", str(getattr(kafka_settings, name)))
+    chosen = {"users": 5, "duration_s": 0.4, "rate_per_s": 50, "settle_s": 0, "history_median": 8, "lead_median_ms": 1}
+    chosen |= {"history_max": 16, "budget_ms": 9_000}
+    overrides = [word for name, value in chosen.items() for word in ("--set", f"traffic.{name}={value}")]
+    with echo_worker(kafka_settings):
+        arguments = ["traffic", "--bootstrap", kafka_settings.bootstrap, *overrides]
+        found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+        table = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).stdout
+    assert found["requests"] > 5 and found["endings"] == {"full": found["requests"]}
+    assert 0 < found["p50_ms"] <= found["p99_ms"] and found["late"] == found["late_share"] == 0
+    assert f"{found['requests']} requests with a deadline of 9000 ms: P50 " in table
+    assert "late 0.0%" in table and "full" in table and "100.0%" in table

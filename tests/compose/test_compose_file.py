@@ -50,7 +50,7 @@ def test_the_image_sets_nothing_but_settings() -> None:
     assert set(image_environment()) <= {field.variable for field in setting_fields().values()}
 
 
-@pytest.mark.parametrize("section", ["worker", "trigger", "gateway", "lag"])
+@pytest.mark.parametrize("section", ["worker", "trigger", "traffic", "gateway", "lag"])
 def test_every_process_serves_its_probes_where_the_health_check_asks(section: str) -> None:
     settings = getattr(load(None, image_environment()).settings, section)
     assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
@@ -71,14 +71,14 @@ def test_the_model_is_made_by_options_that_there_are() -> None:
     assert [option for option in options if option not in listed] == []
 
 
-def test_the_model_takes_what_the_gateway_sends() -> None:
+def test_the_model_takes_what_the_traffic_sends() -> None:
     script = our_services()["model"]["command"][0]
-    gateway = load(None, {key: str(value) for key, value in environment_of("gateway").items()}).settings.gateway
+    traffic = load(None, {key: str(value) for key, value in environment_of("traffic").items()}).settings.traffic
     sizes = {name: int(value) for name, value in re.findall(r"--([a-z-]+) (\d+)", script)}
-    assert sizes["max-prefix"] >= gateway.history_max
-    assert sizes["max-suffix"] >= gateway.suffix
-    assert sizes["max-candidates"] >= gateway.candidates
-    assert sizes["vocabulary"] >= gateway.items
+    assert sizes["max-prefix"] >= traffic.history_max
+    assert sizes["max-suffix"] >= traffic.suffix
+    assert sizes["max-candidates"] >= traffic.candidates
+    assert sizes["vocabulary"] >= traffic.items
 
 
 def test_worker_ids_and_history_volumes_are_each_workers_own() -> None:
@@ -122,7 +122,7 @@ def test_processes_wait_for_topics_and_traffic_waits_for_those_that_answer_it() 
     for name in WORKERS:
         assert needs[name]["model"]["condition"] == done
     for name in ("trigger", *WORKERS):
-        assert needs["gateway"][name]["condition"] == healthy
+        assert needs["traffic"][name]["condition"] == healthy
 
 
 def test_what_is_waited_for_until_it_is_healthy_is_asked_whether_it_is_ready() -> None:

@@ -49,12 +49,12 @@ def test_docker_compose_reads_the_file_without_a_word(profile: str | None) -> No
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def entrypoint(folder: Path, script: str) -> subprocess.Popen[str]:
+def entrypoint(folder: Path, script: str, **variables: str) -> subprocess.Popen[str]:
     """Starts the entrypoint as `worker`, with a shell script in the place of `relaygr`."""
     stand_in = folder / "relaygr"
     stand_in.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     stand_in.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
     return subprocess.Popen(
         ["/bin/sh", str(ENTRYPOINT), "worker"],
         env=environment,
@@ -70,6 +70,21 @@ def test_only_a_fenced_worker_looks_as_if_it_had_ended_well(tmp_path: Path, ends
     process = entrypoint(tmp_path, f"exit {ends_with}")
     process.communicate(timeout=10)
     assert process.returncode == engine_sees
+
+
+@pytest.mark.slow
+def test_kubernetes_sees_a_fenced_worker_stay_until_its_pod_is_deleted(tmp_path: Path) -> None:
+    """It restarts a container whatever its exit code."""
+    mark = tmp_path / "fenced"
+    mark.touch()
+    process = entrypoint(tmp_path, 'test -e "$TMPDIR/fenced" || exit 3', WHEN_FENCED="hold", TMPDIR=str(tmp_path))
+    assert process.stderr is not None
+    assert "is not restarted" in process.stderr.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)
+    assert mark.exists(), "the liveness probe passes by this file"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.worlds.relay import environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SMALL = ("gateway.users=10", "gateway.history_median=128", "gateway.history_max=256", "gateway.items=500")
+SMALL = ("traffic.users=10", "traffic.history_median=128", "traffic.history_max=256", "traffic.items=500")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """In the middle of its first run: the gateway plays."""
     process = start(folder, "--seconds", "60", "--rate", "5")
     try:
-        wait_until("the gateway runs", lambda: any("relaygr gateway" in line for line in commands(process)), 90)
+        wait_until("the traffic runs", lambda: any("relaygr traffic" in line for line in commands(process)), 90)
         yield process
     finally:
         with suppress(ProcessLookupError):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.client import RankOutcome, RankStatus, RelayClient
+from relaygr.devbroker import BrokerChoice
+from relaygr.devbroker.local import free_ports
 from relaygr.replay.demand import demands_of
 from relaygr.replay.link import LinkSpeed
 from relaygr.replay.run import Candidate, ReplayEnvironment, replay
@@ -40,6 +49,7 @@ from tests.worlds.relay import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
 BUDGET_MS = 5_000
 TOLERANCE = 2e-5
 
@@ -279,6 +289,85 @@ def test_what_a_running_worker_was_asked_can_be_replayed(stack: Stack) -> None:
     environment = ReplayEnvironment(header.geometry, header.layout, LatencyModel(COEFFICIENTS), link)
     candidate = Candidate(TierPolicies(), header.hbm_pages * header.geometry.kv.page_bytes, 0)
     assert replay(demands_of(reader.rows()), environment, candidate).visits > 0
+
+
+# -- other gateways ------------------------------------------------------------------------------
+
+
+def test_the_http_gateway_announces_ranks_and_gets_the_scores_that_the_client_gets(stack):
+    (port,) = free_ports(1)
+    gateway = stack.relay.processes.start("gateway", ["gateway"], "gateway", [f"gateway.listen_port={port}"])
+    stack.relay.await_ready(gateway)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+
+    def post(path: str, **body: object) -> dict:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        content = json.loads(answer.read())
+        assert answer.status in (200, 202), content
+        return content
+
+    user = new_user("http")
+    history = history_of(user, 300, seed=11)
+    stack.client.publish_history(history)
+    version = {"number": 300, "length": 300, "digest": history.version().digest.hex()}
+    before = jobs_done(stack.worker).get("computed", 0)
+    event = post(
+        "/v1/retrieval", user_id=user, expected_ranking_in_ms=1_000, expected_candidates=20, expected_suffix=0,
+        ranking_budget_ms=BUDGET_MS, history_version=version,
+    )  # fmt: skip
+    wait_until("a job", lambda: jobs_done(stack.worker).get("computed", 0) > before)
+    del event["status"]
+    outcome = post(
+        "/v1/rank", user_id=user, candidates=candidates_of().tolist(), budget_ms=BUDGET_MS, history_version=version,
+        **event,
+    )  # fmt: skip
+    connection.close()
+    assert (outcome["result"]["path"], outcome["result"]["tokens_cached"]) == ("hbm", 301)
+    direct = stack.ranked(user, 300, seed=11, suffix=None, query_time_ms=event["query_time_ms"])
+    assert np.float32(outcome["result"]["scores"]).tolist() == direct.scores.tolist()
+    assert stack.relay.stop(gateway) == 0
+
+
+def as_other_programs_see_it(stack: Stack) -> tuple[str, list[str], list[float]]:
+    """A user whose history the worker knows, three candidates as text, and their scores."""
+    user = new_user("other")
+    stack.client.publish_history(history_of(user, 120, seed=12))
+    scores = stack.ranked(user, 120, seed=12, candidates=np.array([7, 70, 170], "<i8"), suffix=None).scores
+    return user, ["7", "70", "170"], scores.tolist()
+
+
+def run_example(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_gateway_in_plain_python_gets_the_scores_that_the_client_gets(stack):
+    user, candidates, scores = as_other_programs_see_it(stack)
+    example = EXAMPLES / "gateway.py"
+    assert not re.search(r"^\s*(from|import) relaygr", example.read_text(encoding="utf-8"), re.MULTILINE)
+    kafka = stack.relay.kafka
+    chosen = ["--prefix", kafka.topic_prefix, "--budget-ms", "20000"]
+    said = json.loads(run_example([sys.executable, str(example), kafka.bootstrap, user, *candidates, *chosen]))
+    assert said["outcome"] == "ranked" and said["path"] in ("full", "pending", "hbm")
+    assert said["scores"] == pytest.approx(scores, abs=TOLERANCE * max(map(abs, scores)))
+
+
+def test_a_gateway_in_java_gets_the_scores_that_the_client_gets(stack, broker):
+    if broker.kind is BrokerChoice.EMBEDDED:
+        pytest.skip("Java's clients do not speak to the embedded cluster")
+    jars = list((FilePath(os.environ.get("KAFKA_HOME", "/nowhere")) / "libs").glob("kafka-clients-*.jar"))
+    if shutil.which("javac") is None or not jars:
+        pytest.skip("a JDK and KAFKA_HOME with kafka-clients are needed")
+    user, candidates, scores = as_other_programs_see_it(stack)
+    kafka = stack.relay.kafka
+    slf4j = jars[0].parent.glob("slf4j-api-*.jar")
+    command = ["java", "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, [*jars, *slf4j]))]
+    command += [str(EXAMPLES / "Gateway.java"), kafka.bootstrap, kafka.topic_prefix, "20000", user, *candidates]
+    outcome, path, *found = run_example(command).split()
+    assert outcome == "ranked" and path in ("full", "pending", "hbm")
+    assert [float(score) for score in found] == pytest.approx(scores, abs=TOLERANCE * max(map(abs, scores)))
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from relaygr.worker.cache import MissReason
 from relaygr.worker.exits import Exit
 from tests.worlds.relay import Relay, candidates_of, history_of, new_user, own_topics, reading, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kafka, pytest.mark.outage, pytest.mark.timeout(240)]
 
 USERS = [f"user-{number:02d}" for number in range(30)]
 INTERVAL_S = 0.02

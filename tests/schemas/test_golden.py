@@ -8,115 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from relaygr.schemas import (
-    Behaviours,
-    FailureReason,
-    FullPathReport,
-    History,
-    HistoryVersion,
-    LatencyCoefficients,
-    Other,
-    Outcome,
-    Path,
-    PrefixSource,
-    PreInferJob,
-    RankingRequest,
-    RankingResult,
-    RetrievalEvent,
-    StageTimings,
-    WorkerState,
-    WorkerStatus,
-    decode,
-    digest_chain,
-    encode,
-)
-from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-
-BEHAVIOURS = Behaviours(
-    np.array([101, -1], "<i8"), np.array([1, 65535], "<u2"), np.array([1_700_000_000_000, 1_700_000_000_001], "<i8")
-)
-VERSION = HistoryVersion(7, 2, bytes(range(16)))
-HISTORY = History("user-é", 7, np.array([3, -4], "<i8"), BEHAVIOURS)
-NOW_US = 1_700_000_000_000_000
-
-MESSAGES: dict[str, Any] = {
-    "RetrievalEvent": RetrievalEvent(
-        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, history_version=VERSION
-    ),
-    "RetrievalEvent, history inline": RetrievalEvent(
-        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, history=HISTORY
-    ),
-    "PreInferJob": PreInferJob(
-        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, NOW_US + 900, history_version=VERSION
-    ),
-    "RankingRequest": RankingRequest(
-        "gateway.1.7",
-        "user-é",
-        NOW_US + 80_000,
-        NOW_US + 130_000,
-        NOW_US // 1000,
-        np.array([5, 2**62], "<i8"),
-        BEHAVIOURS,
-        history_version=VERSION,
-    ),
-    "RankingResult, ranked": RankingResult(
-        "gateway.1.7",
-        "worker-00",
-        Outcome.RANKED,
-        NOW_US,
-        NOW_US + 1,
-        NOW_US + 2,
-        StageTimings(1, 2, 3, 4, 5, 6),
-        path=Path.HBM,
-        prefix_source=PrefixSource.COMPUTED,
-        num_tasks=2,
-        scores=np.array([0.5, -1.25, 0, 3], "<f4"),
-        prefix_tokens=10,
-        tokens_cached=8,
-        history_version=VERSION,
-        history_stale=True,
-        history_loading=False,
-        unknown_items=1,
-        model_revision="rev-1",
-    ),
-    "RankingResult, failed": RankingResult(
-        "gateway.1.7",
-        "worker-00",
-        Outcome.FAILED,
-        0,
-        NOW_US,
-        NOW_US,
-        StageTimings(),
-        reason=FailureReason.UNDECODABLE,
-        detail="no map",
-    ),
-    "History": HISTORY,
-    "WorkerStatus": WorkerStatus(
-        "worker-00",
-        WorkerState.READY,
-        NOW_US,
-        3,
-        (0, 1, 47),
-        "rev-1",
-        1024,
-        2,
-        2,
-        4096,
-        2**30,
-        2**29,
-        2**31,
-        2**20,
-        1500,
-        2500,
-        LatencyCoefficients(*(n / 4 for n in range(13))),
-    ),
-}
-MESSAGES["WorkerStatus, full path"] = replace(
-    MESSAGES["WorkerStatus"], full_path=FullPathReport(4200, (0.0, 1.25), (0, 7), (0, 2), ("gateway.1.7",))
-)
+from relaygr.schemas import Other, WorkerStatus, decode, digest_chain, encode
+from relaygr.schemas.vectors.samples import HEADERS, HISTORIES, HISTORY, MESSAGES
 
 GOLDEN: dict[str, str] = {
     "RetrievalEvent": (
@@ -286,21 +181,15 @@ DIGESTS = [
 ]
 VERSION_DIGEST = "2be8df9735f83a1b5dd8446a7e568e31"
 
-HEADERS: dict[str, tuple[Any, list[tuple[str, bytes]]]] = {
-    "RankingHeaders": (
-        RankingHeaders("gateway.1.7", "gateway", "relaygr.results", 5, NOW_US + 130_000),
-        [
-            ("request_id", b"gateway.1.7"),
-            ("gateway_id", b"gateway"),
-            ("reply_topic", b"relaygr.results"),
-            ("reply_partition", b"5"),
-            ("deadline_us", b"1700000000130000"),
-        ],
-    ),
-    "ResultHeaders": (
-        ResultHeaders("gateway.1.7", "gateway"),
-        [("request_id", b"gateway.1.7"), ("gateway_id", b"gateway")],
-    ),
+GOLDEN_HEADERS: dict[str, list[tuple[str, bytes]]] = {
+    "RankingHeaders": [
+        ("request_id", b"gateway.1.7"),
+        ("gateway_id", b"gateway"),
+        ("reply_topic", b"relaygr.results"),
+        ("reply_partition", b"5"),
+        ("deadline_us", b"1700000000130000"),
+    ],
+    "ResultHeaders": [("request_id", b"gateway.1.7"), ("gateway_id", b"gateway")],
 }
 
 
@@ -335,15 +224,14 @@ def test_unknown_members_of_open_choices_are_kept_with_their_text(name: str) -> 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_have_exactly_these_bytes(name: str) -> None:
-    headers, wire = HEADERS[name]
+    headers, wire = HEADERS[name], GOLDEN_HEADERS[name]
     assert headers.encode() == wire
     assert type(headers).decode(wire) == headers
 
 
 def test_the_digest_chain_has_exactly_these_values() -> None:
-    numbers = np.arange(130)
-    history = Behaviours(numbers + 1000, (numbers % 7).astype("<u2"), numbers * 1000 + 1_700_000_000_000)
-    chain = digest_chain(np.array([3, -4], "<i8"), history)
+    history = HISTORIES["130 behaviours: two full blocks and a short one"]
+    chain = digest_chain(history.features, history.behaviours)
     assert [digest.hex() for digest in (chain.seed, *chain.blocks)] == DIGESTS
 
 

@@ -259,6 +259,12 @@ def test_an_assignor_that_splits_owners_is_refused(name: str) -> None:
         make_group_consumer(KafkaSettings(), "group", "test", options={name: "cooperative-sticky"})
 
 
+def test_a_session_may_be_longer_than_a_rebalance_waits_by_default() -> None:
+    with closed_port() as port:
+        kafka = KafkaSettings(bootstrap=f"127.0.0.1:{port}", session_timeout_ms=45_000)
+        make_group_consumer(kafka, "group", "test").close()
+
+
 def test_building_a_client_needs_no_broker() -> None:
     with closed_port() as port:
         kafka = KafkaSettings(bootstrap=f"127.0.0.1:{port}")

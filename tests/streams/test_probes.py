@@ -111,6 +111,7 @@ def test_the_registry_is_exposed_as_text(subject: Subject) -> None:
     assert status == 200
     assert content_type.startswith("text/plain")
     assert b"\nrelaygr_things_total 3.0\n" in body
+    assert b"_created" not in body
 
 
 def test_another_path_is_not_found(subject: Subject) -> None:
@@ -204,19 +205,19 @@ def test_the_oldest_of_too_many_connections_are_closed(subject: Subject) -> None
         assert all(is_closed(connection) for connection in opened[:20])
 
 
-def test_a_connection_that_sends_nothing_is_closed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CONNECTION_S", 0.05)
-    with connections(subject, 1) as opened:
+    subject = Subject()
+    with subject.server, connections(subject, 1) as opened:
         assert is_closed(opened[0])
 
 
-def test_a_connection_that_sends_its_request_slowly_is_closed(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_sends_its_request_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not extend the time."""
     # The probes below end within it, on a busy machine too.
     monkeypatch.setattr(probes, "CONNECTION_S", 1.0)
-    with connections(subject, 20, b"GET /healthz HTTP/1.1\r\nx: ") as opened:
+    subject = Subject()
+    with subject.server, connections(subject, 20, b"GET /healthz HTTP/1.1\r\nx: ") as opened:
         left = list(opened)
         ends_s = time.monotonic() + 60
         while left and time.monotonic() < ends_s:

@@ -12,6 +12,7 @@ import pytest
 
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas import __version__
+from relaygr.ui import server as ui_server
 from tests.echo_worker import echo_worker
 from tests.wheel.wheel_world import Environment, finish
 
@@ -90,6 +91,12 @@ def test_a_gateway_with_packages_of_the_same_names_publishes_and_ranks(
 def test_the_wheel_installs_one_name(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert tops == {"relaygr", f"relaygr-{__version__}.dist-info"}
+
+
+def test_the_wheel_has_every_file_of_the_live_page(wheel: Path) -> None:
+    folder = "relaygr/ui/static/"
+    shipped = {name.removeprefix(folder) for name in zipfile.ZipFile(wheel).namelist() if name.startswith(folder)}
+    assert shipped == {path.name for path in (Path(ui_server.__file__).parent / "static").iterdir()}
 
 
 def test_every_package_of_the_wheel_says_that_it_is_typed(installed: Environment) -> None:

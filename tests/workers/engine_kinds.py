@@ -10,13 +10,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
+
 from relaygr.worker.device import CpuDevice, Device
 from relaygr.worker.kv import KvGeometry
 from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.attention.blocked import BlockedAttention
 from relaygr.worker.model.attention.choose import AttentionChooser, choose_attention
 from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.attention.tiled import TiledAttention
 from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.inputs.tables import DEVICE_TABLE_BYTES
 from relaygr.worker.model.options import (
     Activated,
     ContextualFeature,
@@ -53,6 +57,7 @@ _FROM_END = {
     "embedding_scale": 4.0,
 }
 
+HAS_ONEDNN = bool(torch._C._has_mkldnn)
 KINDS: dict[str, ModelConfig] = {
     "meta": small_config(contextual_features=_FEATURES),
     "meta with group norm": small_config(group_norm=True),
@@ -79,6 +84,7 @@ KINDS: dict[str, ModelConfig] = {
         min_full_attn_len=4,
         target_group_size=3,
         relative_bias=RelativeBias(positions=30, time_buckets=16, log_base=1.0),
+        readout_hidden_norm=True,
     ),
     "windowed": small_config(max_attn_len=7, contextual_features=_FEATURES),
     "windowed, the newest rows see all": small_config(max_attn_len=7, min_full_attn_len=5),
@@ -126,15 +132,32 @@ class Backend:
     """Interpreted: what takes many tiles is left to the slow tests."""
     kinds: Collection[str] = tuple(KINDS)
     """Those of its own that are worth the time."""
+    device_table_bytes: int = DEVICE_TABLE_BYTES
 
 
 def _tiled(spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device) -> TiledAttention:
     return TiledAttention(spec, biases)
 
 
+def _blocked(onednn_work: float) -> AttentionChooser:
+    def choose(
+        spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+    ) -> BlockedAttention:
+        return BlockedAttention(spec, onednn_work)
+
+    return choose
+
+
 BACKENDS: dict[str, Backend] = {
     "as chosen on the CPU": Backend(CpuDevice, choose_attention, lambda _: True),
     "tiled, where blocked is chosen": Backend(CpuDevice, _tiled, lambda spec: spec.is_plain),
+    "tables in host memory": Backend(
+        CpuDevice, choose_attention, lambda _: True, kinds=("meta", "nvidia", "dlrm-v3"), device_table_bytes=0
+    ),
+    # The models are small: as chosen, torch computes all their products.
+    "blocked, products by oneDNN": Backend(
+        CpuDevice, _blocked(1), lambda spec: spec.is_plain and HAS_ONEDNN, kinds=("meta",)
+    ),
 }
 if find_spec("triton") is not None:
     # Triton is there for Linux only.

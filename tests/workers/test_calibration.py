@@ -22,8 +22,8 @@ from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
+from relaygr.worker.model.engine import NullEngine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
-from relaygr.worker.model.null_engine import NullEngine
 from relaygr.worker.model.options import ComputeDtype, Family
 from tests.worlds.model import make_world, small_config
 

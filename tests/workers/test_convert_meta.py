@@ -109,17 +109,39 @@ def test_all_missing_options_are_named_at_once() -> None:
     [
         ({"heads": 3}, "3 heads do not divide"),
         (
-            {"features": (SourceFeature(name="user_id"), SourceFeature(name="planet"))},
+            {"features": (SourceFeature(name="user_id", min_tokens=4), SourceFeature(name="planet"))},
             "no embedding table for 'planet'",
         ),
         ({"tables": {"region": "nowhere"}}, "--table region=nowhere: the source has no such table"),
         ({"item_features": ("maker",)}, "reads 0 features beside the item"),
+        ({"features": (SourceFeature(name="user_id", min_tokens=4),)}, "has 2 contextual tokens, --feature names 1"),
+        ({"features": (SourceFeature(name="user_id"), SourceFeature(name="region"))}, "--hide-below"),
+        ({"tasks": TASKS[:1]}, "scores 2 tasks, --task names 1"),
+        ({"tasks": TASKS[::-1]}, "binary tasks first"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     made = make_dlrm()
     with pytest.raises(RelayError, match=sentence):
         convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, options_of(made, **changes), "here")
+
+
+def test_group_norm_proves_the_number_of_heads() -> None:
+    made = make_dlrm(group_norm=True)
+    with pytest.raises(RelayError, match="--heads 1: the norms of the source have one weight for each of 2 heads"):
+        convert_state_dict(StateDict(dlrm_state_dict(made)), SourceKind.META, options_of(made, heads=1), "here")
+
+
+def test_options_that_no_tensor_proves_are_told() -> None:
+    made = make_dlrm()
+    source = StateDict(dlrm_state_dict(made))
+    (note,) = convert_state_dict(source, SourceKind.META, options_of(made), "here").report.notes
+    for told in ("--heads 2", "--normalizer 40", "--hide-below user_id=4", "order of --feature", "order of --task"):
+        assert told in note
+    grouped = make_dlrm(group_norm=True)
+    source = StateDict(dlrm_state_dict(grouped))
+    (note,) = convert_state_dict(source, SourceKind.META, options_of(grouped), "here").report.notes
+    assert "--heads" not in note
 
 
 @pytest.mark.parametrize(

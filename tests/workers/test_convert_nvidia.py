@@ -27,6 +27,7 @@ def options_of(**changes: Any) -> ConvertOptions:
         "normalizer": 40.0,
         "tasks": (Task(name="click"), Task(name="like")),
         "features": (SourceFeature(name="region"),),
+        "contextual_mask": False,
     }
     return ConvertOptions(**(values | changes))
 
@@ -153,3 +154,11 @@ def test_a_model_without_actions_is_a_sequence_of_items() -> None:
     assert converted.report.is_complete
     assert converted.config.layout().tokens_per_behaviour == 1
     assert converted.config.num_actions == 0
+
+
+def test_whether_contextual_tokens_see_the_history_must_be_told() -> None:
+    values = options_of().model_dump(exclude_unset=True)
+    del values["contextual_mask"]
+    source = StateDict(with_tables(make_nvidia(), "fused"))
+    with pytest.raises(RelayError, match="--contextual-mask \\(or --no-contextual-mask"):
+        convert_state_dict(source, SourceKind.NVIDIA, ConvertOptions(**values), "here")

@@ -86,3 +86,11 @@ def test_a_read_out_that_the_source_lacks_is_missing() -> None:
     report = convert_state_dict(StateDict(state), SourceKind.RESEARCH, options_of(), "here").report
     assert [missing.target for missing in report.missing] == ["readout.mlp.0.weight", "readout.mlp.0.bias"]
     assert not report.left_over
+
+
+def test_the_causal_mask_proves_n() -> None:
+    state, _ = source_of(concat_ua=False)
+    with pytest.raises(RelayError, match="--normalizer 11: the source divides by 10, the rows of _attn_mask"):
+        convert_state_dict(StateDict(state), SourceKind.RESEARCH, options_of(normalizer=11.0), "here")
+    (note,) = convert_state_dict(StateDict(state), SourceKind.RESEARCH, options_of(), "here").report.notes
+    assert "--heads 2" in note and "--normalizer" not in note

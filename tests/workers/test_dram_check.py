@@ -150,7 +150,7 @@ class TestCapacity:
 
     def test_the_plan_counts_the_tier_and_the_buffers_for_coding(self, model: Path) -> None:
         engine = engine_of(model)
-        same, int8 = (plan_memory(engine, self.settings(dtype), keeps_prefixes=False) for dtype in ("same", "int8"))
+        same, int8 = (plan_memory(engine, self.settings(dtype), 0, keeps_prefixes=False) for dtype in ("same", "int8"))
         geometry = DramGeometry(engine.geometry, DramKvDtype.INT8)
         assert int8.dram_bytes == (1 << 20) // geometry.page_bytes * geometry.page_bytes
         assert int8.scratch_bytes - same.scratch_bytes == 2 * coding_bytes(geometry) > 0
@@ -160,7 +160,7 @@ class TestCapacity:
     ) -> None:
         engine = engine_of(model)
         monkeypatch.setattr(type(engine.device), "pinned_bytes", lambda _, size: 1 << (size - 1).bit_length())
-        plan = plan_memory(engine, self.settings("int8"), keeps_prefixes=False)
+        plan = plan_memory(engine, self.settings("int8"), 0, keeps_prefixes=False)
         assert plan.dram_bytes == 1 << 20
 
     def test_coding_takes_pages_in_blocks(self) -> None:

@@ -89,7 +89,15 @@ class ContractWorld:
         self.checkpoint: Checkpoint = random_checkpoint(self.config, seed)
         made = BACKENDS[backend]
         device = made.device()
-        self.engine = PagedEngine(self.checkpoint, device, kv_dtype, page_tokens, compute_dtype, made.choose)
+        self.engine = PagedEngine(
+            self.checkpoint,
+            device,
+            kv_dtype,
+            page_tokens,
+            compute_dtype,
+            made.choose,
+            device_table_bytes=made.device_table_bytes,
+        )
         # Rows that are not written are NaN, so that a read of one shows in the scores.
         self.arena = torch.full(
             (ARENA_PAGES, self.engine.geometry.page_bytes), UNWRITTEN, dtype=torch.uint8, device=device.torch_device

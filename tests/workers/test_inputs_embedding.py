@@ -14,6 +14,7 @@ from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.inputs.embedding import TokenEmbedding
 from relaygr.worker.model.inputs.lookup import TokenLookup
+from relaygr.worker.model.inputs.tables import Placement, is_table
 from relaygr.worker.model.inputs.tokens import Tokens
 from relaygr.worker.model.options import ContextualFeature, DlrmInputs, InputForm, ItemFeature, TimeEncoding
 from tests.worlds.model import small_config
@@ -115,3 +116,33 @@ def test_a_slice_of_tokens_gives_that_slice_of_rows(form: InputForm) -> None:
     embed = TokenEmbedding(config, checkpoint.tensors)
     cut = [embed(tokens[start : start + 2]) for start in range(0, tokens.shape[0], 2)]
     assert torch.equal(torch.cat(cut), embed(tokens))
+
+
+@pytest.mark.parametrize("form", [InputForm.ADDED, InputForm.INTERLEAVED, InputForm.DLRM])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_in_host_memory_give_the_rows_of_tables_on_the_device(form: InputForm, dtype: torch.dtype) -> None:
+    """Also those of types with fewer bits, whose rows become float32."""
+    features = (ItemFeature(name="maker", cardinality=6),)
+    dlrm = {
+        "dlrm_inputs": DlrmInputs(table_dim=4, hidden=3, item_features=features, action_weights=(1, 2)),
+        "num_actions": 0,
+    }
+    config = small_config(contextual_features=FEATURES, inputs=form, **(dlrm if form is InputForm.DLRM else {}))
+    tensors = dict(random_checkpoint(config, 0).tensors)
+    tables = frozenset(name for name in tensors if is_table(name))
+    tensors |= {name: tensors[name].to(dtype) for name in tables}
+    assert len(tables) == (4 if form is InputForm.DLRM else 3)
+    checkpoint = random_checkpoint(config, 0)
+    lookup = TokenLookup(config, checkpoint.vocabulary())
+    prefix = lookup.prefix(VALUES, HISTORY, NOW_MS).tokens
+    sent: list[torch.Size] = []
+
+    def send(host: torch.Tensor) -> torch.Tensor:
+        sent.append(host.shape)
+        return host
+
+    on_device = TokenEmbedding(config, tensors)(prefix)
+    on_host = TokenEmbedding(config, tensors, Placement(tables, send))(prefix)
+    assert on_device.dtype is torch.float32
+    assert sent
+    np.testing.assert_allclose(on_host, on_device, rtol=1e-6, atol=1e-6)

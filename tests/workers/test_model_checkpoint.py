@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from relaygr.cli.model import app, read_item_ids
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import Behaviours
+from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import (
+    compute_digests,
     compute_revision,
     expected_tensors,
     load_checkpoint,
     random_checkpoint,
     save_checkpoint,
+    verify_checkpoint,
 )
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, parse_config
+from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR, FeatureRows, Vocabulary
+from relaygr.worker.model.interface import PrefixChunk
 from relaygr.worker.model.options import ContextualFeature, Family
 from tests.worlds.model import VOCABULARY, configs, small_config
 
@@ -135,13 +144,115 @@ def test_files_that_are_not_there_or_broken_are_refused_with_their_path(tmp_path
         load_checkpoint(tmp_path)
 
 
-def test_half_precision_weights_are_computed_with_in_float32(tmp_path: Path) -> None:
-    config = small_config()
+def test_half_precision_weights_become_float32_and_tables_stay_as_they_are(tmp_path: Path) -> None:
+    config = small_config(contextual_features=(ContextualFeature(name="country", cardinality=3),))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in random_checkpoint(config, 0).tensors.items()}
     save_checkpoint(tmp_path, config, tensors)
     loaded = load_checkpoint(tmp_path)
-    assert {tensor.dtype for tensor in loaded.tensors.values()} == {torch.float32}
+    kept = {name for name, tensor in loaded.tensors.items() if tensor.dtype is torch.bfloat16}
+    assert kept == {"items.weight", "features.0.weight"}
+    assert {tensor.dtype for name, tensor in loaded.tensors.items() if name not in kept} == {torch.float32}
     assert loaded.revision == compute_revision(config, tensors)
+
+
+def changed(path: Path, name: str) -> None:
+    """Changes one byte of a tensor in place, as a copy that went wrong does."""
+    with path.open("r+b") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        start = json.loads(file.read(header_bytes))[name]["data_offsets"][0] + 8 + header_bytes
+        file.seek(start)
+        byte = file.read(1)[0]
+        file.seek(start)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_file_that_was_changed_in_place_is_refused_and_its_tensor_is_named(tmp_path: Path) -> None:
+    made = random_checkpoint(small_config(), 0)
+    save_checkpoint(tmp_path, made.config, made.tensors)
+    weights = tmp_path / "model.safetensors"
+    time_ns = weights.stat().st_mtime_ns
+    changed(weights, "items.weight")
+    with pytest.raises(RelayError, match=r"was changed after it was written: items\.weight differ"):
+        load_checkpoint(tmp_path)
+    # Only reading the file finds a change that hides its time.
+    os.utime(weights, ns=(time_ns, time_ns))
+    assert load_checkpoint(tmp_path).revision == made.revision
+    found = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert (found.exit_code, "items.weight" in found.output) == (1, True)
+
+
+def test_a_copy_is_read_whole_until_it_is_verified(tmp_path: Path) -> None:
+    made = random_checkpoint(small_config(), 0)
+    save_checkpoint(tmp_path, made.config, made.tensors)
+    weights = tmp_path / "model.safetensors"
+    time_ns = weights.stat().st_mtime_ns
+    os.utime(weights)
+    assert load_checkpoint(tmp_path).revision == made.revision
+    assert not verify_checkpoint(tmp_path, trust=False).is_trusted
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert (verified.exit_code, "agrees with its digests" in verified.output) == (0, True)
+    assert weights.stat().st_mtime_ns // 10**9 == time_ns // 10**9
+    assert verify_checkpoint(tmp_path, trust=False).is_trusted
+
+
+def test_a_file_of_another_tool_has_the_same_revision_and_its_values_are_checked(tmp_path: Path) -> None:
+    made = random_checkpoint(small_config(), 0)
+    save_checkpoint(tmp_path, made.config, made.tensors)
+    save_file(dict(made.tensors), tmp_path / "model.safetensors")
+    assert load_checkpoint(tmp_path).revision == made.revision
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert (verified.exit_code, "has no digests" in verified.output) == (1, True)
+    tensors = {**made.tensors, "items.weight": torch.full_like(made.tensors["items.weight"], float("inf"))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RelayError, match=r"items\.weight holds values that are not finite"):
+        load_checkpoint(tmp_path)
+
+
+def sparse_checkpoint(folder: Path, items: int) -> ModelConfig:
+    """A model whose item table takes no space on the disk: zeros that were never written."""
+    config = small_config(embedding_dim=512, vocabulary_size=items - 1)
+    small = random_checkpoint(small_config(embedding_dim=512, vocabulary_size=1), 0)
+    stored = {name: tensor for name, tensor in small.tensors.items() if name != "items.weight"}
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in stored.items():
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    end = at + items * 512 * 4
+    header["items.weight"] = {"dtype": "F32", "shape": [items, 512], "data_offsets": [at, end]}
+    # Nobody computes the table's digest: loading trusts it, whatever it is.
+    digests = {**compute_digests(stored), "items.weight": "0" * 32}
+    header["__metadata__"] = {"relaygr": json.dumps({"time_s": 1_700_000_000, "digests": digests})}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in stored.values():
+            file.write(tensor.numpy().tobytes())
+        file.truncate(8 + len(text) + end)
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    (folder / CONFIG_FILE).write_text(config.to_json())
+    return config
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a sparse file, and resident memory")
+def test_ten_million_items_of_512_numbers_are_loaded_and_served_without_reading_the_table(tmp_path: Path) -> None:
+    """20 GB: reading it would take minutes and all of this machine's memory."""
+    sparse_checkpoint(tmp_path, 10_000_000)
+    assert (tmp_path / "model.safetensors").stat().st_blocks * 512 < 2**24
+    before = psutil.Process().memory_info().rss
+    engine = load_engine(tmp_path, "cpu")
+    bind_own_arena(engine)
+    items = np.linspace(0, 9_999_998, 32).astype(np.int64)
+    history = Behaviours(items, np.zeros(32, np.uint16), np.arange(32, dtype=np.int64))
+    inputs = engine.prefix_inputs(np.empty(0, np.int64), history)
+    pages = np.arange(engine.geometry.pages_for(inputs.tokens), dtype=np.int32)
+    engine.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
+    scores = engine.rank([engine.rank_inputs(inputs.tokens, pages, Behaviours.empty(), items)])[0].scores
+    assert np.isfinite(scores).all()
+    assert psutil.Process().memory_info().rss - before < 2**30
+    assert engine.weights_bytes < 2**27
 
 
 def test_a_vocabulary_finds_each_id_and_counts_the_others() -> None:

@@ -29,7 +29,14 @@ from relaygr.worker.executor.work import JobOutcome
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.memory import HEADROOM
 from relaygr.worker.metrics import WorkerMetrics
-from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint, random_checkpoint, save_checkpoint
+from relaygr.worker.model.checkpoint import (
+    WEIGHTS_FILE,
+    copied_bytes,
+    load_checkpoint,
+    random_checkpoint,
+    resident_bytes,
+    save_checkpoint,
+)
 from relaygr.worker.model.engine import build_engine, load_engine
 from relaygr.worker.process.reloading import (
     ModelReloading,
@@ -126,12 +133,20 @@ def test_without_memory_for_both_models_the_old_one_stays(tmp_path, monkeypatch)
     assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
 
 
-def test_weights_that_are_stored_in_fewer_bits_count_as_large_as_the_present_ones(tmp_path, monkeypatch):
+def test_weights_that_are_stored_in_fewer_bits_count_as_large_as_they_become(tmp_path, monkeypatch):
+    """Weights become float32, tables keep their type, and a table that stays in host memory is not counted."""
     present = serving(save(tmp_path / "old"))
-    present.weights_bytes = 10**9
-    some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10**9))
+    config = small_config()
+    tensors = {name: tensor.bfloat16() for name, tensor in random_checkpoint(config, 1).tensors.items()}
+    save_checkpoint(tmp_path / "new", config, tensors)
+    items = tensors["items.weight"].nbytes
+    wanted = items + sum(2 * t.nbytes for name, t in tensors.items() if name != "items.weight")
+    copies = copied_bytes({name: t.shape for name, t in tensors.items()}, torch.bfloat16, "cpu")
+    assert resident_bytes(tmp_path / "new", items, torch.bfloat16, "cpu") == wanted + copies
+    assert resident_bytes(tmp_path / "new", items - 1, torch.bfloat16, "cpu") == wanted + copies - items
+    some = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=int(wanted / HEADROOM) - 10))
     monkeypatch.setattr(relaygr.worker.process.reloading, "psutil", some)
-    assert refusal(present, settings_of(save(tmp_path / "new", seed=1))).outcome is ReloadOutcome.NO_MEMORY
+    assert refusal(present, settings_of(tmp_path / "new")).outcome is ReloadOutcome.NO_MEMORY
 
 
 def test_both_models_must_fit_into_the_device(tmp_path):

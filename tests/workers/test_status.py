@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,7 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
     producer, clock = FakeProducer(), ManualClock()
     published = report(producer, clock)
     published.state = WorkerState.READY
+    published.metrics_url = "http://127.0.0.1:9100/metrics"
     published.publish()
     (produced,) = producer.sent
     assert (produced.topic, produced.key) == ("relaygr.workers", b"worker-00")
@@ -85,6 +87,8 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         latency=LATENCY,
         full_path=FULL_PATH,
         ranking_backlog_us=1_500,
+        host=socket.gethostname(),
+        metrics_url="http://127.0.0.1:9100/metrics",
     )
 
 
@@ -94,6 +98,19 @@ def test_a_status_gives_the_limit_of_a_tier_as_its_size() -> None:
     report(producer, ManualClock(), hbm_limit=10).publish()
     status = codec.decode(WorkerStatus, producer.sent[0].value)
     assert (status.hbm_capacity_bytes, status.dram_capacity_bytes) == (10 * 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        (WorkerSettings(), "http://127.0.0.1:9100/metrics"),
+        (WorkerSettings(http_host="::1"), "http://[::1]:9100/metrics"),
+        (WorkerSettings(http_host="0.0.0.0"), f"http://{socket.gethostname()}:9100/metrics"),
+        (WorkerSettings(metrics_url="https://w0.example/metrics"), "https://w0.example/metrics"),
+    ],
+)
+def test_the_address_of_the_metrics_is_one_that_a_reader_can_ask(settings: WorkerSettings, url: str) -> None:
+    assert settings.metrics_url_at(9100) == url
 
 
 @pytest.mark.parametrize("error", [BufferError("full"), refused(KafkaError._UNKNOWN_TOPIC)])

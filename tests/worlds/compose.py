@@ -68,9 +68,16 @@ def environment_of(name: str) -> dict[str, str]:
 
 
 def alert_expressions() -> dict[str, str]:
-    """Alert -> its PromQL."""
-    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
-    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    """Alert -> its PromQL, with that of the recorded rates in place of their names."""
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+    recorded = {rule["record"]: rule["expr"] for rule in rules if "record" in rule}
+
+    def written_out(expression: str) -> str:
+        for name, rate in recorded.items():
+            expression = expression.replace(name, f"({rate})")
+        return expression
+
+    return {rule["alert"]: written_out(rule["expr"]) for rule in rules if "alert" in rule}
 
 
 def dashboard() -> Any:

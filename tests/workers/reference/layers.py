@@ -1,4 +1,4 @@
-"""Layers of the reference model. Formulas: `relaygr.worker.model.hstu`, `relaygr.worker.model.decoder`."""
+"""Layers of the reference model. Formulas: `relaygr.worker.model.hstu`, `relaygr.worker.model.layers`."""
 
 from __future__ import annotations
 

@@ -38,6 +38,9 @@ def read_out(config: ModelConfig, tensors: Tensors, x: torch.Tensor, sequence: S
 
 
 def _activated(config: ModelConfig, tensors: Tensors, index: int, x: torch.Tensor) -> torch.Tensor:
+    if config.readout_hidden_norm:
+        name = f"readout.mlp.{index}.norm"
+        x = layer_norm(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"], config.readout_mlp_eps)
     match config.readout_activation:
         case ReadoutActivation.SILU:
             return silu(x)

@@ -1,0 +1,375 @@
+"""The headline figures: searches, the decision rule, the figures from rows, the report, and a cell in miniature."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.bench.generator.samples import LOST, Sample
+from relaygr.bench.headline.__main__ import main
+from relaygr.bench.headline.breakeven import Demand, Verdict, outlook
+from relaygr.bench.headline.decision import decide, paired_ratio, queue_growth, upper_bound
+from relaygr.bench.headline.figures import counts_for_b, figures_of, same_load
+from relaygr.bench.headline.grid import BY_NAME, CENTRE, GRID
+from relaygr.bench.headline.plan import CellPlan, save_plan
+from relaygr.bench.headline.report import write_report
+from relaygr.bench.headline.rows import RunFile, RunRow, Used, read_rows, score_columns
+from relaygr.bench.headline.rows import figures_of as columns_of
+from relaygr.bench.headline.run import FULL_MODE, QUICK_MODE, Bench, estimated_s
+from relaygr.bench.headline.search import highest_rate, longest_history
+from relaygr.bench.headline.systems import FLAGS, QUICK_SYSTEMS, System
+from relaygr.devbroker import LocalBroker
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients
+
+SAMPLE = Sample(
+    row=0, part=1, user_id="u", history_length=64, ranking_us=0, lag_us=100, latency_us=40_000, status="ranked",
+    path="full", prefix_tokens=64, in_worker_us=38_000, queue_us=8_000, pre_infer_us=20_000, rank_us=5_000,
+)  # fmt: skip
+DEADLINE_MS = 100
+
+
+def columns(samples: list[Sample], **used: Any) -> dict[str, Any]:
+    return columns_of(samples, DEADLINE_MS, 10.0, 0.5, Used(**used), {each.row: 25_000.0 for each in samples})
+
+
+def row(**changes: Any) -> RunRow:
+    base = RunRow(
+        measured_at="2026-01-01T00:00:00Z", machine="one", broker="Kafka", mode="full", cell="centre", figure="B",
+        system="B0", variant="", history=64, rate_per_s=10.0, seed=1, attempt=1, **columns([SAMPLE] * 20),
+        **score_columns([], []),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def outcome(system: str, rates: dict[float, float], seed: int, **changes: Any) -> list[RunRow]:
+    """Rows of figure B: late shares by rate."""
+    return [row(system=system, seed=seed, rate_per_s=rate, late_share=late, **changes) for rate, late in rates.items()]
+
+
+class TestSearch:
+    @pytest.mark.parametrize("capacity", [0.7, 1.0, 3.3, 17.0, 90.0])
+    def test_the_highest_rate_is_within_the_resolution_of_the_capacity(self, capacity: float) -> None:
+        found = highest_rate(lambda rate: rate <= capacity, 4.0, 1.05, 0.25, 256.0)
+        assert found.passed is not None and found.failed is not None
+        assert found.passed <= capacity < found.failed
+        assert found.failed / found.passed <= 1.06
+
+    def test_searches_that_start_alike_ask_for_the_same_rates(self) -> None:
+        asked: list[set[float]] = []
+        for capacity in (9.0, 9.5):
+            rates: set[float] = set()
+
+            def passes(rate: float, rates: set[float] = rates, capacity: float = capacity) -> bool:
+                rates.add(rate)
+                return rate <= capacity
+
+            highest_rate(passes, 4.0, 1.2, 0.25, 256.0)
+            asked.append(rates)
+        assert len(asked[0] & asked[1]) >= 4
+
+    def test_a_system_that_passes_or_fails_everywhere_ends_the_search_at_its_bounds(self) -> None:
+        always = highest_rate(lambda rate: True, 4.0, 1.1, 1.0, 16.0)
+        never = highest_rate(lambda rate: False, 4.0, 1.1, 1.0, 16.0)
+        assert (always.passed, always.failed) == (16.0, None)
+        assert (never.passed, never.failed) == (None, 1.0)
+
+    @pytest.mark.parametrize("limit", [64, 200, 1_000, 4_095])
+    def test_the_longest_history_is_the_last_page_that_passes(self, limit: int) -> None:
+        found = longest_history(lambda length: length <= limit, 64, 4_096, 64, steps=20)
+        assert (found.passed, found.failed) == (limit // 64 * 64, limit // 64 * 64 + 64)
+
+    def test_few_steps_leave_a_coarse_answer_that_still_holds(self) -> None:
+        asked: list[float] = []
+
+        def passes(length: float) -> bool:
+            asked.append(length)
+            return length <= 1_000
+
+        found = longest_history(passes, 64, 4_096, 64, steps=2)
+        assert found.passed is not None and found.failed is not None and found.passed <= 1_000 < found.failed
+        assert len(asked) == 4
+
+
+class TestDecision:
+    CASES: tuple[tuple[str, list[float], bool, str], ...] = (
+        ("every seed well within", [0.001, 0.0, 0.002, 0.001, 0.0], True, "every seed"),
+        ("one seed beyond", [0.0, 0.0, 0.0, 0.0, 0.011], False, "a seed had 1.10% late"),
+        ("too few seeds", [0.0] * 4, False, "4 of 5 seeds"),
+        ("within, but too scattered to be sure", [0.0, 0.0099, 0.0, 0.0099, 0.0099], False, "at 95% confidence"),
+    )
+
+    @pytest.mark.parametrize(("shares", "passed", "why"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+    def test_the_rule(self, shares: list[float], passed: bool, why: str) -> None:
+        decision = decide(shares)
+        assert decision.passed == passed
+        assert why in decision.why
+
+    def test_a_system_at_its_limit_seldom_passes(self) -> None:
+        """One run of it passes about every second time."""
+        random = np.random.default_rng(1)
+        late = random.binomial(2_000, 0.01, (400, 5)) / 2_000
+        assert 0.4 < np.mean(late[:, 0] <= 0.01) < 0.7
+        assert np.mean([decide(list(each)).passed for each in late]) < 0.1
+
+    def test_the_bound_is_that_of_students_t(self) -> None:
+        assert upper_bound([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(3 + 2.1318 * math.sqrt(2.5 / 5), rel=1e-4)
+        assert math.isnan(upper_bound([0.0]))
+
+    def test_what_a_trace_makes_hard_for_both_falls_out_of_the_paired_ratio(self) -> None:
+        base = {1: 10.0, 2: 20.0, 3: 5.0, 4: 12.0, 5: 30.0}
+        ours = {seed: 2 * rate * (1.01 if seed % 2 else 0.99) for seed, rate in base.items()}
+        ratio = paired_ratio(ours, base)
+        assert ratio is not None and ratio.low < 2.0 < ratio.high
+        assert ratio.high / ratio.low < 1.05
+
+    def test_a_seed_without_a_pair_or_a_value_does_not_count(self) -> None:
+        ratio = paired_ratio({1: 10.0, 2: 10.0, 3: 10.0}, {1: 5.0, 2: 0.0})
+        assert ratio is not None and (ratio.value, ratio.seeds) == (2.0, 1)
+        assert math.isnan(ratio.low)
+        assert paired_ratio({1: 1.0}, {2: 1.0}) is None
+
+    def test_a_queue_that_grows_is_seen_and_one_that_stays_is_not(self) -> None:
+        begins = list(range(0, 10_000_000, 10_000))
+        assert abs(queue_growth(begins, [each + 50_000 for each in begins])) < 1
+        assert queue_growth(begins, [int(each * 1.1) + 50_000 for each in begins]) > 50
+
+
+class TestRow:
+    def test_every_offered_request_without_a_whole_answer_in_time_is_late(self) -> None:
+        samples = [
+            *[SAMPLE] * 94,
+            replace(SAMPLE, latency_us=DEADLINE_MS * 1000 + 1),
+            replace(SAMPLE, path="truncated"),
+            replace(SAMPLE, status="failed", path=None),
+            replace(SAMPLE, status="expired", path=None),
+            replace(SAMPLE, status=LOST, path=None, latency_us=None),
+            replace(SAMPLE, path="hbm", tokens_cached=64),
+            *[replace(SAMPLE, part=0, status=LOST, latency_us=None)] * 9,
+        ]
+        found = columns(samples)
+        assert (found["offered"], found["late"], found["late_share"]) == (100, 5, 0.05)
+        assert (found["truncated"], found["failed"], found["expired"], found["lost"]) == (1, 1, 1, 1)
+        assert (found["hbm_share"], found["full_share"]) == (0.01, 0.95)
+        assert found["offered_p99_ms"] == math.inf
+        assert found["p50_ms"] == 40.0
+
+    def test_time_in_the_worker_is_compared_with_the_engine_alone_without_the_queue(self) -> None:
+        assert columns([SAMPLE] * 5)["worker_over_engine"] == pytest.approx(30 / 25)
+
+    def test_a_run_whose_generator_was_late_is_not_valid(self) -> None:
+        assert columns([replace(SAMPLE, lag_us=1_900)] * 5)["valid"]
+        assert not columns([SAMPLE] * 500 + [replace(SAMPLE, lag_us=9_000)])["valid"]
+
+    def test_device_seconds_are_for_a_thousand_rankings(self) -> None:
+        assert columns([SAMPLE] * 50, device_s=2.0)["device_s_per_1000"] == pytest.approx(40)
+
+    def test_scores_are_compared_with_those_of_the_same_row(self) -> None:
+        kept = [replace(SAMPLE, row=each, scores=np.array([1.0, 2.0 * each], np.float32)) for each in (1, 2, 3)]
+        wrong = replace(kept[1], scores=np.array([1.0, 4.5], np.float32))
+        found = score_columns([kept[0], wrong, replace(kept[2], history_stale=True)], kept)
+        assert (found["scores_compared"], found["scores_different"]) == (2, 1)
+        assert found["scores_worst_error"] == pytest.approx(0.125)
+
+    @pytest.mark.parametrize(
+        "change", [{"valid": False}, {"late_share": 0.02}, {"queue_growth": 9.0}, {"scores_different": 1}]
+    )
+    def test_what_makes_a_run_fail(self, change: dict[str, Any]) -> None:
+        assert row().passed
+        assert not row(**change).passed
+
+    def test_rows_are_read_as_they_were_added_and_answer_their_question(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        file.add(row(offered_p99_ms=math.inf), [SAMPLE])
+        file.add(row(seed=2), [SAMPLE])
+        again = RunFile(tmp_path)
+        assert [each.seed for each in again.rows] == [1, 2]
+        assert again.rows[0].offered_p99_ms == math.inf
+        assert [each.seed for each in again.attempts(row(seed=2, attempt=3).key)] == [2]
+
+    def test_rows_of_something_else_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "runs.csv").write_text("a,b\n1,2\n", encoding="utf-8")
+        with pytest.raises(RelayError, match=r"runs\.csv does not have the rows"):
+            read_rows(tmp_path / "runs.csv")
+
+
+class TestFigures:
+    def test_the_highest_value_lies_below_the_lowest_that_failed(self) -> None:
+        rows = outcome("B0", {10.0: 0.0, 20.0: 0.05, 40.0: 0.0}, 1)
+        assert figures_of(rows, "full")[0].value == 10.0
+
+    def test_ratios_are_paired_by_seed_and_a_value_is_decided_by_five(self) -> None:
+        rows = []
+        for seed in range(1, 6):
+            base = 10.0 * seed
+            rows += outcome("B0", {base: 0.001, 2 * base: 0.5}, seed) + outcome("B0", {7.0: 0.001}, seed)
+            rows += outcome("R", {3 * base: 0.001, 6 * base: 0.5}, seed)
+        b0, relay = figures_of(rows, "full")
+        assert (b0.value, b0.decided, b0.ratio) == (30.0, 7.0, None)
+        assert relay.ratio is not None
+        assert (relay.ratio.value, relay.ratio.low, relay.ratio.high) == (pytest.approx(3),) * 3
+        assert relay.decided is None, "no rate was run with every seed"
+
+    def test_rows_of_another_mode_and_invalid_ones_do_not_count(self) -> None:
+        rows = [*outcome("B0", {10.0: 0.0}, 1), row(rate_per_s=5.0, late_share=0.5, valid=False), row(mode="quick")]
+        assert [each.value for each in figures_of(rows, "full")] == [10.0]
+        assert figures_of(rows, "full")[0].is_at_least
+
+    @pytest.mark.parametrize(("use", "counts"), [(0.31, True), (0.2, False)])
+    def test_figure_b_counts_where_the_work_limits_the_baseline(self, use: float, counts: bool) -> None:
+        rows = outcome("B0", {10.0: 0.0, 20.0: 0.5}, 1, device_use=use)
+        assert counts_for_b(figures_of(rows, "full"), rows, "centre", "full") == counts
+
+    @pytest.mark.parametrize(("late", "rate"), [(0.0, 10.0), (0.5, 5.0)])
+    def test_systems_are_compared_at_a_rate_that_all_were_asked_at_and_most_passed(
+        self, late: float, rate: float
+    ) -> None:
+        rows = outcome("B0", {5.0: 0.0, 10.0: late}, 1) + outcome("R", {5.0: 0.0, 10.0: 0.0, 20.0: 0.0}, 1)
+        found = same_load(rows, "full", "centre")
+        assert [(each.system, each.rate_per_s) for each in found] == [("B0", rate), ("R", rate)]
+
+    def test_the_report_names_a_cell_that_only_the_baseline_serves_as_lost(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for each in outcome("B0", {10.0: 0.0}, 1) + outcome("R", {10.0: 0.5}, 1):
+            file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        assert "R loses to B0: centre (R meets it nowhere)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+    def test_the_report_says_of_how_many_seeds_a_ratio_is_and_counts_the_others_as_lost(self, tmp_path: Path) -> None:
+        file = RunFile(tmp_path)
+        for seed in range(1, 6):
+            passes = {10.0: 0.0, 20.0: 0.0 if seed < 3 else 0.5}
+            relay = passes if seed < 3 else dict.fromkeys(passes, 0.5)
+            for each in outcome("B0", {10.0: 0.0, 20.0: 0.5}, seed) + outcome("R", relay, seed):
+                file.add(each, [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert "2.00 (2.00 to 2.00; 2 of 5 seeds)" in text
+        assert "R loses to B0: centre (median of all seeds 0, B0 10)" in text
+
+    def test_the_report_reads_the_plan_of_a_cell_with_a_dot_in_its_name(self, tmp_path: Path) -> None:
+        name = "n1024-d1.5-r0.6"
+        plan = CellPlan(
+            cell=name, machine="one", made_at="now", engine="cpu", full_ms=20.0, pre_ms=15.0, hit_ms=5.0,
+            short_full_ms=4.0, deadline_ms=40, lead_ms=45.0, half_rate_per_s=10.0, prefix_bytes=1 << 20,
+            hbm_bytes=1 << 26, dram_bytes=1 << 28, coefficients=TestBreakEven.LATENCY.coefficients,
+        )  # fmt: skip
+        save_plan(plan, tmp_path / "plans" / f"{name}.json")
+        (tmp_path / "plans" / f"{name}.calibration.json").write_text("{}", encoding="utf-8")
+        for each in outcome("B0", {10.0: 0.0}, 1, cell=name):
+            RunFile(tmp_path).add(each, [SAMPLE])
+        write_report(tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert f"| {name} | 1,024 |" in text and f"{name}: where the relay pays" in text
+
+
+class TestBreakEven:
+    LATENCY = LatencyModel(
+        LatencyCoefficients(a0=0, a1=40, a2=0.01, b0=0, b1=40, b2=0.01, c0=500, c1=20, c2=0.01, d0=100, d1=1e-4)
+    )
+    DEMAND = Demand(
+        tokens=2_000, scored=144, rate_per_s=1.0, reuse=0.6, return_gap_s=10.0, growth=8, deadline_us=300_000,
+        lead_us=500_000, cache_bytes=1 << 30, token_bytes=2_048,
+    )  # fmt: skip
+
+    CASES: tuple[tuple[str, dict[str, Any], Verdict], ...] = (
+        ("low load: full inference is enough", {}, Verdict.FULL),
+        ("a queue that only the relay keeps short", {"rate_per_s": 6.0}, Verdict.RELAY),
+        ("the lead time is too short for new users", {"rate_per_s": 6.0, "lead_us": 1_000}, Verdict.NEITHER),
+        ("more work than the device does", {"rate_per_s": 60.0}, Verdict.NEITHER),
+        ("everybody comes back, after a time that the cache does not cover",
+         {"rate_per_s": 15.0, "reuse": 1.0, "return_gap_s": 3_600.0}, Verdict.NEITHER),
+        ("everybody comes back in time", {"rate_per_s": 15.0, "reuse": 1.0}, Verdict.RELAY),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("changes", "verdict"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+    def test_a_demand_has_its_verdict(self, changes: dict[str, Any], verdict: Verdict) -> None:
+        assert outlook(self.LATENCY, replace(self.DEMAND, **changes)).verdict is verdict
+
+    def test_without_returning_users_the_relay_saves_no_device_time(self) -> None:
+        none = outlook(self.LATENCY, replace(self.DEMAND, reuse=0.0))
+        most = outlook(self.LATENCY, replace(self.DEMAND, reuse=0.9))
+        assert none.relay_s == none.full_s
+        assert most.relay_s < 0.5 * most.full_s
+
+
+def test_cells_have_names_of_their_own_and_differ() -> None:
+    assert len(BY_NAME) == len(GRID) + 1
+    assert len({replace(cell, name="") for cell in GRID}) == len(GRID)
+    for cell in GRID:
+        cell.model()
+
+
+def test_systems_differ_by_their_flags() -> None:
+    assert set(FLAGS) == set(System)
+    assert {flags.events for system, flags in FLAGS.items() if system in (System.B0, System.B1, System.C)} == {False}
+    assert FLAGS[System.R].events and FLAGS[System.R].dram and not FLAGS[System.R_HBM].dram
+    assert not FLAGS[System.B0].reuse
+
+
+def test_the_quick_run_takes_about_ten_minutes_and_the_full_one_says_that_it_takes_days() -> None:
+    assert 400 < estimated_s(1, QUICK_SYSTEMS, QUICK_MODE) < 750
+    assert estimated_s(len(GRID), tuple(System), FULL_MODE) > 86_400
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "give one of --quick"),
+        ({"quick": True, "full": True}, "give one of --quick"),
+        ({"quick": True, "cells": "nowhere"}, "no cell has the name 'nowhere'"),
+        ({"quick": True, "systems": "B0,Z"}, "no system has the name 'Z'"),
+        ({"trace": Path("load.csv"), "systems": "B0,B1"}, "B1 takes its longest history from figure A"),
+        ({"trace": Path("load.csv"), "systems": "B0,O"}, "O ranks synthetic users of its own"),
+        ({"quick": True, "interactions": Path("log.csv"), "systems": "O"}, "O ranks synthetic users of its own"),
+        ({"report": True, "out": Path("/nonexistent")}, "run with --quick"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_reason(options: dict[str, Any], why: str) -> None:
+    call: Callable[..., None] = main
+    with pytest.raises(RelayError, match=re.escape(why)):
+        call(**options)
+
+
+@pytest.mark.slow
+def test_a_cell_in_miniature_runs_resumes_and_is_reported(
+    embedded_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = replace(CENTRE, name="mini", history=256, heads=1, head_width=16, layers=1, candidates=16, growth=2)
+    # So long a deadline that the runs pass on a busy machine, too.
+    cell = replace(cell, least_deadline_ms=8_000, return_gap_s=0.5)
+    mode = replace(QUICK_MODE, seconds=1.0, warm_up_s=0.5, resolution=64.0, steps=0, a_loads=())
+    monkeypatch.setattr("relaygr.bench.headline.run.LONGEST_TUNE_FACTOR", 1)
+    monkeypatch.setattr("relaygr.bench.headline.plan.HALF", 0.02)
+    monkeypatch.setitem(BY_NAME, "mini", cell)
+    systems = (System.B0, System.R)
+    with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
+        bench.run_cells((cell,), systems)
+    rows = read_rows(tmp_path / "runs.csv")
+    asked = [(each.system, each.figure, each.valid) for each in rows]
+    assert asked == [("B0", "B", True), ("R", "B", True)]
+    assert all(each.late == 0 and each.offered > 3 and each.passed for each in rows)
+    assert rows[0].full_share == 1 and rows[0].worker_over_engine > 0
+    relay = rows[-1]
+    assert relay.scores_compared > 0 and relay.scores_different == 0
+    assert relay.hbm_share > 0 and relay.cached_token_share > 0 and relay.device_s > 0
+    # Another mode has other traces, so its scores are not compared with these samples.
+    assert {each.stem.rsplit("-", 1)[1] for each in (tmp_path / "samples").iterdir()} == {mode.name}
+    # The same command again finds every run in the file, and starts no process.
+    with Bench(Console(quiet=True), tmp_path, embedded_broker, mode, None) as bench:
+        bench.run_cells((cell,), systems)
+    assert len(read_rows(tmp_path / "runs.csv")) == 2
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "Indicative: 1 of at least 5 seeds" in text and "| mini |" in text and "calculated, not measured" in text
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "data:image/png;base64," in page and not re.search(r'(src|href)="http', page)

@@ -1,0 +1,458 @@
+"""The simulation of a fleet: against queueing theory and the product's own schedule, and from the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.cli.app import app
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import LatencyCoefficients, StageTimings
+from relaygr.schemas.partitioner import partition_for
+from relaygr.settings import load_settings
+from relaygr.simulate.case import System, case_of, shape_of_tokens
+from relaygr.simulate.demand import Demand, name_of, part_of, partitions_of
+from relaygr.simulate.figures import CODE, NO_LATENCY, Ending, PartOutcome, Requests, figures_of
+from relaygr.simulate.fleet import FleetSize, Runner, parts_of, simulate
+from relaygr.simulate.plan import plan_capacity
+from relaygr.simulate.relay import TAKEOVER_S, Autoscale, Case, Changes, RelaySimulation
+from relaygr.simulate.times import NO_TIMES, MeasuredTimes, learn, load_times, save_times
+from relaygr.traffic.population import SyntheticPopulation
+from relaygr.traffic.records import ImpressionRecord
+from relaygr.traffic.schedule import impressions
+from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.options import ComputeDtype
+
+TOKENS, CANDIDATES = 512, 64
+COEFFICIENTS = LatencyCoefficients(
+    a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
+)  # fmt: skip
+LATENCY = LatencyModel(COEFFICIENTS)
+"""A prefix of 512 tokens takes 10.2 ms, a ranking 0.3 ms."""
+
+
+def case(
+    *settings: str,
+    system: System = System.RELAY,
+    times: MeasuredTimes = NO_TIMES,
+    changes: Changes | None = None,
+    day_s: float | None = None,
+    on_cpu: bool = True,
+    rate: float = 20,
+    seconds: float = 20,
+) -> Case:
+    """Users with histories of one length; `settings` change that."""
+    loaded = load_settings(
+        None,
+        environment={},
+        overrides=(
+            "partitions=12",
+            f"traffic.rate_per_s={rate}",
+            f"traffic.duration_s={seconds}",
+            "traffic.users=400",
+            f"traffic.history_median={TOKENS}",
+            "traffic.history_sigma=0",
+            "traffic.history_max=1024",
+            "traffic.growth=0",
+            "traffic.suffix=0",
+            f"traffic.candidates={CANDIDATES}",
+            "traffic.budget_ms=40",
+            *settings,
+        ),
+    )
+    shape = shape_of_tokens(2048, loaded)
+    return case_of(loaded, shape, LATENCY, times, on_cpu=on_cpu, system=system, changes=changes, day_s=day_s)
+
+
+def outcome(one: Case, workers: int = 1) -> PartOutcome:
+    return RelaySimulation(one, range(one.demand.partitions), workers, lambda _: None).run()
+
+
+def share(done: PartOutcome, ending: Ending) -> float:
+    return float((done.requests.endings == CODE[ending]).mean())
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [0.3, 0.6])
+def test_without_the_relay_the_mean_latency_is_that_of_an_m_d_1_queue(load: float):
+    service_us = LATENCY.append_us(0, TOKENS) + LATENCY.hit_us(TOKENS, CANDIDATES)
+    parts = [
+        outcome(
+            case(
+                "traffic.budget_ms=20000", "worker.max_batch_requests=1", f"traffic.seed={seed}",
+                system=System.OFF, rate=load * 1e6 / service_us, seconds=40,
+            )
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    means_us = [float(part.requests.latencies_us.mean()) for part in parts]
+    expected_us = service_us + load * service_us / (2 * (1 - load))
+    assert all(share(part, Ending.FULL) == 1 for part in parts)
+    error_us = 3.2 * float(np.std(means_us, ddof=1)) / 2
+    assert np.mean(means_us) == pytest.approx(expected_us, abs=max(error_us, 0.02 * expected_us))
+
+
+def test_an_idle_worker_answers_in_the_calibrated_time():
+    done = outcome(case("traffic.budget_ms=2000", system=System.OFF, rate=0.5, seconds=60))
+    service_us = LATENCY.append_us(0, TOKENS) + LATENCY.hit_us(TOKENS, CANDIDATES)
+    assert float(np.median(done.requests.latencies_us)) == pytest.approx(service_us, abs=2)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "accelerator"])
+def test_with_enough_lead_time_the_relay_ranks_on_prepared_prefixes(on_cpu: bool):
+    # Full inference takes longer than the time limit.
+    settings = ("traffic.budget_ms=8", "worker.reply_margin_ms=0")
+    relay, off = (outcome(case(*settings, system=each, on_cpu=on_cpu)) for each in System)
+    assert share(relay, Ending.HBM) > 0.9
+    assert share(off, Ending.FULL) == 0
+    assert np.percentile(relay.requests.latencies_us, 50) < 2_000
+
+
+def test_without_lead_time_nothing_is_prepared():
+    done = outcome(case("traffic.budget_ms=8", "traffic.lead_median_ms=1", "worker.reply_margin_ms=0"))
+    assert done.jobs.get("computed", 0) == 0
+
+
+def test_prefixes_that_do_not_fit_into_hbm_come_from_dram():
+    prefix_bytes = TOKENS * 2048
+    done = outcome(
+        case(
+            f"worker.hbm_bytes={20 * prefix_bytes}", f"worker.dram_bytes={400 * prefix_bytes}", "traffic.users=60",
+            "traffic.zipf_exponent=0", "admission.footprint_reserve=0", seconds=60,
+        )
+    )  # fmt: skip
+    looked_up = sum(done.found.values())
+    assert done.found["hbm"] / looked_up < 0.6
+    assert done.found["dram"] / looked_up > 0.4
+
+
+def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
+    noisy = case("traffic.growth=8", times=MeasuredTimes())
+    first, again = outcome(noisy), outcome(noisy)
+    other = outcome(replace(noisy, demand=replace(noisy.demand, seed=2)))
+    assert first.requests.latencies_us.tolist() == again.requests.latencies_us.tolist()
+    assert first.requests.endings.tolist() == again.requests.endings.tolist()
+    assert first.requests.latencies_us.tolist() != other.requests.latencies_us.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        Changes(),
+        Changes(kills_s=(6.0, 9.0), standby=True),
+        Changes(kills_s=(6.0,), session_timeout_s=2.0, start_s=3.0),
+        Changes(kills_s=(6.0, 6.5), session_timeout_s=2.0, start_s=3.0),
+        Changes(start_s=2.0, autoscale=Autoscale(1, 4, target=0.3, interval_s=2.0)),
+        Changes(kills_s=(8.0,), start_s=2.0, session_timeout_s=1.0, autoscale=Autoscale(1, 4, interval_s=2.0)),
+    ],
+    ids=["none", "standby", "killed", "both killed", "autoscaled", "all"],
+)
+@pytest.mark.parametrize("system", list(System))
+def test_each_request_ends_exactly_once(changes: Changes, system: System):
+    simulation = RelaySimulation(
+        case("traffic.growth=8", system=system, times=MeasuredTimes(), changes=changes, rate=60, seconds=15),
+        range(12),
+        2,
+        lambda _: None,
+    )
+    done = simulation.run()
+    assert simulation.duplicates == 0
+    assert share(done, Ending.LOST) == share(done, Ending.FAILED) == 0
+    assert (done.requests.latencies_us != NO_LATENCY).all()
+
+
+def test_a_standby_takes_over_sooner_than_a_session_ends_and_keeps_dram():
+    def late(standby: bool) -> tuple[float, PartOutcome]:
+        changes = Changes(kills_s=(10.0,), standby=standby, session_timeout_s=4.0, start_s=5.0)
+        done = outcome(case(times=MeasuredTimes(), changes=changes, seconds=24))
+        return 1 - float(done.requests.in_time(40_000).mean()), done
+
+    (with_standby, kept), (without, _) = late(True), late(False)
+    assert without > 0.15 > 0.08 > with_standby
+    assert kept.found["dram"] > 0
+
+
+def test_the_number_of_workers_follows_a_day():
+    rule = Autoscale(1, 6, target=0.2, interval_s=3.0)
+    done = outcome(
+        case(system=System.OFF, changes=Changes(start_s=1.0, autoscale=rule), day_s=60, rate=60, seconds=60), 2
+    )
+    assert done.most_workers >= 4
+    assert 1 < done.worker_s / done.seconds < done.most_workers
+
+
+def test_a_user_that_starts_again_is_deleted_first():
+    done = outcome(case("traffic.start_again=true", "traffic.growth=200", "traffic.users=4", seconds=30))
+    assert share(done, Ending.LOST) == 0
+    assert done.found["nowhere"] > 4
+
+
+# -- demand ---------------------------------------------------------------------------------------
+
+
+def test_users_lie_in_the_partitions_of_the_product():
+    users = np.array([0, 7, 999_999, 1_000_000, 12_345_678])
+    expected = [partition_for(name_of(user).encode(), 48) for user in users]
+    assert partitions_of(users, 48).tolist() == expected
+    population = SyntheticPopulation(case().demand.traffic)
+    assert name_of(17) == population.user_id(17)
+
+
+def test_the_parts_of_a_small_fleet_play_the_schedule_of_the_gateway():
+    demand = case("traffic.growth=8").demand
+    halves = [list(part_of(demand, frozenset(part)).impressions) for part in (range(5), range(5, 12))]
+    played = sorted((one for half in halves for one in half), key=lambda one: one.number)
+    assert played == list(impressions(demand.traffic, SyntheticPopulation(demand.traffic)))
+
+
+def test_the_impressions_of_many_users_are_thinned_to_a_day():
+    demand = case("traffic.users=30000", rate=400, seconds=60).demand
+    day = replace(demand, day_s=60.0)
+    constant, curve = (
+        np.array([one.retrieval_us for one in part_of(each, frozenset(range(12))).impressions])
+        for each in (demand, day)
+    )
+    assert constant.size == pytest.approx(24_000, rel=0.03)
+    night, noon = (curve < 10e6).sum(), ((curve > 25e6) & (curve < 35e6)).sum()
+    assert night / noon == pytest.approx(0.42, abs=0.05)
+
+
+def test_the_shares_of_all_parts_add_up():
+    demand = case("traffic.users=30000").demand
+    shares = [part_of(demand, frozenset(part)).share for part, _ in parts_of(12, 5, 2)]
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_parts_are_the_ranges_of_the_groups_assignor():
+    assert parts_of(8, 3, 1) == [(range(3), 1), (range(3, 6), 1), (range(6, 8), 1)]
+    assert parts_of(8, 3, 2) == [(range(6), 2), (range(6, 8), 1)]
+    with pytest.raises(RelayError, match="9 workers cannot share 8 partitions"):
+        parts_of(8, 9, 1)
+
+
+# -- fleets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sample_of_a_fleet_equals_the_whole_within_the_error():
+    fleet = case("partitions=96", "traffic.users=30000", "traffic.zipf_exponent=0.4", rate=160, seconds=16)
+    with Runner(1) as runner:
+        whole = simulate(fleet, FleetSize(12, 12, 2), runner, lambda _: None)
+        some = simulate(fleet, FleetSize(12, 3, 3), runner, lambda _: None)
+    assert some.requests < whole.requests
+    assert some.workers == whole.workers == pytest.approx(12)
+    for name in ("p50_ms", "late_share", "device_load", "device_s_per_1000"):
+        ours, theirs = getattr(some, name), getattr(whole, name)
+        assert ours.error is not None
+        assert ours.value == pytest.approx(theirs.value, abs=1.5 * ours.error + (theirs.error or 0))
+
+
+def test_a_worker_dies_once_in_the_fleet_and_not_in_a_sample_of_it():
+    fleet = case("partitions=96", changes=Changes(kills_s=(3.0,), standby=True), rate=40, seconds=6)
+    with Runner(1) as runner:
+        done = simulate(fleet, FleetSize(12, 8, 1), runner, lambda _: None)
+        assert done.workers == pytest.approx(12 - TAKEOVER_S / 4.5, abs=0.01)
+        with pytest.raises(RelayError, match="raise --sample to 2"):
+            simulate(fleet, FleetSize(12, 1, 1), runner, lambda _: None)
+
+
+def test_the_limits_of_autoscaling_are_those_of_the_fleet():
+    rule = Autoscale(6, 12, target=0.01, interval_s=0.5)
+    fleet = case("partitions=96", changes=Changes(start_s=0.1, autoscale=rule), rate=40, seconds=6)
+    with Runner(1) as runner:
+        done = simulate(fleet, FleetSize(12, 8, 1), runner, lambda _: None)
+    assert 6 <= done.workers <= 12
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_figures_as_one():
+    one = case(seconds=6)
+    with Runner(1) as alone, Runner(2) as pool:
+        size = FleetSize(2, 8, 2)
+        done: list[int] = []
+        assert replace(simulate(one, size, alone, done.append), took_s=0) == replace(
+            simulate(one, size, pool, done.append), took_s=0
+        )
+    assert done
+
+
+def test_the_error_of_one_simulation_is_not_known_and_that_of_equal_ones_is_zero():
+    requests = Requests(np.array([1_000, 3_000, 90_000]), np.array([CODE[Ending.HBM]] * 3, np.uint8))
+    part = PartOutcome(
+        requests=requests, found={"hbm": 1, "nowhere": 3}, jobs={}, device_s=0.6, seconds=2.0, worker_s=4.0,
+        most_workers=2, impressions=4, took_s=0.5,
+    )  # fmt: skip
+    alone, pair = figures_of([part], 40), figures_of([part, part], 40)
+    assert (alone.p50_ms.value, alone.p50_ms.error) == (3.0, None)
+    assert alone.late_share.value == pytest.approx(1 / 3)
+    assert (alone.found_hbm.value, alone.device_load.value, round(alone.device_s_per_1000.value)) == (0.25, 0.15, 200)
+    assert pair.p99_ms.error == 0
+    assert (pair.requests, pair.impressions_per_s, pair.workers) == (6, 8, 2)
+
+
+def test_latencies_are_those_of_ranked_requests_and_refusals_are_late():
+    endings = np.array([CODE[each] for each in (Ending.HBM, Ending.TRUNCATED, *[Ending.REFUSED] * 98)], np.uint8)
+    requests = Requests(np.array([20_000, 30_000, *[1_000] * 98]), endings)
+    part = PartOutcome(
+        requests=requests, found={}, jobs={}, device_s=0.1, seconds=1.0, worker_s=1.0, most_workers=1,
+        impressions=100, took_s=0.5,
+    )  # fmt: skip
+    found = figures_of([part], 40)
+    assert (found.p50_ms.value, found.late_share.value) == (25.0, pytest.approx(0.99))
+
+
+@pytest.mark.parametrize("parts", [2, 5, 16, 17, 18, 30, 200])
+def test_an_error_is_never_smaller_than_that_of_students_t(parts: int):
+    outcomes = [
+        PartOutcome(
+            requests=Requests(np.zeros(1, np.int64), np.array([CODE[Ending.HBM]], np.uint8)), found={}, jobs={},
+            device_s=float(number % 3), seconds=1.0, worker_s=1.0, most_workers=1, impressions=1, took_s=0.1,
+        )
+        for number in range(parts)
+    ]  # fmt: skip
+    error = figures_of(outcomes, 40).device_load.error
+    deviation = np.std([each.device_s for each in outcomes], ddof=1) / np.sqrt(parts)
+    exact = stats.t.ppf(0.975, parts - 1) * deviation
+    assert error is not None and 0.99 * exact < error < 1.1 * exact
+
+
+@pytest.mark.slow
+def test_the_planner_finds_fewer_workers_with_the_relay():
+    settings = ("traffic.users=2000", "traffic.budget_ms=30", "worker.hbm_bytes=1GiB", "worker.dram_bytes=1GiB")
+    with Runner(1) as runner:
+        relay, off = (
+            plan_capacity(case(*settings, system=each, rate=250), 1, 1, runner, lambda *_: None, 600) for each in System
+        )
+        none = plan_capacity(
+            case("traffic.budget_ms=5", system=System.OFF, rate=30), 1, 1, runner, lambda *_: None, 100
+        )
+    assert relay.best is not None and off.best is not None
+    assert relay.best.is_enough and off.best.is_enough
+    assert 1 <= relay.workers < off.workers
+    assert none.best is None and none.workers == 0
+
+
+# -- measured times -------------------------------------------------------------------------------
+
+
+def record(number: int, path: str, timings: StageTimings, latency_us: int) -> ImpressionRecord:
+    return ImpressionRecord(
+        number, str(number), "u", "ranked", latency_us, 0, False, path=path, prefix_tokens=TOKENS, timings=timings
+    )
+
+
+def test_times_are_learnt_from_a_run(tmp_path: Path):
+    hit = StageTimings(queue_us=200, rank_us=640, total_us=940)
+    full = StageTimings(queue_us=200, pre_infer_us=15_360, rank_us=400, total_us=16_100)
+    records = [record(number, "hbm", hit, 2_940) for number in range(60)]
+    records += [record(number, "full", full, 18_100) for number in range(60, 120)]
+    times = learn(records, LATENCY, CANDIDATES, "a run")
+    assert set(times.hop_us) == {1_000.0}
+    assert (times.look_up_us, times.answer_us, times.requests) == (200, 100, 120)
+    assert times.hit_noise[50] == pytest.approx(2.0)
+    assert times.pre_noise[50] == pytest.approx(1.5)
+    save_times(tmp_path / "times.json", times)
+    assert load_times(tmp_path / "times.json") == times
+
+
+def test_too_few_requests_teach_nothing(tmp_path: Path):
+    with pytest.raises(RelayError, match="has 0 requests"):
+        learn([], LATENCY, CANDIDATES, "a run")
+    (tmp_path / "other.json").write_text('{"hop_us": []}')
+    with pytest.raises(RelayError, match="is not a file of"):
+        load_times(tmp_path / "other.json")
+
+
+def test_slower_devices_and_hops_make_requests_slower():
+    times = NO_TIMES.model_copy(update={"hop_us": (2_000.0,), "hit_noise": (3.0,), "answer_us": 500.0})
+    usual, slow = (outcome(case(times=each, rate=4)) for each in (NO_TIMES, times))
+    gained_us = np.percentile(slow.requests.latencies_us, 50) - np.percentile(usual.requests.latencies_us, 50)
+    assert gained_us == pytest.approx(2 * 2_000 + 2 * LATENCY.hit_us(TOKENS, CANDIDATES) + 500, abs=20)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    machine = MachineDescription(
+        "m", "cpu", "a test", "here", 1, "2", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "none"
+    )
+    path = tmp_path_factory.mktemp("simulate") / "calibration.json"
+    save_calibration(Calibration(machine, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ()), path)
+    return path
+
+
+def test_the_command_simulates_both_systems_and_writes_figures(calibration: Path, tmp_path: Path):
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "run", "--calibration", str(calibration), "--qps", "20", "--seconds", "5", "--seeds", "2",
+            "--lengths", "512", "--slo-ms", "40", "--jobs", "1", "--json", str(tmp_path / "out.json"),
+            "--plot", str(tmp_path / "out.png"), "--token-bytes", "2KiB",
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "Simulated" in done.output and "with the relay" in done.output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["simulated"] is True
+    assert set(written["systems"]) == {"relay", "off"}
+    assert written["systems"]["off"]["mix"]["hbm"]["value"] == 0
+    assert (tmp_path / "out.png").stat().st_size > 1_000
+
+
+def test_the_command_plans_with_costs(calibration: Path, tmp_path: Path):
+    done = CliRunner().invoke(
+        app,
+        [
+            "simulate", "plan", "--calibration", str(calibration), "--qps", "30", "--impressions", "300",
+            "--seeds", "1", "--sample", "1", "--lengths", "256:512", "--slo-ms", "60", "--jobs", "1",
+            "--system", "relay",
+            "--price-per-worker-hour", "2", "--json", str(tmp_path / "plan.json"), "--token-bytes", "2KiB",
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plan = json.loads((tmp_path / "plan.json").read_text())["systems"]["relay"]
+    assert plan["workers"] == 1 and plan["partitions"] == 48
+    assert plan["cost_per_million"] == pytest.approx(2 / (30 * 3600) * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--lengths", "long"], "--lengths"),
+        (["--autoscale", "4:2"], "--autoscale 4:2"),
+        (["--system", "none"], "--system none"),
+        (["--token-bytes", "3"], "multiple of 4"),
+        (["--workers", "100"], "100 workers cannot share 48 partitions"),
+        (["--times", "absent.json"], "cannot be read"),
+        (["--set", "worker.hbm_bytes=1MiB"], "worker.hbm_bytes"),
+    ],
+)
+def test_wrong_options_are_explained(calibration: Path, arguments: list[str], complaint: str):
+    done = CliRunner().invoke(app, ["simulate", "run", "--calibration", str(calibration), "--seconds", "2", *arguments])
+    assert done.exit_code == 1
+    assert complaint in done.output.replace("\n", " ")
+
+
+def test_learning_needs_records(calibration: Path, tmp_path: Path):
+    done = CliRunner().invoke(
+        app,
+        ["simulate", "learn", str(tmp_path / "no"), "--calibration", str(calibration), "--out", str(tmp_path / "t")],
+    )
+    assert done.exit_code == 1 and "cannot be read" in done.output
+
+
+def test_a_demand_without_a_curve_is_constant():
+    assert Demand(case().demand.traffic, 12, 1).load_at(5e6) == 1.0

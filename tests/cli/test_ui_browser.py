@@ -1,0 +1,147 @@
+"""The live page in a real browser: it renders, follows events, and is readable, with the keyboard alone as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relaygr.ui.page import GateView, Page, RunView
+from relaygr.ui.scrape import parse_reading
+from relaygr.ui.server import UiServer
+from tests.worlds.browser import Browser, browser
+from tests.worlds.ui import UiWorld, served
+
+pytestmark = pytest.mark.browser
+
+TOKEN = "a token of 20 chars!"
+SHOWN = "document.getElementById('live')?.hidden === false"
+DECISIONS = 'relaygr_trigger_decisions_total{reason="admitted"} %d\n'
+NAMED = (
+    "[...document.querySelectorAll('svg')].filter(each => !each.closest('[aria-hidden=true]'))"
+    ".every(each => each.getAttribute('aria-label'))"
+)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def world() -> UiWorld:
+    world = UiWorld(partitions=6)
+    for number in range(40):
+        world.impression(
+            f"g.1.{number}.t", latency_ms=60 if number % 10 == 0 else 12, path="dram" if number % 3 else "hbm"
+        )
+    world.status("worker-00", 0, 1, 2)
+    world.status("worker-01", 3, 4)
+    for count in (0, 40):
+        world.model.note_metrics("trigger", parse_reading(DECISIONS % count), world.clock.monotonic_us())
+    return world
+
+
+@pytest.fixture
+def page(world: UiWorld) -> Page:
+    page = Page("RelayGR")
+    page.follow(world, "relay on")
+    return page
+
+
+@pytest.fixture
+def server(page: Page) -> Iterator[UiServer]:
+    with served(page) as server:
+        yield server
+
+
+def run(title: str, late: int) -> RunView:
+    curve = [(10.0 + place, (place + 1) / 20) for place in range(20)]
+    dots = [(number, 15.0 + number % 7, "hbm") for number in range(50)]
+    return RunView(
+        title, 50, 50 - late, late, 0, 15.0, 22.0, 24.0, 3, 1.5, {"hbm": 50 - late, "failed": late}, curve, dots
+    )
+
+
+def text_of(tab: Browser, place: str) -> str:
+    return str(tab.ask(f"document.querySelector('{place}').innerText"))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_its_window_and_says_what_it_draws(
+    tab: Browser, server: UiServer, page: Page, width: int, scheme: str, tmp_path: Path
+) -> None:
+    page.add_run(run("relay on", 1), 50)
+    page.add_run(run("relay off", 30), 50)
+    page.judge([GateView("no request lost", "0", True, True)])
+    tab.complaints.clear()
+    tab.asked.clear()
+    tab.show(server.address, width, scheme)
+    tab.until(SHOWN)
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    assert tab.ask(NAMED) and tab.ask("document.querySelectorAll('svg').length") >= 10
+    dark = tab.ask("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
+    assert dark == (scheme == "dark")
+    assert tab.complaints == []
+    assert {address for address in tab.asked if not address.startswith(server.address)} == set()
+    tab.picture(tmp_path / f"{width}-{scheme}.png")
+
+
+def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:
+    tab.show(server.address, 1280)
+    tab.until(SHOWN)
+    assert "relay on" in text_of(tab, "#phase")
+    assert "worker-01" in text_of(tab, "#workers") and "5 of 6 owned" in text_of(tab, "#partitions-note")
+    assert "admitted" in text_of(tab, "#decisions")
+    assert tab.ask("document.querySelectorAll('#late details').length") == 4
+    world.ask("g.9.1.t")
+    world.answer("g.9.1.t", latency_ms=333)
+    page.set_phase("relay off")
+    tab.until("document.querySelector('#late').innerText.includes('333.0 ms')")
+    assert "relay off" in text_of(tab, "#phase") and text_of(tab, "#link") == "live"
+
+
+def test_the_page_is_used_with_the_keyboard(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:
+    tab.show(server.address, 1280)
+    tab.until(SHOWN)
+    tab.ask("document.querySelector('#late summary').focus()")
+    tab.press("Enter", 13)
+    tab.until("document.querySelector('#late details').open")
+    assert "ranking request sent after" in text_of(tab, "#late details")
+    world.ask("g.9.1.t")
+    world.answer("g.9.1.t", latency_ms=333)
+    page.set_phase("later")
+    tab.until("document.querySelectorAll('#late details').length == 5")
+    assert tab.ask("document.activeElement.parentElement.open"), "a newer request takes neither the focus nor the row"
+    tab.press("p", 80)
+    assert text_of(tab, "#link") == "paused" and tab.ask("document.getElementById('pause').ariaPressed") == "true"
+    tab.press("p", 80)
+    assert text_of(tab, "#link") == "live"
+
+
+def test_nothing_moves_for_those_who_want_no_motion(tab: Browser, server: UiServer) -> None:
+    moving = "getComputedStyle(document.querySelector('.wire:not([class=wire])') ?? document.body).animationName"
+    for motion, name in (("no-preference", "run"), ("reduce", "none")):
+        tab.show(server.address, 1280, motion=motion)
+        tab.until(SHOWN)
+        assert tab.ask(moving) == name
+
+
+def test_the_page_says_that_its_process_has_ended(tab: Browser, page: Page) -> None:
+    with served(page) as server:
+        tab.show(server.address, 1280)
+        tab.until(SHOWN)
+    tab.until("document.getElementById('link').innerText.startsWith('ended')")
+
+
+def test_a_browser_logs_in_with_the_token(tab: Browser, page: Page) -> None:
+    with served(page, token=TOKEN) as server:
+        tab.show(server.address, 390)
+        tab.until("document.activeElement?.id == 'token'")
+        assert tab.ask("document.documentElement.scrollWidth") <= 390
+        tab.call("Input.insertText", text=TOKEN)
+        tab.press("Enter", 13)
+        tab.until(SHOWN)

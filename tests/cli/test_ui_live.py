@@ -1,0 +1,162 @@
+"""The live page over a real cluster: it reads the topics, and `relaygr ui` serves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.cli.app import app
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import SystemClock
+from relaygr.schemas import encode
+from relaygr.schemas.headers import WORKERS_GROUP, RankingHeaders
+from relaygr.schemas.messages import Outcome, Path, PreInferJob, RankingResult, RetrievalEvent, StageTimings
+from relaygr.schemas.topics import Topic
+from relaygr.ui import reader as reader_module
+from relaygr.ui.live import LiveCluster
+from relaygr.ui.model import LiveSnapshot
+from relaygr.ui.settings import UiSettings
+from tests.worlds.ui import worker_status
+
+pytestmark = pytest.mark.slow
+
+WITHIN_S = 20.0
+SETTINGS = UiSettings(scrape_workers=False)
+
+
+def until(condition: Callable[[], bool], act: Callable[[], None] = lambda: None) -> bool:
+    ends_s = time.monotonic() + WITHIN_S
+    while not condition():
+        if time.monotonic() > ends_s:
+            return False
+        act()
+        time.sleep(0.1)
+    return True
+
+
+class Traffic:
+    """Writes impressions as gateway, trigger and worker would."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self._kafka = kafka
+        self._producer = make_producer(kafka, ProducerKind.DURABLE, "test")
+        self.number = 0
+
+    def status(self, worker_id: str, group: str) -> None:
+        status = worker_status(worker_id, SystemClock().wall_us(), (0, 1))
+        self._send(Topic.WORKERS, worker_id.encode(), encode(status), [(WORKERS_GROUP, group.encode())])
+
+    def impression(self) -> None:
+        self.number += 1
+        name, now_us = f"g.1.{self.number}.t", SystemClock().wall_us()
+        event = RetrievalEvent(name, "ann", now_us, now_us + 1000, 50, 3, 0)
+        job = PreInferJob(name, "ann", now_us, now_us + 1000, 50, 3, 0, now_us + 100)
+        headers = RankingHeaders(name, "g", "results", 0, now_us + 50_000)
+        result = RankingResult(
+            name, "worker-00", Outcome.RANKED, now_us, now_us + 1000, now_us + 70_000, StageTimings(total_us=69_000),
+            path=Path.HBM, num_tasks=1, scores=np.zeros(3, "<f4"), model_revision="m",
+        )  # fmt: skip
+        self._send(Topic.RETRIEVAL, b"ann", encode(event))
+        self._send(Topic.PREINFER, b"ann", encode(job))
+        self._send(Topic.RANKING, b"ann", b"body", headers.encode())
+        self._send(Topic.RESULTS, name.encode(), encode(result))
+        self._send(Topic.RESULTS, name.encode(), b"garbage")
+        assert self._producer.flush(10) == 0
+
+    def _send(self, topic: Topic, key: bytes, value: bytes, headers: object = None) -> None:
+        self._producer.produce(self._kafka.topic(topic), value, key, headers=headers)  # type: ignore[arg-type]
+        self._producer.poll(0)
+
+
+def late_of(snapshot: LiveSnapshot) -> int:
+    return snapshot.latency.late
+
+
+def test_impressions_and_statuses_of_the_topics_are_shown(kafka_settings: KafkaSettings) -> None:
+    traffic = Traffic(kafka_settings)
+    traffic.status("worker-00", kafka_settings.workers_group)
+    traffic.status("worker-99", "another.group")
+    traffic.impression()
+    with LiveCluster(kafka_settings, SETTINGS) as live:
+        assert until(lambda: bool(live.snapshot().workers)), "a status that was written before"
+        assert until(lambda: late_of(live.snapshot()) >= 3, traffic.impression)
+        assert until(lambda: live.snapshot().late[-1].decided_ms == 0.1), "its job may be read later"
+        assert until(lambda: live.snapshot().lag is not None)
+        # On a slow machine the status is stale by now.
+        again = partial(traffic.status, "worker-00", kafka_settings.workers_group)
+        assert until(lambda: live.snapshot().owners[:3] == [0, 0, -1], again)
+        shown = live.snapshot()
+    assert [worker.worker_id for worker in shown.workers] == ["worker-00"]
+    assert {each.kind for each in shown.kinds if each.count} == {"hbm"}
+    assert (shown.late[-1].latency_ms, shown.late[-1].budget_ms) == (70, 50)
+    assert shown.unreadable >= 3 and shown.problems == []
+    assert live.has_ended and live.snapshot() is live.snapshot(), "the last figures stay"
+
+
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)
+def test_a_reader_that_falls_behind_goes_to_the_ends_of_the_topics(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "BATCH", 5)
+    monkeypatch.setattr(reader_module, "BEHIND_S", 0.3)
+    traffic = Traffic(kafka_settings)
+    with LiveCluster(kafka_settings, SETTINGS) as live:
+
+        def burst() -> None:
+            for _ in range(20):
+                traffic.impression()
+
+        assert until(lambda: live.snapshot().skipped > 0, burst)
+        assert until(lambda: sum(sum(stage.series) for stage in live.snapshot().stages) > live.snapshot().skipped)
+
+
+def options(kafka: KafkaSettings) -> list[str]:
+    names = ("topic_prefix", "group_prefix", "partitions", "fetch_wait_max_ms")
+    return ["--bootstrap", kafka.bootstrap, *(f"--set={name}={getattr(kafka, name)}" for name in names)]
+
+
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)
+def test_the_command_serves_the_page_until_it_is_stopped(kafka_settings: KafkaSettings) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAYGR_")}
+    command = [sys.executable, "-m", "relaygr", "ui", "--port", "0", *options(kafka_settings)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            address = line.rpartition(": ")[2].strip()
+            with urllib.request.urlopen(f"{address}state", timeout=10) as answer:
+                state = json.loads(answer.read())
+            assert state["live"]["prefix"] == kafka_settings.topic_prefix
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def ui(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["ui", "--port", "0", *arguments])
+    assert done.exit_code == 1
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("broker", ["embedded"], indirect=True)
+def test_a_topic_that_is_missing_is_said_with_a_remedy(kafka_settings: KafkaSettings) -> None:
+    said = ui(*options(kafka_settings), "--set=topic_prefix=nobody")
+    assert "has no topic nobody.retrieval" in said and "relaygr topics create" in said
+
+
+def test_wrong_options_are_said_with_a_remedy() -> None:
+    assert "cannot be reached" in ui("--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=0.2")
+    assert "write the address of a metrics page" in ui("--scrape", "trigger:9100")
+    assert "at least 16 characters" in ui("--set", "ui.token=short")

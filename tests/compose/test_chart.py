@@ -1,0 +1,364 @@
+"""The Helm chart: Kubernetes would accept what it renders, and our processes would accept what they are given.
+
+No cluster runs here. The custom resources (Strimzi, KEDA, Prometheus operator) are checked for what they say, since
+their schemas are not part of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ByteSize, TypeAdapter
+from typer.testing import CliRunner
+
+from relaygr.chart_catalogue import catalogue
+from relaygr.cli.app import app
+from relaygr.client import __version__
+from relaygr.kafka.rights import Role, rights_of
+from relaygr.schemas.topics import CATALOGUE
+from relaygr.settings import Settings, load
+from relaygr.worker.process import queues_bytes
+from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
+from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
+from tests.worlds.compose import ALERTS, exported_metrics, image_environment, metrics_in
+
+pytestmark = pytest.mark.skipif(not helm_is_installed(), reason="helm-python-sdk has no wheel for this machine")
+
+OLDEST, NEWEST = "1.27", "1.37"
+"""Versions of Kubernetes: the oldest one that Chart.yaml allows, and the newest one with schemas."""
+CUSTOM = ("monitoring.coreos.com/", "kafka.strimzi.io/", "keda.sh/")
+PROCESSES = ("worker", "trigger", "lag")
+LIBRARIES_BYTES = 2**29
+EVERYTHING = {
+    "monitoring": {"serviceMonitor": True, "prometheusRule": True},
+    "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
+    "keda": {"prometheus": "http://prometheus:9090", "trigger": {"enabled": True}, "worker": {"enabled": True}},
+    "worker": {"accelerator": {"resource": "huawei.com/Ascend310P"}, "podAnnotations": {"a": "b"}},
+    "extraEnv": [{"name": "RELAYGR_SECURITY__KEY_PASSWORD", "valueFrom": {"secretKeyRef": {"name": "k", "key": "p"}}}],
+}
+CASES = {
+    **{name: example(name) for name in EXAMPLES},
+    "everything": merged(example("strimzi"), EVERYTHING),
+    "alone": merged(example("npu"), {"worker": {"standby": False}, "settings": {"worker": {"drain_s": 40.5}}}),
+    "sizes in bytes": merged(example("cuda"), {"settings": {"worker": {"dram_bytes": 8_589_934_592}}}),
+}
+
+
+@pytest.fixture(scope="module")
+def helm() -> Iterator[Helm]:
+    running = Helm()
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=CASES)
+def chart(request: pytest.FixtureRequest, helm: Helm) -> Rendered:
+    """The chart with the values of one case after the other."""
+    rendered = helm.render(CASES[request.param])
+    assert not rendered.error
+    return rendered
+
+
+def settings_file(chart: Rendered, folder: Path) -> Path:
+    [config] = [each for each in chart.of("ConfigMap") if "helm.sh/hook" not in each["metadata"].get("annotations", {})]
+    file = folder / "relaygr.yaml"
+    file.write_text(config["data"]["relaygr.yaml"], encoding="utf-8")
+    return file
+
+
+def pods(chart: Rendered) -> dict[str, Any]:
+    """Role -> the pod's specification."""
+    found = [each["spec"]["template"] for kind in ("StatefulSet", "Deployment", "Job") for each in chart.of(kind)]
+    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"] for each in found}
+
+
+def container(chart: Rendered, role: str) -> Any:
+    [found] = pods(chart)[role]["containers"]
+    return found
+
+
+def environment(chart: Rendered, role: str) -> dict[str, str]:
+    """What the process of a role sees, with the pod `NAME-7`."""
+    given = {each["name"]: each.get("value", "shop-relaygr-worker-7") for each in container(chart, role)["env"]}
+    return {**image_environment(), **given}
+
+
+def worker_command(chart: Rendered, ordinal: int, folder: Path) -> list[str]:
+    """The arguments that the image's entry point gets, from the shell that the container runs."""
+    stand_in = folder / "relaygr-entrypoint"
+    stand_in.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n", encoding="utf-8")
+    stand_in.chmod(0o755)
+    own = container(chart, "worker")
+    variables = {"PATH": f"{folder}:/usr/bin:/bin", "POD_NAME": f"shop-relaygr-worker-{ordinal}"}
+    done = subprocess.run([*own["command"], *own["args"]], env=variables, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def worker_settings(chart: Rendered, folder: Path) -> Settings:
+    words = worker_command(chart, 7, folder)
+    overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+    return load(settings_file(chart, folder), environment(chart, "worker"), overrides).settings
+
+
+def mebibytes(text: str) -> int:
+    return int(TypeAdapter(ByteSize).validate_python(f"{text}B")) // 2**20
+
+
+# Rendering
+
+
+def test_lint_has_nothing_to_say(chart: Rendered) -> None:
+    assert chart.lint is not None
+    assert (chart.lint["errors"], {each["error"] for each in chart.lint["messages"]}) == ([], {"icon is recommended"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kubernetes_would_accept_every_object(chart: Rendered, version: str) -> None:
+    """Strictly: an unknown field is a fault."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    builtin = [each for each in chart.objects if not each["apiVersion"].startswith(CUSTOM)]
+    assert {"StatefulSet", "Deployment", "Service", "ConfigMap", "PodDisruptionBudget"} <= {x["kind"] for x in builtin}
+    for each in builtin:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_names_are_each_objects_own_and_short_enough(chart: Rendered) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in chart.objects]
+    assert len(set(names)) == len(names)
+    assert [name for _, name in names if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", name)] == []
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"] == __version__
+
+
+def test_the_charts_catalogue_is_the_projects() -> None:
+    committed = (CHART / "files" / "catalogue.yaml").read_text(encoding="utf-8")
+    assert committed == catalogue(), (
+        "run: python -m relaygr.chart_catalogue > compose/helm/relaygr/files/catalogue.yaml"
+    )
+
+
+OK = {"settings": {"bootstrap": "kafka:9092"}, "model": {"random": ["--layers", "1"]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"settings": {"bootstrap": ""}}, "settings.bootstrap"),
+        ({"model": {"random": []}}, "model.volume"),
+        ({"wroker": {}}, "wroker"),
+        ({"worker": {"replicas": 49}}, "49 workers"),
+        ({"worker": {"replicas": "two"}}, "replicas"),
+        ({"settings": {"worker": {"device": "gpu"}}}, "device"),
+        ({"settings": {"worker": {"dram_bytes": "many"}}}, "settings.worker.dram_bytes"),
+        ({"settings": {"worker": {"worker_id": "worker-00"}}}, "settings.worker.worker_id"),
+        ({"settings": {"lag": {"http_port": 1}}}, "settings.lag.http_port"),
+        ({"settings": {"security": {"sasl_password": "x"}}}, "settings.security.sasl_password"),
+        ({"settings": {"group_protocol": "consumer"}}, "worker.standby"),
+        ({"worker": {"terminationGracePeriodSeconds": 20}}, "terminationGracePeriodSeconds"),
+        ({"keda": {"worker": {"enabled": True}}}, "keda.prometheus"),
+        ({"strimzi": {"users": ["worker"]}}, "strimzi.topics"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(helm: Helm, changes: dict[str, Any], named: str) -> None:
+    assert not helm.render(OK).error
+    assert named in helm.render(merged(OK, changes)).error
+
+
+# What our processes get
+
+
+@pytest.mark.parametrize("role", ["trigger", "lag", "topics"])
+def test_a_process_starts_with_its_settings(chart: Rendered, role: str, tmp_path: Path) -> None:
+    """An unknown key, or a value out of bounds, would stop the process at its start."""
+    if role not in pods(chart):
+        pytest.skip("these values have no such process")
+    settings = load(settings_file(chart, tmp_path), environment(chart, role)).settings
+    result = CliRunner().invoke(app, [*container(chart, role)["args"], "--help"])
+    assert result.exit_code == 0, result.output
+    if role != "topics":
+        own = getattr(settings, role)
+        assert (own.http_host, own.http_port) == ("0.0.0.0", 8080)
+
+
+def test_a_worker_starts_with_its_ordinal_as_its_id(chart: Rendered, tmp_path: Path) -> None:
+    settings = worker_settings(chart, tmp_path)
+    assert settings.worker.worker_id == "worker-007"
+    assert (settings.worker.http_host, settings.worker.http_port) == ("0.0.0.0", 8080)
+    words = worker_command(chart, 123, tmp_path)
+    assert words[0] == "worker" and "worker.worker_id=worker-123" in words
+    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
+
+
+def test_a_worker_writes_only_where_a_volume_is_mounted(chart: Rendered, tmp_path: Path) -> None:
+    own, mounts = container(chart, "worker"), {x["mountPath"]: x for x in container(chart, "worker")["volumeMounts"]}
+    settings = worker_settings(chart, tmp_path)
+    assert own["securityContext"]["readOnlyRootFilesystem"] is True
+    assert settings.worker.history_path.is_relative_to("/history") and "readOnly" not in mounts["/history"]
+    assert settings.worker.shared_path == Path("/shared") and "readOnly" not in mounts["/shared"]
+    assert str(settings.worker.model) in mounts
+    assert "/tmp" in mounts and environment(chart, "worker")["HOME"] == "/tmp"
+
+
+def test_files_of_credentials_lie_in_mounted_secrets(chart: Rendered, tmp_path: Path) -> None:
+    settings = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
+    mounts = {each["mountPath"] for each in container(chart, "worker")["volumeMounts"]}
+    files = [settings.security.ca_file, settings.security.sasl_password_file]
+    assert [str(file) for file in files if file is not None and str(file.parent) not in mounts] == []
+
+
+@pytest.mark.parametrize("role", PROCESSES)
+def test_a_user_of_its_own_logs_in_for_each_role(helm: Helm, role: str) -> None:
+    chart = helm.render(CASES["strimzi"])
+    user = f"shop-relaygr-{role}"
+    assert environment(chart, role)["RELAYGR_SECURITY__SASL_USERNAME"] == user
+    [secret] = [each["secret"] for each in pods(chart)[role]["volumes"] if each["name"] == "security"]
+    assert secret["secretName"] == user == chart.named("KafkaUser", f"-{role}")["metadata"]["name"]
+
+
+def test_no_service_adds_a_variable_to_a_container(chart: Rendered) -> None:
+    assert [name for name, pod in pods(chart).items() if pod["enableServiceLinks"] is not False] == []
+    # Headless ones add none to other pods of the namespace either, such as a gateway's.
+    assert [each for each in chart.of("Service") if each["spec"]["clusterIP"] != "None"] == []
+
+
+# Workers
+
+
+def test_a_workers_container_holds_what_the_worker_states(chart: Rendered, tmp_path: Path) -> None:
+    worker = worker_settings(chart, tmp_path).worker
+    own = container(chart, "worker")
+    each_bytes = queues_bytes(worker) + LIBRARIES_BYTES + (worker.hbm_bytes if worker.device == "cpu" else 0)
+    processes = 2 if "--standby" in own["args"] else 1
+    limit, request = own["resources"]["limits"]["memory"], own["resources"]["requests"]["memory"]
+    assert limit == request
+    most = worker.dram_bytes * 1.1 + worker.history_max_bytes + processes * each_bytes
+    assert mebibytes(limit) * 2**20 >= most
+    [shared] = [each["emptyDir"] for each in pods(chart)["worker"]["volumes"] if each["name"] == "shared"]
+    assert shared["medium"] == "Memory"
+    assert mebibytes(limit) > mebibytes(shared["sizeLimit"]) >= worker.dram_bytes * 1.1 / 2**20
+
+
+def test_a_history_volume_has_room_for_a_copy(chart: Rendered, tmp_path: Path) -> None:
+    most = worker_settings(chart, tmp_path).worker.history_max_bytes
+    claims = chart.named("StatefulSet", "-worker")["spec"].get("volumeClaimTemplates", [])
+    folders = [each["emptyDir"] for each in pods(chart)["worker"]["volumes"] if each["name"] == "history"]
+    [size] = [each["spec"]["resources"]["requests"]["storage"] for each in claims] + [x["sizeLimit"] for x in folders]
+    assert mebibytes(size) * 2**20 >= 2 * most
+
+
+def test_a_worker_is_given_time_to_drain(chart: Rendered, tmp_path: Path) -> None:
+    # As long as the supervisor waits for its two processes, and then for the broker.
+    needed_s = worker_settings(chart, tmp_path).worker.drain_s + 10 + STANDBY_STOP_S + 5
+    assert pods(chart)["worker"]["terminationGracePeriodSeconds"] > needed_s
+
+
+def test_lock_and_standby_are_in_one_container(helm: Helm) -> None:
+    for name in EXAMPLES:
+        assert "--standby" in container(helm.render(CASES[name]), "worker")["args"]
+
+
+@pytest.mark.parametrize(
+    ("case", "resource"),
+    [("cuda", "nvidia.com/gpu"), ("npu", "huawei.com/Ascend910"), ("everything", "huawei.com/Ascend310P")],
+)
+def test_a_worker_asks_for_its_device(helm: Helm, case: str, resource: str) -> None:
+    assert container(helm.render(CASES[case]), "worker")["resources"]["limits"][resource] == 1
+
+
+def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
+    budget = chart.named("PodDisruptionBudget", "-worker")["spec"]
+    assert budget["maxUnavailable"] == 1
+    labels = chart.named("StatefulSet", "-worker")["spec"]["template"]["metadata"]["labels"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_setting_of_the_trigger_does_not_restart_workers(helm: Helm) -> None:
+    before, after = helm.render(OK), helm.render(merged(OK, {"settings": {"trigger": {"lead_fraction": 0.5}}}))
+    kinds = {"worker": "StatefulSet", "trigger": "Deployment"}
+    changed = [
+        role
+        for role, kind in kinds.items()
+        if before.named(kind, role)["spec"]["template"] != after.named(kind, role)["spec"]["template"]
+    ]
+    assert changed == ["trigger"]
+
+
+def test_the_probes_ask_the_port_of_the_process(chart: Rendered) -> None:
+    for role in PROCESSES:
+        own = container(chart, role)
+        assert own["ports"] == [{"name": "http", "containerPort": 8080}]
+        assert own["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+        assert "/healthz" in str(own["livenessProbe"])
+
+
+# Custom resources
+
+
+def test_prometheus_gets_the_alert_rules_of_compose(helm: Helm) -> None:
+    rule = helm.render(CASES["everything"]).named("PrometheusRule", "")
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    assert (CHART / "files" / "alerts.yaml").read_bytes() == ALERTS.read_bytes()
+
+
+def test_prometheus_finds_every_process_under_the_job_that_alerts_name(helm: Helm) -> None:
+    chart = helm.render(CASES["everything"])
+    monitor = chart.named("ServiceMonitor", "")["spec"]
+    chosen = [
+        each["metadata"]["labels"]
+        for each in chart.of("Service")
+        if monitor["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+    ]
+    assert {labels[monitor["jobLabel"]] for labels in chosen} == set(PROCESSES)
+    [endpoint] = monitor["endpoints"]
+    assert {port["name"] for each in chart.of("Service") for port in each["spec"]["ports"]} == {endpoint["port"]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"replication_factor": 1}, {"min_insync_replicas": 3, "partitions": 12}])
+def test_strimzi_makes_the_topics_of_the_catalogue(helm: Helm, changes: dict[str, Any], tmp_path: Path) -> None:
+    chart = helm.render(merged(example("strimzi"), {"settings": changes}))
+    kafka = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
+    made = {each["spec"]["topicName"]: each["spec"] for each in chart.of("KafkaTopic")}
+    assert set(made) == {kafka.topic(topic) for topic in CATALOGUE}
+    for topic, spec in CATALOGUE.items():
+        found = made[kafka.topic(topic)]
+        assert found["config"] == kafka.topic_config(topic)
+        assert (found["partitions"], found["replicas"]) == (
+            spec.partition_count(kafka.partitions),
+            kafka.replication_factor,
+        )
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.TRIGGER, Role.LAG, Role.GATEWAY, Role.HISTORY_PUBLISHER])
+def test_strimzi_gives_a_user_the_least_rights_of_its_role(helm: Helm, role: Role, tmp_path: Path) -> None:
+    chart = helm.render(CASES["strimzi"])
+    kafka = load(settings_file(chart, tmp_path), environment(chart, "worker")).settings
+    acls = chart.named("KafkaUser", f"-{role}")["spec"]["authorization"]["acls"]
+    given = {(each["resource"]["type"], each["resource"]["name"], tuple(each["operations"])) for each in acls}
+    assert given == {(right.resource.value, right.name, right.operations) for right in rights_of(role, kafka)}
+
+
+@pytest.mark.parametrize(("role", "kind"), [("worker", "StatefulSet"), ("trigger", "Deployment")])
+def test_keda_scales_by_metrics_that_are_exported(helm: Helm, role: str, kind: str) -> None:
+    chart = helm.render(CASES["everything"])
+    spec = chart.named("ScaledObject", f"-{role}")["spec"]
+    target = chart.named(kind, f"-{role}")
+    assert spec["scaleTargetRef"]["name"] == target["metadata"]["name"]
+    assert spec["scaleTargetRef"].get("kind", "Deployment") == kind
+    assert "replicas" not in target["spec"], "an upgrade would undo what KEDA did"
+    queries = [each["metadata"]["query"] for each in spec["triggers"]]
+    assert all(metrics_in(query) for query in queries)
+    assert set().union(*map(metrics_in, queries)) <= exported_metrics()
+    assert all(isinstance(each["metadata"]["threshold"], str) for each in spec["triggers"])
+
+
+def test_workers_are_not_scaled_by_lag(helm: Helm) -> None:
+    assert "lag" not in str(helm.render(CASES["everything"]).named("ScaledObject", "-worker")["spec"]["triggers"])

@@ -1,0 +1,268 @@
+"""Checkpoint folders as training loops save them: every layout converts to what the plain state dict converts to."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import metadata
+
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.model.checkpoint import compute_revision
+from relaygr.worker.model.convert.conversion import Converted, convert, convert_state_dict
+from relaygr.worker.model.convert.options import ConvertOptions, SourceFeature, SourceKind
+from relaygr.worker.model.convert.state_dict import StateDict, read_state_dict
+from relaygr.worker.model.options import Task, TaskKind
+from tests.workers.test_convert_nvidia import options_of as nvidia_options
+from tests.workers.test_convert_nvidia import with_tables
+from tests.workers.test_convert_research import options_of as research_options
+from tests.workers.test_convert_research import source_of
+from tests.workers.vector_models import make_dlrm
+from tests.worlds.converted import Tensors, dlrm_state_dict, make_nvidia
+from tests.worlds.distributed import save_distributed, save_dynamic_table
+
+META_OPTIONS = ConvertOptions(
+    heads=2,
+    normalizer=40.0,
+    tasks=(Task(name="click"), Task(name="watch", kind=TaskKind.REGRESSION)),
+    features=(SourceFeature(name="user_id", min_tokens=0), SourceFeature(name="region", min_tokens=0)),
+)
+COLLECTION = "_embedding_collection._data_parallel_embedding_collection.embeddings."
+
+
+class OptimizerState:
+    """Stands for a class of the training loop, which this machine does not have."""
+
+    def __init__(self) -> None:
+        self.momentum = torch.zeros(3)
+
+
+def revision(converted: Converted) -> str:
+    assert converted.report.is_complete, converted.report
+    return compute_revision(converted.config, converted.tensors)
+
+
+def meta_folder(folder: Path, source: Tensors, ranks: int = 3) -> None:
+    """As `save_dmp_checkpoint` of generative-recommenders."""
+    tables = {name: tensor for name, tensor in source.items() if "embeddings." in name}
+    save_distributed(folder / "sparse", {f"sparse_dict.{name}": table for name, table in tables.items()}, {}, ranks)
+    torch.save(
+        {
+            "dense_dict": {name: tensor for name, tensor in source.items() if name not in tables},
+            "optimizer_dict": {"state": {}, "param_groups": []},
+            "class_metrics": {"train": [{"auc": torch.zeros(2)}], "eval": []},
+            "reg_metrics": {"train": [], "eval": []},
+            "global_step": {"train": 3, "eval": 1},
+            "sparse_tensor_keys": set(tables),
+        },
+        folder / "non_sparse.ckpt",
+    )
+
+
+def test_metas_folder_with_the_tables_over_three_ranks(tmp_path: Path) -> None:
+    source = dlrm_state_dict(make_dlrm())
+    meta_folder(tmp_path, source)
+    assert len(list((tmp_path / "sparse").glob("*.distcp"))) == 3
+    expected = convert_state_dict(StateDict(source), SourceKind.META, META_OPTIONS, "here")
+    assert revision(convert(tmp_path, SourceKind.META, META_OPTIONS)) == revision(expected)
+
+
+def test_large_tables_are_made_in_files_that_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = dlrm_state_dict(make_dlrm())
+    (tmp_path / "scratch").mkdir()
+    meta_folder(tmp_path / "source", source)
+    expected = convert_state_dict(StateDict(source), SourceKind.META, META_OPTIONS, "here")
+    monkeypatch.setattr("relaygr.worker.model.convert.distributed._MAPPED_BYTES", 0)
+    converted = convert(tmp_path / "source", SourceKind.META, META_OPTIONS, scratch=tmp_path / "scratch")
+    if sys.platform == "linux":
+        assert str(tmp_path / "scratch") in Path("/proc/self/maps").read_text()
+    assert revision(converted) == revision(expected)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_half_precision_shards_keep_their_type(tmp_path: Path) -> None:
+    save_distributed(tmp_path, {"table": torch.ones(5, 2, dtype=torch.bfloat16)}, {"step": 7}, ranks=2)
+    found = read_state_dict(tmp_path)
+    assert found.tensors["table"].dtype is torch.bfloat16
+    assert found.others == ("step",)
+
+
+def test_a_folder_that_lacks_a_rank_is_refused(tmp_path: Path) -> None:
+    meta_folder(tmp_path, dlrm_state_dict(make_dlrm()))
+    (tmp_path / "sparse" / "__1_0.distcp").unlink()
+    with pytest.raises(RelayError, match=r"lacks __1_0\.distcp: copy the files of all ranks"):
+        read_state_dict(tmp_path)
+
+
+def changed_index(folder: Path, change: Any) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def larger(index: Any) -> None:
+    entry = index.state_dict_metadata["table"]
+    entry.size = entry.chunks[0].sizes = torch.Size([2**34, 4])
+    del entry.chunks[1:]
+
+
+def with_a_hole(index: Any) -> None:
+    del index.state_dict_metadata["table"].chunks[1]
+
+
+def outside(index: Any) -> None:
+    next(iter(index.storage_data.values())).relative_path = "../other.distcp"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (larger, "claim to hold 274,877,906,944"),
+        (with_a_hole, r"does not hold all of table \[6, 4\]: shards are missing"),
+        (outside, r"names \.\./other\.distcp, which is not a file of this folder"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path, change: Any, sentence: str) -> None:
+    save_distributed(tmp_path, {"table": torch.ones(6, 4)}, {}, ranks=2)
+    changed_index(tmp_path, change)
+    with pytest.raises(RelayError, match=sentence):
+        read_state_dict(tmp_path)
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._path,)
+
+
+def test_no_code_in_an_index_runs(tmp_path: Path) -> None:
+    save_distributed(tmp_path, {"table": torch.ones(6, 4)}, {}, ranks=2)
+    changed_index(tmp_path, lambda index: setattr(index, "planner_data", Trap(tmp_path / "sprung")))
+    assert read_state_dict(tmp_path).tensors["table"].sum() == 24
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    with pytest.raises(RelayError, match="is not the index of a distributed checkpoint"):
+        read_state_dict(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def give_state(target: object, state: dict[str, object]) -> bytes:
+    """A pickle that sets attributes of `target`, which may be a class."""
+    parts = [pickle.dumps(each, protocol=2)[2:-1] for each in (target, (None, state))]
+    return b"\x80\x02" + b"".join(parts) + pickle.BUILD + pickle.STOP
+
+
+@pytest.mark.parametrize("target", [metadata.Metadata, torch.serialization._get_layout, PosixPath("/etc/hostname")])
+def test_an_index_changes_no_class_and_no_path(tmp_path: Path, target: object) -> None:
+    """A state given to a class stayed in the process, and a path could show another name than the one that is read."""
+    (tmp_path / ".metadata").write_bytes(give_state(target, {"_str": "__0_0.distcp"}))
+    with pytest.raises(RelayError, match=r"cannot be read as the index .* gives a state to an object of"):
+        read_state_dict(tmp_path)
+    assert not hasattr(metadata.Metadata, "_str")
+
+
+def path_for_name(index: Any) -> None:
+    next(iter(index.storage_data.values())).relative_path = PosixPath("__0_0.distcp")
+
+
+def size_for_type(index: Any) -> None:
+    index.state_dict_metadata["table"].properties.dtype = torch.Size([1])
+
+
+def negative(index: Any) -> None:
+    index.state_dict_metadata["table"].size = torch.Size([-6, -4])
+
+
+@pytest.mark.parametrize("change", [path_for_name, size_for_type, negative])
+def test_an_index_with_other_objects_in_place_of_names_types_and_sizes_is_refused(tmp_path: Path, change: Any) -> None:
+    save_distributed(tmp_path, {"table": torch.ones(6, 4)}, {}, ranks=2)
+    changed_index(tmp_path, change)
+    with pytest.raises(RelayError, match="does not describe tensors"):
+        read_state_dict(tmp_path)
+
+
+def test_the_research_codes_file_without_an_extension(tmp_path: Path) -> None:
+    source, _ = source_of(concat_ua=False)
+    own = {name: source.pop(name) for name in list(source) if name.startswith("readout")}
+    name = "HSTU-b2-h2-dqk4-dv4-lsilud0.2-ad0.0_DotProduct_local-l200_ep100"
+    model = {f"module.{name}": tensor for name, tensor in source.items()}
+    torch.save({"epoch": 100, "model_state_dict": model, "optimizer_state_dict": {"state": {}}}, tmp_path / name)
+    assert set(read_state_dict(tmp_path / name).tensors) == set(source)
+    torch.save(own, tmp_path / "readout.pt")
+    expected = convert_state_dict(StateDict(source | own), SourceKind.RESEARCH, research_options(), "here")
+    assert revision(convert(tmp_path, SourceKind.RESEARCH, research_options())) == revision(expected)
+
+
+def nvidia_folder(folder: Path, state: dict[str, Any], ranks: int = 2) -> None:
+    """As `commons.checkpoint.save` of recsys-examples: a file for each rank, the same without tensor parallelism."""
+    (folder / "torch_module").mkdir()
+    for rank in range(ranks):
+        saved = {"model_state_dict": state, "optimizer_state_dict": OptimizerState()}
+        torch.save(saved, folder / "torch_module" / f"model.{rank}.pth")
+
+
+def test_nvidias_folder_with_dynamic_tables(tmp_path: Path) -> None:
+    """Keys in the order of a hash table. Values of a feature that have no key take the row of unknown values, zeros."""
+    source = make_nvidia()
+    state: dict[str, Any] = with_tables(source, "native")
+    items, region = (state.pop(f"{COLLECTION}{name}.weight") for name in ("item", "region"))
+    state["_hstu_block._attention_layers.0._linear_uvqk._extra_state"] = io.BytesIO(b"library")
+    nvidia_folder(tmp_path, state)
+    tables = tmp_path / "dynamicemb_module" / "model._embedding_collection._model_parallel_embedding_collection"
+    order = torch.from_numpy(np.random.default_rng(3).permutation(20))
+    save_dynamic_table(tables, "item", 1000 + order * 7, items[order], ranks=2)
+    save_dynamic_table(tables, "region", torch.tensor([2, 0]), region[[2, 0]], ranks=1)
+    converted = convert(tmp_path, SourceKind.NVIDIA, nvidia_options())
+    plain: Tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    region[1] = 0
+    plain |= {f"{COLLECTION}item.weight": items, f"{COLLECTION}region.weight": region}
+    expected = convert_state_dict(StateDict(plain), SourceKind.NVIDIA, nvidia_options(), "here")
+    ids = {"items.ids": 1000 + torch.arange(20) * 7}
+    assert revision(converted) == compute_revision(expected.config, {**expected.tensors, **ids})
+
+
+def test_ranks_of_tensor_parallel_training_are_refused(tmp_path: Path) -> None:
+    state = with_tables(make_nvidia(), "native")
+    nvidia_folder(tmp_path, state)
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    torch.save({"model_state_dict": other}, tmp_path / "torch_module" / "model.1.pth")
+    with pytest.raises(RelayError, match="tensor parallelism"):
+        read_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (torch.tensor([5, 2**40]), "2 keys from 5 to 1099511627776, but values of a feature are numbered from 0"),
+        (torch.tensor([-1, 3]), "keys from -1"),
+    ],
+)
+def test_a_dynamic_table_of_hashed_feature_values_is_refused(tmp_path: Path, keys: torch.Tensor, sentence: str) -> None:
+    state = with_tables(make_nvidia(), "native")
+    region = state.pop(f"{COLLECTION}region.weight")
+    nvidia_folder(tmp_path, state)
+    save_dynamic_table(tmp_path / "dynamicemb_module", "region", keys, region[:2], ranks=1)
+    with pytest.raises(RelayError, match=sentence):
+        convert(tmp_path, SourceKind.NVIDIA, nvidia_options())
+
+
+def test_a_dynamic_table_that_lacks_a_rank_or_rows_is_refused(tmp_path: Path) -> None:
+    keys, rows = torch.arange(6), torch.ones(6, 4)
+    tables = tmp_path / "dynamicemb_module"
+    save_dynamic_table(tables, "item", keys, rows, ranks=2)
+    values = tables / "item_emb_values.rank_1.world_size_2"
+    values.write_bytes(values.read_bytes()[:-4])
+    with pytest.raises(RelayError, match="11 numbers, which are not rows of 3 keys"):
+        read_state_dict(tmp_path)
+    (tables / "item_emb_keys.rank_1.world_size_2").unlink()
+    with pytest.raises(RelayError, match="does not hold the files of all 2 ranks of item"):
+        read_state_dict(tmp_path)

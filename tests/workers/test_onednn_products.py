@@ -1,0 +1,117 @@
+"""Products by oneDNN equal torch's own, for rows of any number, and for contexts of several blocks."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from relaygr.worker.device import CpuDevice
+from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model import layer_parts
+from relaygr.worker.model.attention.blocked import ONEDNN_KEY_BLOCK, ONEDNN_WORK, BlockedAttention
+from relaygr.worker.model.attention.paged_kv import PagedKv
+from relaygr.worker.model.attention.segments import Segment
+from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
+from relaygr.worker.model.config import ModelConfig
+from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.layer_parts import added_product, onednn_is_faster, product
+from relaygr.worker.model.options import ComputeDtype
+from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
+
+pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
+HEADS, DIM, PAGE = 2, 32, 48
+SPEC = AttentionSpec(HEADS, DIM, DIM, DIM**-0.5, 100.0)
+CONTEXT = 2 * ONEDNN_KEY_BLOCK + 100
+
+
+def attended(attention: BlockedAttention, causal: int, free: int, kv_dtype: KvDtype) -> torch.Tensor:
+    """A of some rows after a context of scattered pages, with the same numbers on each call."""
+    torch.manual_seed(0)
+    geometry = KvGeometry(1, HEADS, DIM, DIM, PAGE, kv_dtype)
+    pages = np.random.default_rng(0).permutation(geometry.pages_for(CONTEXT) + 5).astype(np.int32)
+    kv = PagedKv(torch.zeros((pages.size, geometry.page_bytes), dtype=torch.uint8), geometry)
+    stored = Segment(pages, 0, CONTEXT, 0, stores=True, total_tokens=CONTEXT)
+    kv.write(0, kv.slots([stored]), *torch.randn(2, CONTEXT, HEADS, DIM))
+    segment = Segment(pages, CONTEXT, causal, free, stores=False, total_tokens=CONTEXT + causal)
+    return attention.begin(kv, [segment]).attend(0, *torch.randn(3, causal + free, HEADS, DIM))
+
+
+@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize(
+    ("causal", "free"), [(0, 1), (16, 0), (40, 130), (300, 300)], ids=["a row", "an append", "a hit", "several tiles"]
+)
+@pytest.mark.parametrize("work", [1, ONEDNN_WORK], ids=["every product", "large products"])
+def test_attention_is_that_of_torch(work: float, causal: int, free: int, kv_dtype: KvDtype) -> None:
+    expected = attended(BlockedAttention(SPEC), causal, free, kv_dtype)
+    found = attended(BlockedAttention(SPEC, work), causal, free, kv_dtype)
+    assert torch.allclose(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: True)
+    weight, bias, x, y = torch.randn(24, 40), torch.randn(40), torch.randn(rows, 30)[:, 3:27], torch.randn(rows, 40)
+    assert torch.allclose(product(weight, bias)(x), x @ weight + bias, atol=1e-5)
+    before = y.clone()
+    assert torch.allclose(added_product(weight, torch.float32, bias)(y, x), y + x @ weight + bias, atol=1e-5)
+    assert torch.equal(y, before), "the residual stream of the caller stays as it is"
+
+
+def test_torch_computes_the_products_if_it_was_built_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+    monkeypatch.setattr(layer_parts, "onednn_product", missing)
+    assert onednn_is_faster.__wrapped__() is False
+
+
+def copied(checkpoint: Checkpoint, compute_dtype: ComputeDtype = ComputeDtype.FLOAT32) -> int:
+    """Bytes that an engine counts beside the weights of its checkpoint."""
+    engine = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, 8, compute_dtype)
+    return engine.weights_bytes - checkpoint.weights_bytes
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_packed_weights_are_counted_and_freed_with_their_engine(
+    monkeypatch: pytest.MonkeyPatch, config: ModelConfig
+) -> None:
+    """They were missing from the memory plan, although they double the weights of the layers."""
+    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: True)
+    pack, packed_bytes, weight_bytes = torch.ops.mkldnn._reorder_linear_weight, [], []
+
+    def counting(weight: torch.Tensor, rows: int) -> torch.Tensor:
+        packed: torch.Tensor = pack(weight, rows)
+        packed_bytes.append(torch.ops.mkldnn._nbytes(packed))
+        # The whole units of 64 that the plan counts for this weight.
+        weight_bytes.append(4 * -(-weight.shape[0] // 64) * -(-weight.shape[1] // 64) * 64**2)
+        return packed
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", counting)
+    checkpoint = random_checkpoint(config, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = packed_tensors()
+        engine = build_engine(checkpoint, CpuDevice(), KvDtype.FLOAT32, 8)
+        assert packed_tensors() - before == len(packed_bytes) > 0
+        assert engine.weights_bytes - checkpoint.weights_bytes == sum(weight_bytes) >= sum(packed_bytes)
+        del engine
+        assert packed_tensors() == before, "a replaced model keeps its weights until a full garbage collection"
+    finally:
+        gc.enable()
+
+
+def packed_tensors() -> int:
+    return sum(1 for found in gc.get_objects() if type(found) is torch.Tensor and found.is_mkldnn)
+
+
+def test_narrow_copies_are_counted_and_without_onednn_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = random_checkpoint(KINDS["meta"], 0)
+    monkeypatch.setattr(layer_parts, "onednn_is_faster", lambda: False)
+    assert copied(checkpoint) == 0
+    matrices = [t for name, t in checkpoint.tensors.items() if name.startswith("layers.") and t.dim() == 2]
+    assert copied(checkpoint, ComputeDtype.BFLOAT16) == sum(2 * t.numel() for t in matrices)
