@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from enum import StrEnum
 from typing import Annotated, Final
 
@@ -96,6 +94,7 @@ def serve(
     from relaygr.lag.exporter import LagExporter
     from relaygr.lag.monitor import LagMonitor
     from relaygr.runtime.probes import Check, ProbeServer, Readiness
+    from relaygr.runtime.stop_signals import StopSignals
 
     settings = command_settings(config, bootstrap, overrides)
     monitor = LagMonitor(settings, settings.lag, group or ())
@@ -107,9 +106,7 @@ def serve(
         problem = exporter.problem
         return Readiness((Check("measured", problem is None, problem or ""),))
 
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = StopSignals()
     server = ProbeServer(
         settings.lag.http_host if host is None else host,
         settings.lag.http_port if port is None else port,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import Annotated
 
 import typer
@@ -33,6 +31,7 @@ def ui(
     It only reads: it joins no group, commits nothing and writes nothing. On an address that other machines reach, a
     browser must give a token (ui.token; by default one is made and printed).
     """
+    from relaygr.runtime.stop_signals import StopSignals
     from relaygr.ui.live import LiveCluster
     from relaygr.ui.page import Page
     from relaygr.ui.scrape import check_url
@@ -50,12 +49,10 @@ def ui(
         own.token.get_secret_value() if own.token is not None else None,
     )
     live = LiveCluster(settings, own)
-    stopping = threading.Event()
     with server:
         live.require_topics()
         # Until here, Ctrl-C interrupts the wait for the cluster.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopping.set())
+        stopping = StopSignals()
         page.follow(live, "")
         with live:
             typer.echo(f"{settings.topic_prefix}.* at {settings.bootstrap}: {server.address}")
