@@ -22,7 +22,7 @@ QUIET = Cores(usable=2, foreign=0.0)
 def plan(cores: Cores = QUIET, duration_s: float = 24.0, overrides: PlanOverrides | None = None) -> DemoPlan:
     lengths = [600, 1000, 1400]
     layout = PrefixLayout(contextual_tokens=0, tokens_per_behaviour=1)
-    return plan_demo(LATENCY, GEOMETRY, layout, lengths, 48, 2, cores, duration_s, overrides or PlanOverrides())
+    return plan_demo(LATENCY, GEOMETRY, layout, lengths, 48, cores, duration_s, overrides or PlanOverrides())
 
 
 def test_cores_that_others_use_lower_the_rate_and_leave_the_deadline() -> None:
@@ -30,6 +30,11 @@ def test_cores_that_others_use_lower_the_rate_and_leave_the_deadline() -> None:
     assert half.rate_per_s == pytest.approx(quiet.rate_per_s / 2, rel=0.02)
     assert replace(half, rate_per_s=0, duration_s=0, cores=QUIET) == replace(quiet, rate_per_s=0, duration_s=0)
     assert plan(Cores(usable=1, foreign=0.0)).rate_per_s == half.rate_per_s
+
+
+@pytest.mark.parametrize(("usable", "workers"), [(1, 1), (2, 2), (64, 2)])
+def test_there_are_two_workers_but_on_one_core_only_one(usable: int, workers: int) -> None:
+    assert plan(Cores(usable, foreign=0.0)).workers == workers
 
 
 def test_a_run_at_a_low_rate_lasts_until_there_is_enough_to_compare() -> None:

@@ -236,8 +236,9 @@ def _used(reading: Reading, tier: str) -> str:
     return f"{1 - unused / total:.0%} of {total / 2**20:.0f} MiB"
 
 
-def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> None:
+def print_plan(console: Console, plan: DemoPlan, users: int) -> None:
     """Prints the calibration, and the plan made from it."""
+    workers = "one worker" if plan.workers == 1 else f"{plan.workers} workers"
     console.print(
         f"measured   full inference {plan.full_median_ms:.1f} ms at {plan.history_median} behaviours, "
         f"{plan.full_p90_ms:.1f} ms at {plan.history_p90}; pre-infer {plan.pre_infer_p90_ms:.1f} ms, "
@@ -245,7 +246,7 @@ def print_plan(console: Console, plan: DemoPlan, workers: int, users: int) -> No
         soft_wrap=True,
     )
     console.print(
-        f"plan       {users} users, {plan.rate_per_s} impressions/s on {workers} workers; deadline "
+        f"plan       {users} users, {plan.rate_per_s} impressions/s on {workers}; deadline "
         f"{plan.budget_ms} ms, lead time {plan.lead_ms} ms; a worker holds {plan.hbm_bytes / 2**20:.0f} MiB of K,V "
         f"in HBM, {plan.dram_bytes / 2**20:.0f} MiB in DRAM",
         soft_wrap=True,

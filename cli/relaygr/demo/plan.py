@@ -7,6 +7,7 @@ gateway, so the plan multiplies the measured times by `CROWDING`. The plan then 
 * The lead time is long enough to compute the prefix of a long history.
 * With the relay on, the devices use about a quarter of the free cores: the broker, the trigger and the gateway need
   cores too, and queueing delays are long even at half load. Cores that other processes use are not free.
+* There are two workers. On one core there is one, because two would take turns in the middle of their work.
 * HBM holds a part of the users' prefixes, so that the rest is reloaded from DRAM, which holds all of them.
 
 Options of the command override the plan.
@@ -25,6 +26,7 @@ from relaygr.demo.machine import Cores
 from relaygr.worker.kv import KvGeometry, PrefixLayout
 
 CROWDING = 2.0
+MOST_WORKERS = 2
 LEAST_BUDGET_MS = 25
 LEAST_LEAD_MS = 100
 TARGET_LOAD = 0.25
@@ -41,6 +43,7 @@ HBM_SHARE = 0.6
 class DemoPlan:
     """The numbers of a run, and the measured times behind them (without `CROWDING`)."""
 
+    workers: int
     history_median: int
     history_p90: int
     full_median_ms: float
@@ -72,7 +75,6 @@ def plan_demo(
     layout: PrefixLayout,
     lengths: Sequence[int],
     scored_tokens: int,
-    workers: int,
     cores: Cores,
     duration_s: float,
     overrides: PlanOverrides,
@@ -90,6 +92,7 @@ def plan_demo(
     hit_ms, pre_ms = latency.hit_us(n90, scored_tokens) / 1000, latency.pre_us(n90) / 1000
     budget_ms = overrides.budget_ms or round(max(LEAST_BUDGET_MS, 4 * hit_ms * CROWDING, 0.8 * full50_ms * CROWDING))
     lead_ms = overrides.lead_ms or round(max(LEAST_LEAD_MS, 3 * pre_ms * CROWDING))
+    workers = min(MOST_WORKERS, cores.usable)
     cost_ms = (NEW_SHARE * latency.pre_us(n50) / 1000 + hit_ms) * CROWDING
     rate_per_s = overrides.rate_per_s or min(40.0, max(1.0, TARGET_LOAD * min(workers, cores.free) * 1000 / cost_ms))
     whole_s = max(duration_s, min(LEAST_IMPRESSIONS / rate_per_s, LONGEST_S))
@@ -98,6 +101,7 @@ def plan_demo(
     # The prefix of the longest history must fit, with room for others.
     hbm_pages = max(4 * max(pages), math.ceil(HBM_SHARE * per_worker))
     return DemoPlan(
+        workers=workers,
         history_median=median,
         history_p90=p90,
         full_median_ms=full50_ms,

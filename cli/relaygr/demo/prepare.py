@@ -19,7 +19,6 @@ from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 
-WORKERS = 2
 DEMO_PARTITIONS = 12
 LONGEST_WARM_UP_S = 15.0
 CALIBRATION_FILE = "calibration.json"
@@ -78,7 +77,7 @@ def plan_for_this_machine(
     lengths = [min(population.first_length(index), longest) for index in range(population.size)]
     scored = settings.traffic.suffix * engine.layout.tokens_per_behaviour + settings.traffic.candidates
     return plan_demo(
-        alone.model, engine.geometry, engine.layout, lengths, scored, WORKERS, watch.cores,
+        alone.model, engine.geometry, engine.layout, lengths, scored, watch.cores,
         settings.traffic.duration_s, overrides,
     )  # fmt: skip
 
@@ -88,7 +87,7 @@ def settle_s(settings: Settings, plan: DemoPlan, users: int) -> float:
     if not settings.worker.warm_up_users:
         return settings.traffic.settle_s
     device_s = HBM_SHARE * users * plan.pre_infer_p90_ms / 1000 * CROWDING
-    warm_up_s = device_s / WORKERS / settings.worker.warm_up_share
+    warm_up_s = device_s / plan.workers / settings.worker.warm_up_share
     return round(settings.traffic.settle_s + min(LONGEST_WARM_UP_S, warm_up_s), 1)
 
 

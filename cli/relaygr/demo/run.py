@@ -21,7 +21,7 @@ from rich.prompt import Confirm
 
 from relaygr.demo.board import print_plan, print_summary
 from relaygr.demo.plan import DemoPlan, PlanOverrides
-from relaygr.demo.prepare import WORKERS, make_model, plan_for_this_machine, planned_settings, settle_s
+from relaygr.demo.prepare import make_model, plan_for_this_machine, planned_settings, settle_s
 from relaygr.demo.stack import DemoStack
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
 from relaygr.devbroker import LocalBroker, local_broker
@@ -86,7 +86,7 @@ def _run(console: Console, settings: Settings, options: DemoOptions, page: Page 
         population = population_of(settings.traffic)
         model = options.model or make_model(folder / "model", settings, population)
         plan = plan_for_this_machine(console, folder, model, settings, population, options.overrides)
-        print_plan(console, plan, WORKERS, population.size)
+        print_plan(console, plan, population.size)
         known = settings.bootstrap if "bootstrap" in settings.model_fields_set else None
         with local_broker(options.broker, known_bootstrap=known, kafka=settings) as broker:
             console.print(f"broker     {broker.what}")
@@ -102,7 +102,7 @@ def _run(console: Console, settings: Settings, options: DemoOptions, page: Page 
                 if page is not None:
                     page.set_phase("starting the workers")
                 named = _named(planned, f"{prefix}-{name}")
-                return DemoStack(console, folder, broker, named, relay=relay, workers=WORKERS, page=page)
+                return DemoStack(console, folder, broker, named, relay=relay, workers=plan.workers, page=page)
 
             with stack("relay", relay=True) as running:
                 pause = f"traffic.settle_s={settle_s(planned, plan, population.size)}"

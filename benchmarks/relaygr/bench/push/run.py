@@ -19,7 +19,6 @@ from relaygr.cli.demo import DEFAULTS
 from relaygr.demo.plan import PlanOverrides
 from relaygr.demo.prepare import (
     CALIBRATION_FILE,
-    WORKERS,
     make_model,
     plan_for_this_machine,
     planned_settings,
@@ -94,7 +93,7 @@ def measure_push(seconds: float, spread_s: float, warm_up: bool, broker: str, ou
         push_ends_s = pushed_s + spread_s + RELOAD_S + warming_s
         records = folder / "records.jsonl"
         revisions: list[str] = []
-        with DemoStack(console, folder, started, planned, relay=True, workers=WORKERS, observed=False) as stack:
+        with DemoStack(console, folder, started, planned, relay=True, workers=plan.workers, observed=False) as stack:
             begun_s: list[float] = []
 
             def watch() -> None:
