@@ -50,6 +50,7 @@ from tests.worlds.relay import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 EXAMPLES = FilePath(__file__).parents[2] / "docs" / "examples"
+ATTEMPTS = 10
 BUDGET_MS = 5_000
 TOLERANCE = 2e-5
 
@@ -73,8 +74,11 @@ class Stack:
         self.raw.close()
         self.letters.close()
 
-    def pre_infer(self, user_id: str, length: int, seed: int = 0, outcome: str = "computed") -> str:
-        """Begins an impression. Returns its request id when its pre-infer job has ended with `outcome`."""
+    def pre_infer(self, user_id: str, length: int, seed: int = 0, *outcomes: str) -> str:
+        """Begins an impression. Returns its request id when its pre-infer job has ended with one of `outcomes`, by
+        default "computed".
+        """
+        outcomes = outcomes or ("computed",)
         before = jobs_done(self.worker)
         history = history_of(user_id, length, seed)
         self.client.publish_history(history)
@@ -88,10 +92,11 @@ class Stack:
         )
 
         def ended() -> bool:
-            return jobs_done(self.worker).get(outcome, 0) > before.get(outcome, 0)
+            done = jobs_done(self.worker)
+            return any(done.get(outcome, 0) > before.get(outcome, 0) for outcome in outcomes)
 
         try:
-            wait_until(f"a job {outcome}", ended)
+            wait_until(f"a job {' or '.join(outcomes)}", ended)
         except AssertionError as error:
             decisions = reading(self.trigger).by_label("relaygr_trigger_decisions_total", "reason")
             raise AssertionError(f"{error}: {jobs_done(self.worker)}, {decisions}") from error
@@ -194,17 +199,26 @@ def test_a_prefix_that_had_to_leave_hbm_comes_back_from_dram_with_the_same_score
     request_id = stack.pre_infer(user, 512, seed=6)
     first = stack.ranked(user, 512, seed=6, request_id=request_id)
     wait_until("spilled", lambda: reading(stack.worker).total("relaygr_cache_spills_ended_total") > 0)
-    for seed in range(20, 26):  # More than HBM holds.
-        stack.full(512, seed)
-    again = stack.ranked(user, 512, seed=6)
-    assert again.path is Path.DRAM
-    assert again.prefix_source is PrefixSource.DRAM
+
+    def fill_hbm():
+        for seed in range(20, 26):  # More than HBM holds.
+            stack.full(512, seed)
+
+    # On a busy machine copies are slow for a moment. Then the worker computes the prefix again.
+    for _ in range(ATTEMPTS):
+        fill_hbm()
+        again = stack.ranked(user, 512, seed=6)
+        if again.path is Path.DRAM:
+            break
+    assert (again.path, again.prefix_source) == (Path.DRAM, PrefixSource.DRAM)
     assert again.tokens_cached == again.prefix_tokens
     assert_same_scores(again, first)
-    for seed in range(30, 36):
-        stack.full(512, seed)
-    request_id = stack.pre_infer(user, 512, seed=6, outcome="reloaded")
-    relayed = stack.ranked(user, 512, seed=6, request_id=request_id)
+    for _ in range(ATTEMPTS):
+        fill_hbm()
+        request_id = stack.pre_infer(user, 512, 6, "reloaded", "computed")
+        relayed = stack.ranked(user, 512, seed=6, request_id=request_id)
+        if relayed.prefix_source is PrefixSource.DRAM:
+            break
     assert (relayed.path, relayed.prefix_source) == (Path.HBM, PrefixSource.DRAM)
     assert_same_scores(relayed, first)
 

@@ -121,6 +121,10 @@ _GROUP: Final[dict[str, Any]] = {
     "auto.commit.interval.ms": 1000,
 }
 
+_GROUP_FETCH_WAIT_MS: Final = 100
+"""A resumed or newly assigned partition waits for the end of the fetch in flight, so members of a group ask more often.
+"""
+
 _REBALANCE_MS: Final = 30_000
 """How long a rebalance may wait for a member, and how long a member waits for the answer to its request to join.
 
@@ -161,7 +165,8 @@ def make_group_consumer(
 
     Raises RelayError for an assignor other than `range`, which would split a user's partitions between workers.
     """
-    config = _config(kafka, client_id, on_error, _consumer(kafka), _GROUP, _membership(kafka), options)
+    fetch_wait_ms = min(kafka.fetch_wait_max_ms, _GROUP_FETCH_WAIT_MS)
+    config = _config(kafka, client_id, on_error, _consumer(fetch_wait_ms), _GROUP, _membership(kafka), options)
     config["group.id"] = group
     if instance_id is not None:
         config["group.instance.id"] = instance_id
@@ -178,7 +183,7 @@ def make_assigned_consumer(
     kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None, options: Options | None = None
 ) -> Consumer:
     """A consumer for `assign()`. It joins no group and commits no offsets; the caller gives each partition's offset."""
-    config = _config(kafka, client_id, on_error, _consumer(kafka), _ASSIGNED, options)
+    config = _config(kafka, client_id, on_error, _consumer(kafka.fetch_wait_max_ms), _ASSIGNED, options)
     config["group.id"] = kafka.unjoined_group
     return Consumer(config)
 
@@ -232,8 +237,8 @@ def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, ela
     return f"Kafka at {kafka.bootstrap} cannot be reached: {cause}. {advice}"
 
 
-def _consumer(kafka: KafkaSettings) -> dict[str, Any]:
-    return {**_CONSUMER, "fetch.wait.max.ms": kafka.fetch_wait_max_ms}
+def _consumer(fetch_wait_ms: int) -> dict[str, Any]:
+    return {**_CONSUMER, "fetch.wait.max.ms": fetch_wait_ms}
 
 
 def _membership(kafka: KafkaSettings) -> dict[str, Any]:
