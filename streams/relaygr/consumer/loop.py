@@ -73,7 +73,8 @@ _REFUSED: Final = {
 }
 _PROBE_INTERVAL_US: Final = 1_000_000
 # While the broker is away the poll thread has nothing to read, and may wait this long for metadata.
-_PROBE_TIMEOUT_S: Final = 0.1
+# The broker answers after the fetch that is under way (`asking_fetch_wait_ms`).
+_PROBE_TIMEOUT_S: Final = 0.15
 _LOG_INTERVAL_US: Final = 10_000_000
 # A new topic has partitions without a leader for some milliseconds.
 _NO_LEADER_YET: Final = frozenset((KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE))

@@ -121,9 +121,7 @@ _GROUP: Final[dict[str, Any]] = {
     "auto.commit.interval.ms": 1000,
 }
 
-_GROUP_FETCH_WAIT_MS: Final = 100
-"""A resumed or newly assigned partition waits for the end of the fetch in flight, so members of a group ask more often.
-"""
+_ASKING_FETCH_WAIT_MS: Final = 50
 
 _REBALANCE_MS: Final = 30_000
 """How long a rebalance may wait for a member, and how long a member waits for the answer to its request to join.
@@ -165,8 +163,9 @@ def make_group_consumer(
 
     Raises RelayError for an assignor other than `range`, which would split a user's partitions between workers.
     """
-    fetch_wait_ms = min(kafka.fetch_wait_max_ms, _GROUP_FETCH_WAIT_MS)
-    config = _config(kafka, client_id, on_error, _consumer(fetch_wait_ms), _GROUP, _membership(kafka), options)
+    config = _config(
+        kafka, client_id, on_error, _consumer(asking_fetch_wait_ms(kafka)), _GROUP, _membership(kafka), options
+    )
     config["group.id"] = group
     if instance_id is not None:
         config["group.instance.id"] = instance_id
@@ -186,6 +185,15 @@ def make_assigned_consumer(
     config = _config(kafka, client_id, on_error, _consumer(kafka.fetch_wait_max_ms), _ASSIGNED, options)
     config["group.id"] = kafka.unjoined_group
     return Consumer(config)
+
+
+def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:
+    """The longest wait of a fetch of a consumer that also asks for offsets, or pauses and resumes partitions.
+
+    A broker answers the requests of a connection in turn, so such a request waits until the fetch before it ends. A
+    resumed partition waits for that, too.
+    """
+    return min(kafka.fetch_wait_max_ms, _ASKING_FETCH_WAIT_MS)
 
 
 def make_admin(kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None) -> AdminClient:

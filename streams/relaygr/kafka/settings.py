@@ -151,7 +151,7 @@ class KafkaSettings(Section):
         Field(
             ge=1,
             le=10_000,
-            description="longest wait of a fetch without data; at most 100 in a group. New data is answered at once. "
+            description="longest wait of a fetch without data; some clients wait at most 50. New data comes at once. "
             "Short waits cost the broker CPU (9 idle consumers: 0.4 cores at 20 ms); the embedded cluster needs 1 to 5",
         ),
     ] = 500
