@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from relaygr.bench.engine.attention import BASE, AttentionCase, Contest, our_back_ends
+from relaygr.bench.engine.attention import BASE, AttentionCase, Contest, our_back_ends, triton_variants
 from relaygr.bench.engine.peers import META, find_peers
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype, KvGeometry
@@ -60,6 +60,22 @@ def test_all_contenders_compute_the_same(case: AttentionCase, meta: None) -> Non
     ours = contest.ours(our_back_ends(SPEC, GEOMETRY, CpuDevice())[BASE])().flatten()
     theirs = find_peers()["Meta, Triton"](contest.jagged)().flatten()
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 2e-6
+
+
+@pytest.mark.slow
+def test_candidates_beside_a_chunk_get_the_same_in_every_variant() -> None:
+    from tests.worlds.triton import BLOCKS, DEVICE
+
+    case = AttentionCase(1, 65, 9, beside=20)
+    contest = Contest(case, SPEC, KvDtype.FLOAT32, DEVICE)
+    expected = contest.ours(our_back_ends(SPEC, GEOMETRY, CpuDevice())[BASE])()
+    assert expected.shape[0] == case.rows == 29
+    made = triton_variants(SPEC, DEVICE, BLOCKS)
+    assert list(made)[-1] == "triton, persistent+tma+tanh"
+    assert len(made) == 7
+    for attention in made.values():
+        ours = contest.ours(attention)()
+        assert float((ours - expected).abs().max() / expected.abs().max()) < 2e-6
 
 
 def test_an_n_below_the_length_is_refused_since_peers_would_skip_rows() -> None:

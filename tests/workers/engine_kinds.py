@@ -165,10 +165,19 @@ if find_spec("triton") is not None:
 
     # Its kinds share their attention, except for groups, which test_triton_attention.py covers: under the interpreter
     # one kind is enough.
+    INTERPRETED_KINDS = (
+        "meta",
+        "research",
+        "contextual mask and window",
+        "windowed, the newest rows see all",
+        "nvidia",
+    )
     BACKENDS["triton, interpreted or on a GPU"] = Backend(
         lambda: DEVICE,
         choose_triton,
-        lambda spec: spec.is_plain_but_for_groups,
+        lambda spec: spec.normalizer is not None,
         INTERPRETED,
-        ("meta",) if INTERPRETED else tuple(KINDS),
+        ("meta", "research", "contextual mask and window", "windowed, the newest rows see all", "nvidia")
+        if INTERPRETED
+        else tuple(KINDS),
     )

@@ -14,13 +14,21 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from relaygr.worker.model.triton.attention_kernels import attend_kernel, store_kernel
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
 from relaygr.worker.model.triton.norm_kernels import gated_norm_kernel, norm_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {
-    "tiles_ptr": "*i32",
+    "items_ptr": "*i32",
+    "joins_ptr": "*i32",
     "segments_ptr": "*i32",
+    "key_times_ptr": "*i64",
+    "following_ptr": "*i64",
+    "edges_ptr": "*i64",
+    "positions_ptr": "*fp32",
+    "times_ptr": "*fp32",
+    "sums_ptr": "*fp32",
+    "bucket_rate": "fp32",
     "table_ptr": "*i32",
     "slots_ptr": "*i32",
     "a_ptr": "*fp32",
@@ -31,6 +39,7 @@ _TYPES = {
     "alpha": "fp32",
     "scale": "fp32",
 }
+_BIAS: dict[str, object] = {"POSITIONS": 8191, "TIMES": True, "EDGES": 124}
 
 
 def compiled(kernel: Any, constants: dict[str, object], own: str, stored: str, warps: int, stages: int) -> Any:
@@ -43,13 +52,17 @@ def compiled(kernel: Any, constants: dict[str, object], own: str, stored: str, w
             return _TYPES[name]
         if name == "out_ptr" and kernel is attend_kernel:
             return "*fp32"
+        if name in ("k_desc", "v_desc"):
+            return f"tensordesc<{stored}[1, 1, {constants['BLOCK_N']}, {constants['PAD_QK']}]>"
         if name.endswith("_ptr"):
             return f"*{stored}" if "pages" in name else f"*{own}"
         return "i32"
 
     names = kernel.arg_names
     aligned = {
-        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name.endswith(("_ptr", "_stride"))
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name.endswith(("_ptr", "_stride")) and name not in constants
     }
     source = ASTSource(
         kernel,
@@ -77,6 +90,7 @@ def described(made: Any) -> dict[str, int]:
         "shared_bytes": made.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "async_copies": ptx.count("cp.async.c"),
+        "tensor_copies": ptx.count("cp.async.bulk.tensor"),
     }
 
 
@@ -89,21 +103,42 @@ def attend(
     keys: int,
     warps: int,
     stages: int,
-    group: int = 1,
+    **options: object,
 ) -> dict[str, int]:
-    constants = {
+    """`options`: constants of a mask, a bias or a variant."""
+    pad = max(16, triton.next_power_of_2(dim))
+    constants: dict[str, object] = {
         "HEADS": 4,
-        "GROUP": group,
+        "GROUP": 1,
+        "CONTEXTUAL": 0,
+        "WINDOW": 0,
+        "FULL_LAST": 0,
+        "POSITIONS": 0,
+        "TIMES": False,
+        "EDGES": 0,
         "D_QK": dim,
         "D_V": dim,
-        "PAD_QK": max(16, triton.next_power_of_2(dim)),
-        "PAD_V": max(16, triton.next_power_of_2(dim)),
+        "PAD_QK": pad,
+        "PAD_V": pad,
         "PAGE_TOKENS": page_tokens,
         "PRECISION": "ieee" if own == "fp32" else "tf32",
+        "PERSISTENT": False,
+        "TMA": False,
+        "TANH": False,
         "BLOCK_M": block_rows,
         "BLOCK_N": keys,
     }
-    return described(compiled(attend_kernel, constants, own, stored, warps, stages))
+    constants |= options
+    absent = {name: None for name in ("k_desc", "v_desc") if not constants["TMA"]}
+    absent |= {"positions_ptr": None} if not constants["POSITIONS"] else {}
+    if not constants["TIMES"]:
+        absent |= dict.fromkeys(("key_times_ptr", "following_ptr", "times_ptr", "edges_ptr"))
+    return described(compiled(attend_kernel, constants | absent, own, stored, warps, stages))
+
+
+def join() -> dict[str, int]:
+    sizes = {"COLUMNS": 512, "PAD_COLUMNS": 512, "BLOCK_M": 64, "ROWS": 8}
+    return described(compiled(join_kernel, sizes, "fp32", "fp32", 4, 3))
 
 
 def store(own: str, stored: str) -> dict[str, int]:
@@ -138,7 +173,15 @@ def main() -> None:
         "float32, dimension 256": attend("fp32", "fp32", 256, 64, 16, 16, 4, 2),
         "store bfloat16": store("bf16", "bf16"),
         "store float32 as bfloat16": store("fp32", "bf16"),
-        "bfloat16, groups of 3": attend("bf16", "bf16", 128, 64, 64, 64, 4, 3, group=3),
+        "bfloat16, every mask": attend(
+            "bf16", "bf16", 128, 64, 64, 64, 4, 3, GROUP=3, CONTEXTUAL=5, WINDOW=512, FULL_LAST=64
+        ),
+        "bfloat16, bias by position and time": attend("bf16", "bf16", 64, 64, 64, 64, 4, 2, **_BIAS),
+        "float32, bias by position and time": attend("fp32", "fp32", 64, 64, 16, 16, 4, 2, **_BIAS),
+        "bfloat16, persistent by descriptors": attend(
+            "bf16", "bf16", 128, 64, 64, 64, 4, 3, PERSISTENT=True, TMA=True, TANH=True
+        ),
+        "join": join(),
         "input norm": norm("bf16", True),
         "input norm without weights": norm("bf16", False),
         "output": output("bf16", 1, True),

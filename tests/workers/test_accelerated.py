@@ -17,8 +17,10 @@ from relaygr.worker.model.attention import rec_sdk
 from relaygr.worker.model.attention.choose import accelerated_attention, choose_attention
 from relaygr.worker.model.attention.rec_sdk import RecSdkAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton.attention import TritonAttention, warm_up
+from tests.worlds.attention import random_biases
 from tests.worlds.triton import BLOCKS, DEVICE
 
 SPEC = AttentionSpec(2, 16, 32, 0.25, 37.0)
@@ -43,12 +45,17 @@ def nothing(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "reason"), [(1, "the plain mask on cuda"), (3, "the plain mask with groups on cuda")]
+    ("options", "reason"),
+    [
+        ({}, "the plain mask on cuda"),
+        ({"target_group_size": 3}, "target groups on cuda"),
+        ({"contextual_tokens": 2, "max_attn_len": 5}, "the contextual mask, max_attn_len on cuda"),
+    ],
 )
-def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch, group: int, reason: str) -> None:
+def test_cuda_gets_triton_for_every_mask(monkeypatch: pytest.MonkeyPatch, options: dict[str, int], reason: str) -> None:
     monkeypatch.setattr(triton_backend, "warm_up", nothing)
     with capture_logs() as logs:
-        chosen = choose_attention(replace(SPEC, target_group_size=group), None, GEOMETRY, Called("cuda"))
+        chosen = choose_attention(replace(SPEC, **options), None, GEOMETRY, Called("cuda"))
     assert isinstance(chosen, TritonAttention)
     assert logs == [
         {
@@ -66,7 +73,8 @@ def test_without_triton_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPa
     with capture_logs() as logs:
         chosen = choose_attention(SPEC, None, GEOMETRY, Called("cuda"))
     assert chosen.name == "blocked torch"
-    assert [entry["log_level"] for entry in logs] == ["warning", "info"]
+    assert [entry["log_level"] for entry in logs] == ["warning", "info", "warning"]
+    assert "idle" in logs[2]["event"]
     assert "model.triton.attention" in logs[0]["error"]
 
 
@@ -76,20 +84,21 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton_backend, "warm_up", fails)
     with capture_logs() as logs:
-        assert accelerated_attention(SPEC, GEOMETRY, Called("cuda")) is None
+        assert accelerated_attention(SPEC, None, GEOMETRY, Called("cuda")) is None
     assert [entry["error"] for entry in logs] == ["RuntimeError('ptxas fatal: no such architecture')"]
 
 
-def test_other_masks_and_other_devices_have_no_kernels_of_their_own() -> None:
-    windowed = replace(SPEC, max_attn_len=5)
+def test_soft_max_and_other_devices_have_no_kernels_of_their_own() -> None:
+    soft_max = replace(SPEC, normalizer=None)
     with capture_logs() as logs:
-        assert accelerated_attention(windowed, GEOMETRY, Called("cuda")) is None
-        assert accelerated_attention(SPEC, GEOMETRY, CpuDevice()) is None
-        assert accelerated_attention(SPEC, GEOMETRY, Called("xpu")) is None
-        assert accelerated_attention(replace(SPEC, target_group_size=3), GEOMETRY, Called("npu")) is None
+        assert accelerated_attention(soft_max, None, GEOMETRY, Called("cuda")) is None
+        assert accelerated_attention(SPEC, None, GEOMETRY, CpuDevice()) is None
+        assert accelerated_attention(SPEC, None, GEOMETRY, Called("xpu")) is None
+        assert accelerated_attention(replace(SPEC, target_group_size=3), None, GEOMETRY, Called("npu")) is None
     assert logs == []
-    with pytest.raises(ValueError, match="plain mask only"):
-        TritonAttention(windowed, DEVICE)
+    for spec in (soft_max, replace(SPEC, has_bias=True)):
+        with pytest.raises(ValueError, match="need biases exactly"):
+            TritonAttention(spec, DEVICE)
 
 
 def test_an_npu_uses_the_operator_if_it_is_installed_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +108,7 @@ def test_an_npu_uses_the_operator_if_it_is_installed_and_fits(monkeypatch: pytes
         (True, replace(SPEC, attention_dim=24), type(None)),
     ):
         monkeypatch.setattr(rec_sdk, "load_operators", lambda is_there=is_there: is_there)
-        assert type(accelerated_attention(spec, GEOMETRY, Called("npu"))) is expected
+        assert type(accelerated_attention(spec, None, GEOMETRY, Called("npu"))) is expected
 
 
 def test_an_operator_library_that_cannot_be_loaded_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +117,14 @@ def test_an_operator_library_that_cannot_be_loaded_is_logged(monkeypatch: pytest
 
     monkeypatch.setattr(rec_sdk, "load_operators", fails)
     with capture_logs() as logs:
-        assert accelerated_attention(SPEC, GEOMETRY, Called("npu")) is None
+        assert accelerated_attention(SPEC, None, GEOMETRY, Called("npu")) is None
     assert [entry["event"] for entry in logs] == ["no kernels for this device, plain torch instead"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_the_warm_up_runs_all_kernels(compute: torch.dtype) -> None:
-    spec = replace(SPEC, compute_dtype=compute)
-    warm_up(TritonAttention(spec, DEVICE, BLOCKS), spec, GEOMETRY, DEVICE, 64)
+    bias = RelativeBias(positions=20, time_buckets=9)
+    spec = replace(SPEC, compute_dtype=compute, contextual_tokens=2, max_attn_len=9, has_bias=True)
+    attention = TritonAttention(spec, DEVICE, random_biases(bias, DEVICE, seed=0), BLOCKS)
+    warm_up(attention, spec, GEOMETRY, DEVICE, 64)

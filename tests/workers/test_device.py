@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import ClassVar, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -163,6 +164,27 @@ def test_captured_work_on_the_cpu_runs_again_on_the_present_contents_of_its_memo
     replay.run()
     assert target.tolist() == [10.0, 10.0, 10.0]
     assert CpuDevice().compute_units == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "expected"),
+    [
+        ("cuda", MagicMock(is_bf16_supported=lambda including_emulation: including_emulation), False),
+        ("cuda", MagicMock(is_bf16_supported=lambda including_emulation: True), True),
+        ("npu", MagicMock(is_bf16_supported=lambda: True), True),
+        ("npu", SimpleNamespace(), False),
+    ],
+    ids=["a GPU that emulates it", "a GPU that has it", "an NPU that has it", "an accelerator that does not say"],
+)
+def test_an_accelerator_with_bfloat16_products_prefers_them(
+    monkeypatch: pytest.MonkeyPatch, kind: str, module: object, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    # torch knows the name npu only once torch_npu is imported.
+    device = AcceleratorDevice(cast(torch.device, SimpleNamespace(type=kind, index=0)))
+    assert device.prefers_bfloat16 is expected
+    assert CpuDevice().prefers_bfloat16 is False
 
 
 class FakeGraph:

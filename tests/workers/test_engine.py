@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model import engine as engine_module
 from relaygr.worker.model.attention.choose import attention_for
 from relaygr.worker.model.attention.spec import spec_of
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
@@ -41,6 +42,45 @@ NO_FEATURES: NDArray[np.int64] = np.empty(0, np.int64)
 def worst(ours: NDArray[np.float32], expected: torch.Tensor) -> float:
     """Largest difference as a share of the largest value."""
     return float(np.abs(ours - expected.numpy()).max() / np.abs(expected.numpy()).max())
+
+
+class HasBfloat16(CpuDevice):
+    """A device with products in bfloat16."""
+
+    @property
+    def prefers_bfloat16(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("device", "kv", "compute", "expected"),
+    [
+        (CpuDevice, None, None, ("float32", "float32")),
+        (HasBfloat16, None, None, ("bfloat16", "bfloat16")),
+        (HasBfloat16, KvDtype.FLOAT32, None, ("float32", "bfloat16")),
+        (HasBfloat16, KvDtype.FLOAT32, ComputeDtype.FLOAT32, ("float32", "float32")),
+        (CpuDevice, KvDtype.BFLOAT16, None, ("bfloat16", "float32")),
+    ],
+)
+def test_without_settings_the_device_determines_the_element_types(
+    device: type[CpuDevice],
+    kv: KvDtype | None,
+    compute: ComputeDtype | None,
+    expected: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    monkeypatch.setattr(engine_module, "open_device", lambda setting: device())
+    with capture_logs() as logs:
+        engine = load_engine(tmp_path, kv_dtype=kv, compute_dtype=compute)
+    assert (engine.geometry.dtype, engine.compute_dtype) == expected
+    (said,) = [entry for entry in logs if entry["event"] == "element types"]
+    assert (said["kv"], said["products"]) == expected
+    assert (said["kv_from"], said["products_from"]) == tuple(
+        "the device" if setting is None else "the settings" for setting in (kv, compute)
+    )
 
 
 @pytest.mark.slow

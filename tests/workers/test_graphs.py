@@ -66,7 +66,7 @@ class Layers:
         }
         self.stack = LayerStack(build_layers(CONFIG, tensors, torch.float32), KvDtype.FLOAT32)
         # Of the same kind as the layers; the model's alpha and N do not matter here.
-        self.attention = TritonAttention(forward([SegmentRows(1, 0, 1)]).spec, DEVICE, BLOCKS)
+        self.attention = TritonAttention(forward([SegmentRows(1, 0, 1)]).spec, DEVICE, blocks=BLOCKS)
         self.direct = DirectRunner(self.stack, self.attention)
         self.graphs = GraphRunner(self.stack, self.attention, device, limit, pause)
 
@@ -203,9 +203,10 @@ class Wide(CpuDevice):
 
 def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
     """One request on a long prefix: 3 tiles of 2 heads fill few of 132 processors, with any padding."""
-    attention = TritonAttention(AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16), Wide(), BLOCKS)
+    spec = AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16)
+    attention = TritonAttention(spec, Wide(), blocks=BLOCKS)
     made = forward([SegmentRows(4000, 16, 128)])
-    assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 16, stores=False)
+    assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 132, stores=False)
 
 
 class NoRecorder(Recorder):

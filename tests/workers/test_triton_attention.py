@@ -15,22 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.attention.bias import bucket_edges
 from relaygr.worker.model.attention.paged_kv import PagedKv
-from relaygr.worker.model.attention.segments import Segment, place
+from relaygr.worker.model.attention.segments import Segment, SegmentTimes, place
+from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton import launch
-from relaygr.worker.model.triton.attention import TritonAttention, TritonPass
+from relaygr.worker.model.triton.attention import TritonAttention
 from relaygr.worker.model.triton.launch import (
+    DEFAULT_VARIANT,
     Blocks,
     DevicePlan,
     Formula,
     LayerPages,
+    Variant,
     attend,
     fitting_configs,
     tuned,
     tuned_attend,
 )
-from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pack
+from relaygr.worker.model.triton.plan import Capacity, MaskOptions, PlanShape, arrays_of, pack
 from tests.worlds.attention import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
 from tests.worlds.triton import BLOCKS, DEVICE, INTERPRETED
 
@@ -44,7 +48,7 @@ class Forward(RaggedForward):
         super().__init__(runs, device=DEVICE, **options)
 
     def attend(self) -> torch.Tensor:
-        back_end = TritonAttention(self.spec, DEVICE, BLOCKS)
+        back_end = TritonAttention(self.spec, DEVICE, self.biases, BLOCKS)
         return back_end.begin(self.kv, self.segments).attend(LAYER, self.q, self.k, self.v)
 
 
@@ -66,7 +70,7 @@ def test_any_dimensions(heads: int, dqk: int, dv: int) -> None:
     assert forward.error(forward.attend()) <= 2e-6
 
 
-@pytest.mark.parametrize("splits", [1, 16])
+@pytest.mark.parametrize("splits", [0, 16])
 def test_very_unequal_lengths(splits: int) -> None:
     """Programs without a key of their own beside some with hundreds; a request without any row, too."""
     forward = Forward(
@@ -83,7 +87,7 @@ def test_very_unequal_lengths(splits: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 50, 400])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [0, 4])
 def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: int) -> None:
     forward = Forward([*MIXED, SegmentRows(40, 21, 90), SegmentRows(0, 0, 33), SegmentRows(0, 16, 64)], group=size)
     assert forward.error(packed_attend(forward, PlanShape(16, splits, True), Blocks(32))) <= 2e-6
@@ -135,23 +139,103 @@ def test_keys_split_among_programs_give_the_same_sums(splits: int) -> None:
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_any_rows_in_a_tile(block_rows: int) -> None:
     forward = Forward([*MIXED, SegmentRows(3, 150, 0)], compute=torch.float16)
-    assert forward.error(packed_attend(forward, PlanShape(block_rows, 1, True))) <= TOLERANCES[torch.float16]
+    assert forward.error(packed_attend(forward, PlanShape(block_rows, 0, True))) <= TOLERANCES[torch.float16]
 
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
 def test_any_keys_in_a_block(keys: int) -> None:
     forward = Forward(MIXED, page_tokens=32)
-    assert forward.error(packed_attend(forward, PlanShape(16, 1, True), Blocks(keys))) <= 2e-6
+    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), Blocks(keys))) <= 2e-6
+
+
+MASKS: dict[str, dict[str, int]] = {
+    "contextual": {"contextual": 5},
+    "window": {"window": 9},
+    "window, the newest rows see all": {"window": 9, "full_last": 6},
+    "contextual, window and groups": {"contextual": 3, "window": 12, "full_last": 4, "group": 3},
+}
+EACH_PASS = [
+    # Full inference, an append, a chunk with more history after it, hits with and without a suffix.
+    SegmentRows(0, 30, 0),
+    SegmentRows(21, 9, 0),
+    SegmentRows(19, 6, 0, later=8),
+    SegmentRows(35, 0, 5),
+    SegmentRows(17, 5, 9),
+    SegmentRows(7, 0, 2),
+]
+BIASES = {
+    "bias by position": RelativeBias(positions=24),
+    "bias by position and time": RelativeBias(positions=64, time_buckets=128),
+    "one bucket for all times": RelativeBias(positions=9, time_buckets=4, log_base=100.0),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_every_mask_of_a_full_pass_an_append_and_a_hit(mask: dict[str, int]) -> None:
+    forward = Forward(EACH_PASS, **mask)
+    assert forward.error(packed_attend(forward, PlanShape(16, 6, True))) <= 2e-6
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+def test_every_bias_of_a_full_pass_an_append_and_a_hit(bias: RelativeBias) -> None:
+    forward = Forward(EACH_PASS, relative_bias=bias)
+    assert forward.error(packed_attend(forward, PlanShape(16, 0, True))) <= 2e-6
+
+
+def test_every_option_of_mask_and_bias_together() -> None:
+    options = MASKS["contextual, window and groups"]
+    forward = Forward(EACH_PASS, relative_bias=BIASES["bias by position and time"], **options)
+    assert forward.error(packed_attend(forward, PlanShape(32, 12, True), Blocks(32))) <= 2e-6
+
+
+@pytest.mark.parametrize("log_base", [0.301, 1e-3, 3.7e-4])
+def test_a_time_at_the_edge_of_a_bucket_falls_into_the_bucket_of_the_formula(log_base: float) -> None:
+    """One row sees keys whose times are at the edges of the buckets, one second before and one after."""
+    config = RelativeBias(positions=1, time_buckets=65_536, log_base=log_base)
+    edges = bucket_edges(config).numpy()
+    chosen = edges[np.linspace(0, edges.size - 1, 120).astype(int)]
+    apart = np.sort(np.concatenate((chosen - 1, chosen, chosen + 1)))[::-1]
+    forward = Forward([SegmentRows(apart.size, 0, 1)], relative_bias=config)
+    keys = np.append(-apart, 0)
+    forward.segments = [replace(forward.segments[0], times=SegmentTimes(keys, np.zeros(1, np.int64)))]
+    assert forward.error(packed_attend(forward, PlanShape(16, 0, False), Blocks(64))) <= 2e-6
+
+
+def test_a_bias_by_time_needs_times() -> None:
+    forward = Forward([SegmentRows(9, 0, 2)], relative_bias=BIASES["bias by position and time"])
+    forward.segments = [replace(forward.segments[0], times=None)]
+    with pytest.raises(ValueError, match="needs the times"):
+        forward.attend()
+
+
+def test_a_variant_gives_the_same_sums() -> None:
+    """Dimensions whose rows are multiples of 16 bytes, and pages of whole blocks, as TMA needs them."""
+    forward = Forward(EACH_PASS, dqk=8, dv=12, page_tokens=16, window=40, relative_bias=BIASES["bias by position"])
+    shape, variant = PlanShape(16, 6, True), Variant(persistent=True, tma=True)
+    expected = packed_attend(forward, shape)
+    assert forward.error(expected) <= 2e-6
+    assert torch.equal(packed_attend(forward, shape, variant=variant), expected)
+
+
+def test_a_shape_that_tma_cannot_load_is_read_by_pointers() -> None:
+    forward = Forward(MIXED, dqk=5, dv=6, page_tokens=24)
+    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), variant=Variant(tma=True))) <= 2e-6
+
+
+def test_silu_by_tanh_gives_the_same_sums() -> None:
+    """The interpreter's tanh is exact; that of a GPU is not."""
+    forward = Forward(MIXED)
+    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), variant=Variant(tanh=True))) <= 2e-6
 
 
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
     """As in a captured graph: more rows, segments and pages than the forward has."""
     forward = Forward(MIXED)
-    own = packed_attend(forward, PlanShape(16, 1, True))
+    own = packed_attend(forward, PlanShape(16, 0, True))
     rows = forward.q.shape[0]
     more = [torch.cat((x, torch.full_like(x[:9], torch.nan))) for x in (forward.q, forward.k, forward.v)]
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
-    plan = pack(arrays, 8, PlanShape(16, 1, True), Capacity(rows + 9, 12, arrays.pages.size + 5))
+    plan = pack(arrays, 8, PlanShape(16, 0, True), Capacity(rows + 9, 12, arrays.pages.size + 5))
     padded = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
     pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
     assert torch.equal(attend(*more, pages, padded, Formula(forward.spec.alpha, 37.0), BLOCKS)[:rows], own)
@@ -159,10 +243,10 @@ def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
 
 def test_a_neighbour_changes_nothing() -> None:
     forward = Forward(MIXED)
-    together, segments = packed_attend(forward, PlanShape(16, 1, True)), forward.segments
+    together, segments = packed_attend(forward, PlanShape(16, 0, True)), forward.segments
     for placed in place(segments):
         forward.segments = [placed.segment]
-        alone = packed_attend(forward, PlanShape(16, 1, placed.segment.stores), rows=placed.rows)
+        alone = packed_attend(forward, PlanShape(16, 0, placed.segment.stores), rows=placed.rows)
         assert torch.equal(alone, together[placed.rows])
 
 
@@ -176,7 +260,7 @@ def test_a_neighbour_changes_nothing() -> None:
     page_tokens=st.integers(1, 40),
     dqk=st.integers(1, 20),
     dv=st.integers(1, 20),
-    splits=st.sampled_from([1, 2, 8]),
+    splits=st.sampled_from([0, 2, 12]),
     group=st.integers(1, 9),
     seed=st.integers(0, 2**16),
 )
@@ -219,12 +303,12 @@ def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
     forward = Forward([SegmentRows(50, 0, 3)])
     short = [Segment(forward.segments[0].pages[:2], 50, 0, 3, False, 50)]
     with pytest.raises(ValueError, match="50 tokens need 7 pages of 8, 2 were given"):
-        TritonAttention(forward.spec, DEVICE, BLOCKS).begin(forward.kv, short)
+        TritonAttention(forward.spec, DEVICE, blocks=BLOCKS).begin(forward.kv, short)
 
 
 def test_rows_that_are_not_the_plans_are_refused() -> None:
     forward = Forward([SegmentRows(5, 0, 3)])
-    started = TritonAttention(forward.spec, DEVICE, BLOCKS).begin(forward.kv, forward.segments)
+    started = TritonAttention(forward.spec, DEVICE, blocks=BLOCKS).begin(forward.kv, forward.segments)
     with pytest.raises(ValueError, match="2 rows were given, the plan has 3"):
         started.attend(LAYER, forward.q[:2], forward.k[:2], forward.v[:2])
     with pytest.raises(ValueError, match="contiguous in their last dimension"):
@@ -235,7 +319,7 @@ def test_rows_that_are_not_the_plans_are_refused() -> None:
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_there_is_always_a_configuration_to_try_and_never_many(precision: str, block_rows: int, pad: int) -> None:
-    fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad}
+    fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad, "POSITIONS": 9, "TIMES": False}
     assert 1 <= len(fitting_configs(tuned_attend.configs, {}, **fixed)) <= 18
 
 
@@ -260,7 +344,7 @@ class Tuner:
 
     best_config = SimpleNamespace(kwargs={"BLOCK_N": 64}, num_warps=8, num_stages=3)
 
-    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return lambda *arguments, **fixed: None
 
 
@@ -268,7 +352,7 @@ def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(launch, "tuned_attend", Tuner())
     forward = Forward(MIXED)
     arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
-    plan = pack(arrays, forward.kv.geometry.page_tokens, PlanShape(32, 1, True), arrays.capacity)
+    plan = pack(arrays, forward.kv.geometry.page_tokens, PlanShape(32, 0, True), arrays.capacity)
     on_device = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
     pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
     formula = Formula(forward.spec.alpha, 37.0)
@@ -276,14 +360,20 @@ def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def packed_attend(
-    forward: Forward, shape: PlanShape, blocks: Blocks = BLOCKS, rows: slice = slice(None)
+    forward: Forward,
+    shape: PlanShape,
+    blocks: Blocks = BLOCKS,
+    rows: slice = slice(None),
+    variant: Variant = DEFAULT_VARIANT,
 ) -> torch.Tensor:
     """The forward with programs of that shape, which a back end chooses by device and sizes."""
-    arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
-    plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity)
-    started: TritonPass = TritonAttention(forward.spec, DEVICE, blocks).started(forward.kv, plan)
-    out = started.attend(LAYER, forward.q[rows], forward.k[rows], forward.v[rows])
-    return out.unflatten(1, (forward.spec.num_heads, forward.spec.hidden_dim))
+    spec = forward.spec
+    attention = TritonAttention(spec, DEVICE, forward.biases, blocks, variant)
+    arrays = attention.arrays(forward.kv, forward.segments)
+    mask = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size)
+    plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=16)
+    out = attention.started(forward.kv, plan).attend(LAYER, forward.q[rows], forward.k[rows], forward.v[rows])
+    return out.unflatten(1, (spec.num_heads, spec.hidden_dim))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no GPU: there is nothing to tune")

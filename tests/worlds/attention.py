@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,9 +11,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype, KvGeometry
+from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.paged_kv import PagedKv
-from relaygr.worker.model.attention.segments import Segment, place
+from relaygr.worker.model.attention.segments import Segment, SegmentTimes, place
 from relaygr.worker.model.attention.spec import AttentionSpec, torch_dtype
+from relaygr.worker.model.options import RelativeBias
+from relaygr.worker.model.vectors.masks import MaskOptions, attention_mask
 
 LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -27,10 +30,24 @@ class SegmentRows:
     context: int
     causal: int
     free: int
+    later: int = 0
+    """Tokens of the history after a chunk."""
 
     @property
     def stores(self) -> bool:
         return self.free == 0
+
+
+def random_biases(config: RelativeBias, device: Device, seed: int) -> RelativeBiases:
+    """Random tables of a bias for all layers, on the device."""
+    random = np.random.default_rng(seed)
+
+    def tables(size: int) -> list[torch.Tensor]:
+        made = random.standard_normal((LAYERS, size), dtype=np.float32)
+        return [torch.from_numpy(table).to(device.torch_device) for table in made]
+
+    times = tables(config.time_buckets + 1) if config.time_buckets else None
+    return RelativeBiases(config, tables(2 * config.positions - 1), times)
 
 
 class RaggedForward:
@@ -47,6 +64,10 @@ class RaggedForward:
         compute: torch.dtype = torch.float32,
         stored: KvDtype = KvDtype.FLOAT32,
         group: int = 1,
+        contextual: int = 0,
+        window: int = 0,
+        full_last: int = 0,
+        relative_bias: RelativeBias | None = None,
         device: Device,
         seed: int = 0,
     ) -> None:
@@ -63,7 +84,7 @@ class RaggedForward:
                 run.causal,
                 run.free,
                 run.stores,
-                run.context + run.causal,
+                run.context + run.causal + run.later,
             )
             for run, need, start in zip(runs, needs, np.cumsum([0, *needs[:-1]]), strict=True)
         ]
@@ -71,7 +92,22 @@ class RaggedForward:
         values = torch.from_numpy(random.standard_normal(elements, dtype=np.float32)).to(torch_dtype(stored))
         arena = values.view(torch.uint8).view(free_pages.size, geometry.page_bytes)
         self.kv = PagedKv(arena.to(device.torch_device), geometry, device.sent)
-        self.spec = AttentionSpec(heads, dqk, dv, dqk**-0.5, 37.0, target_group_size=group, compute_dtype=compute)
+        self.spec = AttentionSpec(
+            heads,
+            dqk,
+            dv,
+            dqk**-0.5,
+            37.0,
+            contextual_tokens=contextual,
+            max_attn_len=window,
+            min_full_attn_len=full_last,
+            target_group_size=group,
+            has_bias=relative_bias is not None,
+            compute_dtype=compute,
+        )
+        self.biases = None if relative_bias is None else random_biases(relative_bias, device, seed)
+        if relative_bias is not None:
+            self.segments = [replace(segment, times=self._times(segment, random)) for segment in self.segments]
         rows = sum(segment.rows for segment in self.segments)
         width = heads * (2 * dqk + dv)
         # As a projection gives it: with U before, so that rows do not follow one another without a gap.
@@ -90,14 +126,56 @@ class RaggedForward:
             segment, rows = placed.segment, placed.rows
             keys = torch.cat((self.context(self.kv.k(LAYER), segment), own_k[rows]))
             values = torch.cat((self.context(self.kv.v(LAYER), segment), own_v[rows]))
-            row, column = torch.arange(segment.rows)[:, None], torch.arange(segment.rows)[None, :]
-            groups = [(order - segment.causal_rows) // self.spec.target_group_size for order in (row, column)]
-            own = (column <= row) & ((column < segment.causal_rows) | (groups[0] == groups[1]))
-            mask = torch.cat((torch.ones(segment.rows, segment.context_tokens, dtype=torch.bool), own), 1)
             scores = torch.einsum("ihd,jhd->hij", self.q[rows].double().cpu(), keys) * self.spec.alpha
+            scores += self._bias(segment)
+            mask = self._mask(segment)
             assert self.spec.normalizer is not None
             parts.append(torch.einsum("hij,jhd->ihd", F.silu(scores) / self.spec.normalizer * mask, values))
         return torch.cat(parts)
+
+    def _tokens(self, segment: Segment) -> torch.Tensor:
+        """int64 [keys]: the numbers of a segment's keys in its sequence of the whole history, then candidates."""
+        return torch.cat((torch.arange(segment.causal_tokens), segment.total_tokens + torch.arange(segment.free_rows)))
+
+    def _mask(self, segment: Segment) -> torch.Tensor:
+        """bool [rows, keys]"""
+        spec, tokens = self.spec, self._tokens(segment)
+        options = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len)
+        size = segment.total_tokens + segment.free_rows
+        mask = attention_mask(size, size, segment.free_rows, options)
+        for row in range(segment.free_rows):
+            first = segment.total_tokens + row - row % spec.target_group_size
+            mask[segment.total_tokens + row, first : segment.total_tokens + row] = True
+        return mask[tokens[segment.context_tokens :]][:, tokens]
+
+    def _bias(self, segment: Segment) -> torch.Tensor:
+        """float64 [rows, keys]"""
+        tokens = self._tokens(segment)
+        bias = torch.zeros((segment.rows, tokens.numel()), dtype=torch.float64)
+        if self.biases is None:
+            return bias
+        folded = max(0, self.spec.contextual_tokens - 1)
+        places = (tokens - folded).clamp(min=0, max=segment.total_tokens - folded)
+        weights = self.biases.positions[LAYER].double().cpu()
+        apart = places[None, :] - places[segment.context_tokens :, None]
+        bias += weights[(apart + weights.numel() // 2).clamp(0, weights.numel() - 1)]
+        if self.biases.times is not None and segment.times is not None:
+            weights = self.biases.times[LAYER].double().cpu()
+            following, keys = torch.from_numpy(segment.times.following), torch.from_numpy(segment.times.keys)
+            seconds = (following[:, None] - keys[None, :]).abs().clamp(min=1)
+            bias += weights[(torch.log(seconds.float()) / self.biases.log_base).clamp(max=weights.numel() - 1).long()]
+        return bias
+
+    def _times(self, segment: Segment, random: np.random.Generator) -> SegmentTimes:
+        """Seconds: 0 for the first tokens, a second to months between others; candidates have the query's time."""
+        total, free = segment.total_tokens, segment.free_rows
+        history = 1_600_000_000 + np.cumsum(np.exp(random.uniform(0, 17, total)).astype(np.int64))
+        history[: max(1, self.spec.contextual_tokens)] = 0
+        query = int(history.max(initial=0)) + 1000
+        times = np.concatenate((history, np.full(free, query)))
+        following = np.append(times[1:], query)
+        tokens = self._tokens(segment).numpy()
+        return SegmentTimes(times[tokens], following[tokens[segment.context_tokens :]])
 
     def context(self, pages: torch.Tensor, segment: Segment) -> torch.Tensor:
         """float64 [context tokens, heads, dim]"""

@@ -7,6 +7,7 @@ instructions of a GPU that the kernels name, so that what is tested is what a GP
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,9 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 
 DEVICE: Device = open_device()
 INTERPRETED = DEVICE.torch_device.type != "cuda"
+if INTERPRETED:
+    # Triton reads it when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is there for Linux only")
 
@@ -39,7 +43,7 @@ def choose_triton(
     spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
 ) -> TritonAttention:
     """An `AttentionChooser`."""
-    return TritonAttention(spec, device, BLOCKS)
+    return TritonAttention(spec, device, biases, BLOCKS)
 
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
@@ -71,6 +75,8 @@ _PTX: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "ex2": np.exp2,
     "rcp": np.reciprocal,
+    "tanh": np.tanh,
+    "fma": lambda a, b, c: a * b + c,
 }
 
 

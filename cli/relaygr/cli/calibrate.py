@@ -24,10 +24,12 @@ def calibrate(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
     ] = None,
-    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
+    kv_dtype: Annotated[
+        KvDtype | None, typer.Option(help="Element type of stored K,V.", show_default="that of the device")
+    ] = None,
     compute_dtype: Annotated[
-        ComputeDtype, typer.Option(help="Element type of matrix products.")
-    ] = ComputeDtype.FLOAT32,
+        ComputeDtype | None, typer.Option(help="Element type of matrix products.", show_default="that of the device")
+    ] = None,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="Run forwards from captured graphs, as worker.cuda_graphs does.")
     ] = False,

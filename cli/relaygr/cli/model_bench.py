@@ -49,13 +49,15 @@ def bench_command(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
     ] = None,
-    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of stored K,V.")] = KvDtype.FLOAT32,
+    kv_dtype: Annotated[
+        KvDtype | None, typer.Option(help="Element type of stored K,V.", show_default="that of the device")
+    ] = None,
     dram_kv_dtype: Annotated[
         DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
     ] = DramKvDtype.SAME,
     compute_dtype: Annotated[
-        ComputeDtype, typer.Option(help="Element type of matrix products.")
-    ] = ComputeDtype.FLOAT32,
+        ComputeDtype | None, typer.Option(help="Element type of matrix products.", show_default="that of the device")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each time; the median counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -93,7 +95,8 @@ def bench_command(
     console = Console(highlight=False, width=_CONSOLE_WIDTH)
     console.print(
         f"{engine.device.name} ({engine.device.description}), attention by {engine.backend}, products in "
-        f"{compute_dtype}, K,V {kv_dtype}; {candidates} candidates, {new_behaviours} new behaviours",
+        f"{engine.compute_dtype}, K,V {engine.geometry.dtype}; {candidates} candidates, "
+        f"{new_behaviours} new behaviours",
         soft_wrap=True,
     )
     _print_times(console, found)

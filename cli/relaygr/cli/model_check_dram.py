@@ -40,7 +40,9 @@ def check_dram_command(
     users: Annotated[
         int | None, typer.Option(min=1, help="Number of users.", show_default="4 random, 100 from a log")
     ] = None,
-    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of K,V on the device.")] = KvDtype.FLOAT32,
+    kv_dtype: Annotated[
+        KvDtype | None, typer.Option(help="Element type of K,V on the device.", show_default="that of the device")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
     ] = None,

@@ -94,7 +94,8 @@ def run(
 
         require_plot(plot)
     settings = _settings(config, overrides, qps, slo_ms, lengths, users, seconds)
-    measured, shape = _calibration(calibration), _shape(model, token_bytes, settings)
+    measured = _calibration(calibration)
+    shape = _shape(model, token_bytes, settings, measured)
     learnt = _times(times)
     rule = None
     if autoscale is not None:
@@ -155,7 +156,8 @@ def plan(
     from relaygr.simulate.plan import memory_of, plan_capacity
 
     settings = _settings(config, overrides, qps, slo_ms, lengths, users, 1.0)
-    measured, shape = _calibration(calibration), _shape(model, token_bytes, settings)
+    measured = _calibration(calibration)
+    shape = _shape(model, token_bytes, settings, measured)
     learnt = _times(times)
     rows = []
     with Runner(jobs) as runner, _progress() as (progress, task):
@@ -250,11 +252,11 @@ def _on_cpu(calibration: Calibration) -> bool:
     return is_cpu(calibration)
 
 
-def _shape(model: Path | None, token_bytes: str, settings: Settings) -> Shape:
+def _shape(model: Path | None, token_bytes: str, settings: Settings, calibration: Calibration) -> Shape:
     from relaygr.simulate.case import shape_of_model, shape_of_tokens
 
     if model is not None:
-        return shape_of_model(model, settings)
+        return shape_of_model(model, settings, calibration)
     return shape_of_tokens(parse_size("--token-bytes", token_bytes), settings)
 
 

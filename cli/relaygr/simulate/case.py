@@ -42,12 +42,17 @@ class Shape:
     rules: PrefixRules
 
 
-def shape_of_model(folder: Path, settings: Settings) -> Shape:
-    """The shape of a checkpoint. Raises RelayError for a folder without a usable configuration."""
+def shape_of_model(folder: Path, settings: Settings, calibration: Calibration) -> Shape:
+    """The shape of a checkpoint. Raises RelayError for a folder without a usable configuration.
+
+    Without a setting, K,V have the type with which the device was calibrated.
+    """
     config: ModelConfig = read_config(folder)
     worker = settings.worker
     return Shape(
-        DramGeometry(config.geometry(worker.page_tokens, worker.kv_dtype), worker.dram_kv_dtype),
+        DramGeometry(
+            config.geometry(worker.page_tokens, worker.kv_dtype or calibration.machine.kv_dtype), worker.dram_kv_dtype
+        ),
         config.layout(),
         EngineLimits(config.max_prefix_behaviours, config.max_suffix_behaviours, config.max_candidates),
         rules_of(config),

@@ -45,8 +45,12 @@ class WorkerSettings(Section):
     calibration: Path | None = Field(None, description="file written by `relaygr calibrate`; none: calibrate at start")
 
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens of one K,V page")] = 64
-    kv_dtype: KvDtype = Field(KvDtype.FLOAT32, description="element type of stored K,V")
-    compute_dtype: ComputeDtype = Field(ComputeDtype.FLOAT32, description="element type of the model's products")
+    kv_dtype: KvDtype | None = Field(
+        None, description="element type of stored K,V; none: bfloat16 on an accelerator that has it, float32 on a CPU"
+    )
+    compute_dtype: ComputeDtype | None = Field(
+        None, description="element type of the model's products; none: as for kv_dtype"
+    )
     cuda_graphs: bool = Field(
         False, description="run forwards of sizes seen before from captured CUDA graphs; not measured on hardware yet"
     )

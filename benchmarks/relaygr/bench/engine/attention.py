@@ -5,14 +5,18 @@ prefixes. Every back end runs every case in turn. The table has medians, shares 
 the roofline, and the largest difference from the plain torch back end as a share of the largest value. The roofline is
 the time of the arithmetic at that rate, or of the bytes at the rate of a large copy, whichever is longer: for a few
 candidates it is the bytes.
+
+`--variants` adds the variants of the Triton kernels that only a measurement can decide between. `--beside` computes a
+chunk of another user's prefix in the same forward as the candidates.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -31,6 +35,9 @@ from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
 from relaygr.worker.model.attention.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from relaygr.worker.model.triton.launch import Blocks
+
 PAGE_TOKENS = 64
 BASE = "plain torch"
 _PEAK_SIZE = 8192
@@ -47,6 +54,8 @@ class AttentionCase:
     users: int
     prefix: int
     candidates: int
+    beside: int = 0
+    """Rows of a chunk, the first of its prefix, in the same forward as the candidates."""
 
     @property
     def length(self) -> int:
@@ -56,12 +65,13 @@ class AttentionCase:
     @property
     def rows(self) -> int:
         """Computed rows of all users."""
-        return self.users * (self.candidates or self.prefix)
+        return self.users * (self.candidates or self.prefix) + self.beside
 
     def flops(self, spec: AttentionSpec) -> float:
         """Operations of scores and weighted sums, for each pair of a row and a visible key."""
         seen = self.prefix + 1.0 if self.candidates else (self.prefix + 1) / 2
-        return 2.0 * (spec.key_width + spec.row_width) * self.rows * seen
+        pairs = (self.rows - self.beside) * seen + self.beside * (self.beside + 1) / 2
+        return 2.0 * (spec.key_width + spec.row_width) * pairs
 
     def bytes_moved(self, spec: AttentionSpec) -> float:
         """Each prefix's K,V read once, or stored; Q, K, V of the rows read, and A written in float32."""
@@ -80,8 +90,9 @@ class Contest:
             raise ValueError(f"N = {spec.normalizer} is less than the {case.length} tokens of a user")
         geometry = KvGeometry(1, spec.num_heads, spec.attention_dim, spec.hidden_dim, PAGE_TOKENS, kv_dtype)
         pages = geometry.pages_for(case.prefix)
-        self._kv = PagedKv(device.empty_bytes(pages * case.users, geometry.page_bytes).zero_(), geometry)
-        order = np.random.default_rng(0).permutation(pages * case.users).astype(np.int32)
+        count = pages * case.users + geometry.pages_for(case.beside)
+        self._kv = PagedKv(device.empty_bytes(count, geometry.page_bytes).zero_(), geometry)
+        order = np.random.default_rng(0).permutation(count).astype(np.int32)
         rows = case.candidates or case.prefix
         self._segments = [
             Segment(
@@ -94,19 +105,26 @@ class Contest:
             )
             for user in range(case.users)
         ]
+        ranked = list(self._segments)
+        if case.beside:
+            chunk = Segment(order[pages * case.users :], 0, case.beside, 0, stores=True, total_tokens=case.beside)
+            self._segments.insert(0, chunk)
         length = case.length
         dims = [spec.attention_dim, spec.attention_dim, spec.hidden_dim]
         z = torch.randn((case.users, length, spec.num_heads, sum(dims)), device=device.torch_device)
         q, k, v = torch.split(z.to(spec.compute_dtype), dims, dim=-1)
         if case.candidates:
-            self._fill(k[:, : case.prefix].flatten(0, 1), v[:, : case.prefix].flatten(0, 1), case)
-        self._own = [part[:, length - rows :].flatten(0, 1).contiguous() for part in (q, k, v)]
+            self._fill(ranked, k[:, : case.prefix].flatten(0, 1), v[:, : case.prefix].flatten(0, 1), case)
+        own = [part[:, length - rows :].flatten(0, 1).contiguous() for part in (q, k, v)]
+        of_chunk = torch.randn((case.beside, spec.num_heads, sum(dims)), device=device.torch_device)
+        chunks = torch.split(of_chunk.to(spec.compute_dtype), dims, dim=-1)
+        self._own = [torch.cat((chunk, rest)) for chunk, rest in zip(chunks, own, strict=True)]
         self.jagged = Jagged(
             case.users,
             length,
             rows,
             case.candidates,
-            self._own[0],
+            own[0],
             k.flatten(0, 1).contiguous(),
             v.flatten(0, 1).contiguous(),
             spec.alpha,
@@ -117,19 +135,32 @@ class Contest:
         """The work of one of our back ends, with the preparation of a forward."""
         return lambda: attention.begin(self._kv, self._segments).attend(0, *self._own)
 
-    def _fill(self, k: torch.Tensor, v: torch.Tensor, case: AttentionCase) -> None:
+    def _fill(self, ranked: list[Segment], k: torch.Tensor, v: torch.Tensor, case: AttentionCase) -> None:
         stored = [
-            Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix)
-            for segment in self._segments
+            Segment(segment.pages, 0, case.prefix, 0, stores=True, total_tokens=case.prefix) for segment in ranked
         ]
         self._kv.write(0, self._kv.slots(stored), k, v)
 
 
 def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, AttentionBackend]:
     """The base, then the back end made for the device, if there is one."""
-    for_device = accelerated_attention(spec, geometry, device)
+    for_device = accelerated_attention(spec, None, geometry, device)
     found: dict[str, AttentionBackend] = {BASE: BlockedAttention(spec)}
     return found if for_device is None else found | {for_device.name: for_device}
+
+
+def triton_variants(spec: AttentionSpec, device: Device, blocks: Blocks | None = None) -> dict[str, AttentionBackend]:
+    """Triton's back end in each variant but the default, which `our_back_ends` has. `blocks`: None is tuned."""
+    # Triton is there for Linux only.
+    from relaygr.worker.model.triton.attention import TritonAttention
+    from relaygr.worker.model.triton.launch import DEFAULT_VARIANT, Variant
+
+    made = [Variant(*flags) for flags in itertools.product((False, True), repeat=len(fields(Variant)))]
+    return {
+        f"triton, {variant.name}": TritonAttention(spec, device, None, blocks, variant)
+        for variant in made
+        if variant != DEFAULT_VARIANT
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +207,8 @@ def main(
     dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 20,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    beside: Annotated[int, typer.Option(min=0, help="Rows of a chunk beside the candidates.")] = 0,
+    variants: Annotated[bool, typer.Option("--variants", help="Add the variants of the Triton kernels.")] = False,
 ) -> None:
     """Compare attention back ends on one device."""
     set_threads(threads)
@@ -192,13 +225,22 @@ def main(
         table.add_column(column, justify="left" if column == "back end" else "right")
     numbers = ([int(part) for part in text.split(",")] for text in (users, prefixes, candidates))
     user_counts, lengths, counts = numbers
-    for case in (AttentionCase(user, length, count) for count in counts for length in lengths for user in user_counts):
+    cases = (
+        AttentionCase(user, length, count, beside if count else 0)
+        for count in counts
+        for length in lengths
+        for user in user_counts
+    )
+    for case in cases:
         spec = AttentionSpec(heads, dim, dim, dim**-0.5, float(case.length), compute_dtype=compute)
         back_ends = our_back_ends(spec, geometry, opened)
+        if variants:
+            back_ends |= triton_variants(spec, opened)
         contest = Contest(case, spec, kv_dtype, opened)
         expected, base_us = None, 0.0
         works = {name: contest.ours(attention) for name, attention in back_ends.items()}
-        works |= {name: prepare(contest.jagged) for name, prepare in find_peers().items()}
+        if not case.beside:
+            works |= {name: prepare(contest.jagged) for name, prepare in find_peers().items()}
         for name, work in works.items():
             out = work().float().flatten()
             expected = out if expected is None else expected

@@ -224,8 +224,9 @@ class _Bench:
         planned = planned_settings(settings, plan, model, folder, broker, population.size)
         traffic = planned.traffic.model_copy(update={"duration_s": seconds})
         self._settings = planned.model_copy(update={"traffic": traffic})
-        self._shape: Shape = shape_of_model(model, self._settings)
-        self._latency = load_calibration(folder / CALIBRATION_FILE).model
+        calibration = load_calibration(folder / CALIBRATION_FILE)
+        self._shape: Shape = shape_of_model(model, self._settings, calibration)
+        self._latency = calibration.model
         self._runs = 0
         self.simulated, self.took_s = 0, 0.0
         self._times = self._learn(plan.rate_per_s / 2)

@@ -112,6 +112,15 @@ class AcceleratorDevice(Device):
         properties = torch.get_device_module(self.torch_device).get_device_properties(self.torch_device)
         return int(getattr(properties, "multi_processor_count", 1))
 
+    @property
+    def prefers_bfloat16(self) -> bool:
+        module = torch.get_device_module(self.torch_device)
+        if self.torch_device.type == "cuda":
+            # torch counts GPUs that only emulate bfloat16, too.
+            return bool(module.is_bf16_supported(including_emulation=False))
+        supported = getattr(module, "is_bf16_supported", None)
+        return supported is not None and bool(supported())
+
     def recorder(self) -> Recorder:
         return _GraphRecorder(self)
 

@@ -164,6 +164,11 @@ class Device(ABC):
         """The number of multiprocessors of the device; 1 if it does not report one."""
         return 1
 
+    @property
+    def prefers_bfloat16(self) -> bool:
+        """Whether products in bfloat16 are several times as fast as in float32, on hardware made for them."""
+        return False
+
     def recorder(self) -> Recorder:
         """A new recorder."""
         return Recorder()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -28,27 +29,46 @@ from relaygr.worker.model.interface import (
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype, Family
 from relaygr.worker.model.paged_engine import PagedEngine
 
+log = structlog.get_logger(__name__)
+
 
 def load_engine(
     path: Path,
     device: str | None = None,
-    kv_dtype: KvDtype = KvDtype.FLOAT32,
+    kv_dtype: KvDtype | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     threads: int | None = None,
-    compute_dtype: ComputeDtype = ComputeDtype.FLOAT32,
+    compute_dtype: ComputeDtype | None = None,
     graphs: bool = False,
     device_table_bytes: int = DEVICE_TABLE_BYTES,
 ) -> Engine:
     """An engine for the checkpoint folder `path`, on the device that the setting names (`open_device`).
 
-    `threads`: CPU threads of one operator, process-wide; None keeps torch's default. `device_table_bytes`: larger
-    tables stay in host memory. Raises RelayError if the
-    checkpoint is missing or broken, or the device is missing.
+    `kv_dtype`, `compute_dtype`: None is the device's default (`default_dtypes`). `threads`: CPU threads of one
+    operator, process-wide; None keeps torch's default. `device_table_bytes`: larger tables stay in host memory. Raises
+    RelayError if the checkpoint is missing or broken, or the device is missing.
     """
     if threads is not None:
         set_threads(threads)
     opened = open_device(device)
-    return build_engine(load_checkpoint(path), opened, kv_dtype, page_tokens, compute_dtype, graphs, device_table_bytes)
+    default_kv, default_compute = default_dtypes(opened)
+    kv, compute = kv_dtype or default_kv, compute_dtype or default_compute
+    log.info(
+        "element types",
+        device=opened.name,
+        kv=kv.value,
+        kv_from="the device" if kv_dtype is None else "the settings",
+        products=compute.value,
+        products_from="the device" if compute_dtype is None else "the settings",
+    )
+    return build_engine(load_checkpoint(path), opened, kv, page_tokens, compute, graphs, device_table_bytes)
+
+
+def default_dtypes(device: Device) -> tuple[KvDtype, ComputeDtype]:
+    """The element types of K,V and of products without a setting: bfloat16 on an accelerator with products in it."""
+    if device.prefers_bfloat16:
+        return KvDtype.BFLOAT16, ComputeDtype.BFLOAT16
+    return KvDtype.FLOAT32, ComputeDtype.FLOAT32
 
 
 def build_engine(

@@ -42,6 +42,9 @@ _REMEMBERED = 256
 _LEAST_PAGES = 4096
 """The smallest bucket of page numbers. Copying its 16 KiB costs little, and fewer buckets lead to more replays."""
 
+_LEAST_TIMES = 16_384
+"""The same for the key times of models with a bias by time: 128 KiB."""
+
 Before = Sequence[Callable[[int], None]]
 log = structlog.get_logger(__name__)
 
@@ -203,7 +206,12 @@ class GraphRunner:
         self._since_capture += 1
         arrays = self._attention.arrays(kv, segments)
         own = arrays.capacity
-        capacity = Capacity(bucket(own.rows), bucket(own.segments), bucket(max(own.pages, _LEAST_PAGES)))
+        capacity = Capacity(
+            bucket(own.rows),
+            bucket(own.segments),
+            bucket(max(own.pages, _LEAST_PAGES)),
+            bucket(max(own.key_times, _LEAST_TIMES)) if own.key_times else 0,
+        )
         key = _Key(capacity, self._attention.shape(arrays))
         plan = self._attention.packed(kv, arrays, key.shape, capacity)
         graph = self._find(key)

@@ -272,9 +272,9 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
         engine = build_engine(
             checkpoint,
             present.device,
-            settings.kv_dtype,
+            present.geometry.dtype,
             settings.page_tokens,
-            settings.compute_dtype,
+            present.compute_dtype,
             settings.cuda_graphs,
             int(settings.device_table_bytes),
         )
@@ -294,7 +294,7 @@ def load_beside(present: Engine, settings: WorkerSettings) -> NewModel | None:
 def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> None:
     """The pages of both tiers stay, so K,V must have the same shape and no prefix may be longer than before."""
     config = read_config(folder)
-    geometry, layout = config.geometry(settings.page_tokens, settings.kv_dtype), config.layout()
+    geometry, layout = config.geometry(settings.page_tokens, present.geometry.dtype), config.layout()
     if (geometry, layout) != (present.geometry, present.layout):
         raise ReloadRefusedError(
             ReloadOutcome.UNFIT,
@@ -315,7 +315,7 @@ def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerS
     wanted = resident_bytes(
         folder,
         int(settings.device_table_bytes),
-        torch_dtype(settings.compute_dtype),
+        torch_dtype(present.compute_dtype),
         present.device.torch_device.type,
     )
     available = int(psutil.virtual_memory().available * HEADROOM)

@@ -27,6 +27,7 @@ class RelativeBiases:
 
     def __init__(self, config: RelativeBias, positions: list[torch.Tensor], times: list[torch.Tensor] | None) -> None:
         """positions: one table [2 N - 1] a layer; times: one table [time_buckets + 1] a layer, or None."""
+        self.log_base = config.log_base
         self.positions = positions
         self.times = times
         self.edges = bucket_edges(config).to(positions[0].device) if times is not None else None

@@ -25,19 +25,20 @@ from relaygr.worker.model.layer_parts import onednn_is_faster
 AttentionChooser = Callable[[AttentionSpec, RelativeBiases | None, KvGeometry, Device], AttentionBackend]
 
 _PLAIN = "the plain mask"
-_PLAIN_WITH_GROUPS = "the plain mask with groups"
 _WARM_UP_TOKENS = 4096
 """Block sizes are tuned on a chunk of half as many tokens, and on requests against half as many."""
 
 log = structlog.get_logger(__name__)
 
 
-def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> AttentionBackend | None:
+def accelerated_attention(
+    spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+) -> AttentionBackend | None:
     """The back end made for this device; None if there is none for the device and the mask, or if it fails."""
     try:
         match device.torch_device.type:
-            case "cuda" if spec.is_plain_but_for_groups:
-                return _triton(spec, geometry, device)
+            case "cuda" if spec.normalizer is not None:
+                return _triton(spec, biases, geometry, device)
             case "npu" if spec.is_plain:
                 return _rec_sdk(spec)
             case _:
@@ -48,10 +49,12 @@ def accelerated_attention(spec: AttentionSpec, geometry: KvGeometry, device: Dev
         return None
 
 
-def _triton(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> AttentionBackend:
+def _triton(
+    spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
+) -> AttentionBackend:
     from relaygr.worker.model.triton.attention import TritonAttention, warm_up
 
-    attention = TritonAttention(spec, device)
+    attention = TritonAttention(spec, device, biases)
     warm_up(attention, spec, geometry, device, _WARM_UP_TOKENS)
     return attention
 
@@ -74,15 +77,15 @@ def choose_attention(
     spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
 ) -> AttentionBackend:
     """The fastest back end that computes the model's attention and runs on the device."""
-    for_device = accelerated_attention(spec, geometry, device)
-    choice = (
-        attention_for(spec, biases, device.torch_device.type)
-        if for_device is None
-        else BackendChoice(
-            for_device, f"{_PLAIN if spec.is_plain else _PLAIN_WITH_GROUPS} on {device.torch_device.type}"
-        )
-    )
+    kind = device.torch_device.type
+    for_device = accelerated_attention(spec, biases, geometry, device)
+    if for_device is None:
+        choice = attention_for(spec, biases, kind)
+    else:
+        choice = BackendChoice(for_device, f"{', '.join(_options(spec)) or _PLAIN} on {kind}")
     log.info("attention back end", name=choice.attention.name, device=device.name, reason=choice.reason)
+    if kind == "cuda" and for_device is None:
+        log.warning("plain torch starts many short kernels in each layer, and leaves a GPU mostly idle")
     return choice.attention
 
 

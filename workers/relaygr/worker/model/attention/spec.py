@@ -59,13 +59,12 @@ class AttentionSpec:
         SiLU attention without a bias; a causal row sees itself and all earlier keys, a candidate all causal keys and
         itself.
         """
-        return self.is_plain_but_for_groups and self.target_group_size == 1
-
-    @property
-    def is_plain_but_for_groups(self) -> bool:
-        """The plain mask, but candidates may see earlier candidates of their group."""
         return (
-            self.normalizer is not None and self.contextual_tokens == 0 and self.max_attn_len == 0 and not self.has_bias
+            self.normalizer is not None
+            and self.contextual_tokens == 0
+            and self.max_attn_len == 0
+            and self.target_group_size == 1
+            and not self.has_bias
         )
 
     @property

@@ -1,18 +1,24 @@
 """The Triton kernels of HSTU attention over paged K,V. Only `launch.py` imports this file.
 
-    attend_kernel   A = sum over visible keys of SiLU(alpha q.k) v, times 1/N: one tile of rows, one head, one split
+    attend_kernel   A = sum over visible keys of SiLU(alpha q.k + bias) v, times 1/N: one item (`plan.py`), one head
+    join_kernel     adds the partial sums of the tiles whose keys are split
     store_kernel    stores K,V of rows in their pages, rounded to the stored type
 
 There is no soft-max, so no row maximum and no row sum: any part of the keys gives an exact partial sum, and the keys of
-a tile may be split over several programs (`plan.py`). SiLU(0) = 0, so a key that is masked at its load adds nothing;
-only the causal half of a segment's own rows needs a mask on the weights.
+a tile may be split over several programs. A key that is masked at its load has V = 0 and adds nothing; the causal half
+of a segment's own rows, and a window, need a mask on the weights.
 
 A program loops over blocks of keys twice: first over the context, through the page table, then over the segment's own
 rows: the causal rows up to the diagonal and, with groups, the free rows from the beginning of the tile's first group.
 Blocks that no row sees are skipped. Without groups, a free row adds its own key at the end. Own rows are rounded to the
 stored type at their load, so that a row has the same values before and after it is stored.
 
+Mask and bias are those of `attention/mask.py` and `attention/bias.py`, computed for each pair of a row and a key from
+their places and times. The options are compile-time constants: a model without one has no instruction for it.
+
 Sums are float32; products take the type of q (float32 with `PRECISION` "ieee"). Offsets into the arena are int64.
+
+PERSISTENT, TMA and TANH select variants (`launch.Variant`). None has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -30,26 +36,72 @@ _SILU = tl.constexpr("""{
 }""")
 """x / (1 + 2^(-x log2 e)). tl.exp and a division take twice as many instructions, because they handle denormals."""
 
+_SILU_BY_TANH = tl.constexpr("""{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0f3F000000;
+    tanh.approx.f32 $0, t;
+    fma.rn.ftz.f32 $0, t, $0, t;
+}""")
+"""h + h tanh(h) with h = x / 2: one instruction of the special-function unit in place of two."""
+
 
 @triton.jit
-def silu(x):
-    """x * sigmoid(x), with a relative error of about 2^-21."""
-    return tl.inline_asm_elementwise(_SILU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def silu(x, TANH: tl.constexpr = False):
+    """x * sigmoid(x), with a relative error of about 2^-21; with TANH, an absolute error of 2^-12 |x|."""
+    return tl.inline_asm_elementwise(
+        _SILU_BY_TANH if TANH else _SILU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def attend_kernel(
-    q_ptr,  # [rows, heads, D_QK], like k; v is [rows, heads, D_V]
+def weigh(
+    scores,  # float32, for pairs of a row and a key, like the next two
+    apart,  # place of the key - place of the row
+    seconds,  # int64: time of the key - time of the token after the row
+    positions_ptr,
+    times_ptr,
+    edges_ptr,  # int64 [EDGES + 1]: the fewest seconds of buckets 1, 2, ...; then a number above all times
+    bucket_rate,  # buckets in a doubling of the time, a little less
+    POSITIONS: tl.constexpr,
+    TIMES: tl.constexpr,
+    EDGES: tl.constexpr,
+    TANH: tl.constexpr,
+):
+    """SiLU(scores + bias)."""
+    if POSITIONS > 0:
+        scores += tl.load(positions_ptr + tl.minimum(tl.maximum(apart + POSITIONS // 2, 0), POSITIONS - 1))
+    if TIMES:
+        seconds = tl.abs(seconds)
+        # The logarithm finds the bucket or the one before it; the first second of the next one decides.
+        guess = tl.log2(tl.maximum(seconds, 1).to(tl.float32)) * bucket_rate
+        bucket = tl.minimum(guess, EDGES).to(tl.int32)
+        bucket += (seconds >= tl.load(edges_ptr + bucket)).to(tl.int32)
+        scores += tl.load(times_ptr + bucket)
+    return silu(scores, TANH)
+
+
+@triton.jit
+def attend_item(
+    index,  # of the item, times HEADS, plus the head
+    q_ptr,
     k_ptr,
     v_ptr,
-    k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
-    v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
-    out_ptr,  # float32 [splits, rows, heads, D_V]
-    tiles_ptr,  # int32 [tiles, 2]: segment, first row of the tile in it
-    segments_ptr,  # int32 [segments, 5]: first row, causal rows, all rows, context tokens, first entry of the table
-    table_ptr,  # int32: the pages of all segments
+    k_pages_ptr,
+    v_pages_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    items_ptr,
+    segments_ptr,
+    table_ptr,
+    key_times_ptr,
+    following_ptr,
+    positions_ptr,
+    times_ptr,
+    edges_ptr,
     alpha,
     scale,
+    bucket_rate,
     q_row_stride,
     q_head_stride,
     k_row_stride,
@@ -60,31 +112,43 @@ def attend_kernel(
     k_page_head_stride,
     v_page_stride,
     v_page_head_stride,
-    out_split_stride,
     out_row_stride,
     out_head_stride,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # free rows in a group; each sees the earlier ones
+    GROUP: tl.constexpr,
+    CONTEXTUAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FULL_LAST: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    TIMES: tl.constexpr,
+    EDGES: tl.constexpr,
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
-    PAD_QK: tl.constexpr,  # powers of two, at least 16
+    PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    TANH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tile = tl.program_id(0) // HEADS
-    head = tl.program_id(0) % HEADS
-    segment = segments_ptr + 5 * tl.load(tiles_ptr + 2 * tile)
-    first = tl.load(tiles_ptr + 2 * tile + 1)
+    """Writes the sums of one item for one head."""
+    # Tokens that share place 0 with the first one.
+    folded: tl.constexpr = CONTEXTUAL - 1 if CONTEXTUAL > 0 else 0
+    has_bias: tl.constexpr = POSITIONS > 0 or TIMES
+    item = items_ptr + 5 * (index // HEADS)
+    head = index % HEADS
+    segment = segments_ptr + 7 * tl.load(item)
+    first = tl.load(item + 1)
+    split = tl.load(item + 2)
+    splits = tl.load(item + 3)
+    target = tl.load(item + 4).to(tl.int64)
     base = tl.load(segment).to(tl.int64)
     causal = tl.load(segment + 1)
     rows = tl.load(segment + 2)
     context = tl.load(segment + 3)
     table = table_ptr + tl.load(segment + 4)
-    if first >= rows:
-        return
 
     row = first + tl.arange(0, BLOCK_M)
     row_at = row[:, None].to(tl.int64)
@@ -103,20 +167,78 @@ def attend_kernel(
     q = tl.load(q_ptr + row_at * q_row_stride + at_qk[None, :], mask=here[:, None] & in_qk[None, :], other=0.0)
     acc = tl.zeros((BLOCK_M, PAD_V), dtype=tl.float32)
 
+    # The place of each row, the first place that it sees, and the first token that any row sees.
+    low = 0
+    row_place = row
+    sees_from = row
+    if WINDOW > 0 or has_bias:
+        end = tl.load(segment + 5) - folded
+        row_place = tl.where(row >= causal, end, tl.maximum(context + row - folded, 0))
+    if WINDOW > 0:
+        sees_from = row_place - WINDOW
+        if FULL_LAST > 0:
+            sees_from = tl.where(row_place >= end - FULL_LAST, 0, sees_from)
+        # Place 0 is several tokens if the mask is contextual.
+        low = tl.min(tl.where(here, sees_from, end), 0)
+        low = tl.where(low <= 0, 0, low + folded)
+    following = row
+    key_times_at = key_times_ptr
+    if TIMES:
+        following = tl.load(following_ptr + base + row, mask=here, other=0)
+        key_times_at = key_times_ptr + tl.load(segment + 6)
+
     # The blocks of this program: a part of the tile's blocks, context first, then own rows.
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    context_blocks = tl.cdiv(context, BLOCK_N)
-    causal_blocks = tl.cdiv(tl.minimum(first + BLOCK_M, causal), BLOCK_N)
+    first_context = tl.minimum(low, context) // BLOCK_N
+    context_blocks = tl.cdiv(context, BLOCK_N) - first_context
+    first_own = tl.maximum(low - context, 0) // BLOCK_N
+    own_end = tl.minimum(first + BLOCK_M, causal)
+    if CONTEXTUAL > 0:
+        own_end = tl.where(context + first < CONTEXTUAL, causal, own_end)
+    causal_blocks = tl.maximum(tl.cdiv(own_end, BLOCK_N) - first_own, 0)
     blocks = context_blocks + causal_blocks
     if GROUP > 1:
         # The beginning of the group of the tile's first free row.
         near = causal + tl.maximum(first - causal, 0) // GROUP * GROUP
         blocks += tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_M, rows) - near, 0), BLOCK_N)
     begin = blocks * split // splits
-    end = blocks * (split + 1) // splits
+    end_block = blocks * (split + 1) // splits
 
-    for block in range(begin, tl.minimum(end, context_blocks)):
+    context_begin = begin + first_context
+    context_end = tl.minimum(end_block, context_blocks) + first_context
+    # A block that a descriptor loads lies in one page.
+    tma: tl.constexpr = TMA and PAGE_TOKENS % BLOCK_N == 0
+    if tma:
+        # Whole blocks. What lies behind the context in its last page may be anything, so its block is loaded below.
+        whole_end = tl.minimum(context_end, context // BLOCK_N)
+        for block in range(context_begin, whole_end):
+            page = tl.load(table + block * BLOCK_N // PAGE_TOKENS)
+            place = block * BLOCK_N % PAGE_TOKENS
+            k = tl.trans(k_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_QK))
+            v = v_desc.load([page, head, place, 0]).reshape(BLOCK_N, PAD_V)
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha
+            key_place = tl.maximum(block * BLOCK_N + tl.arange(0, BLOCK_N) - folded, 0)
+            times = key_place
+            if TIMES:
+                times = tl.load(key_times_at + block * BLOCK_N + tl.arange(0, BLOCK_N))
+            weights = weigh(
+                scores,
+                key_place[None, :] - row_place[:, None],
+                times[None, :] - following[:, None],
+                positions_ptr,
+                times_ptr,
+                edges_ptr,
+                bucket_rate,
+                POSITIONS,
+                TIMES,
+                EDGES,
+                TANH,
+            )
+            if WINDOW > 0:
+                weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        context_begin = tl.maximum(context_begin, whole_end)
+
+    for block in range(context_begin, context_end):
         token = block * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = token < context
         if PAGE_TOKENS % BLOCK_N == 0:
@@ -131,15 +253,34 @@ def attend_kernel(
             v_at = pages * v_page_stride + token % PAGE_TOKENS * D_V
         k = tl.load(k_pages_ptr + k_at[None, :] + at_qk[:, None], mask=valid[None, :] & in_qk[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at[:, None] + at_v[None, :], mask=valid[:, None] & in_v[None, :], other=0.0)
-        weights = silu(tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * alpha
+        key_place = tl.maximum(token - folded, 0)
+        times = key_place
+        if TIMES:
+            times = tl.load(key_times_at + token, mask=valid, other=0)
+        weights = weigh(
+            scores,
+            key_place[None, :] - row_place[:, None],
+            times[None, :] - following[:, None],
+            positions_ptr,
+            times_ptr,
+            edges_ptr,
+            bucket_rate,
+            POSITIONS,
+            TIMES,
+            EDGES,
+            TANH,
+        )
+        if WINDOW > 0:
+            weights = tl.where(key_place[None, :] >= sees_from[:, None], weights, 0.0)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
 
-    for block in range(tl.maximum(begin - context_blocks, 0), end - context_blocks):
-        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for block in range(tl.maximum(begin - context_blocks, 0), end_block - context_blocks):
+        key = (block + first_own) * BLOCK_N + tl.arange(0, BLOCK_N)
         limit = causal
         if GROUP > 1:
             is_near = block >= causal_blocks
-            key += tl.where(is_near, near - causal_blocks * BLOCK_N, 0)
+            key += tl.where(is_near, near - (causal_blocks + first_own) * BLOCK_N, 0)
             limit = tl.where(is_near, rows, causal)
         key_at = key.to(tl.int64)
         valid = key < limit
@@ -151,9 +292,32 @@ def attend_kernel(
         )
         k = k.to(stored).to(q.dtype)
         v = v.to(stored).to(q.dtype)
-        weights = silu(tl.dot(q, k, input_precision=PRECISION) * alpha)
+        scores = tl.dot(q, k, input_precision=PRECISION) * alpha
+        key_place = key
+        if WINDOW > 0 or has_bias:
+            key_place = tl.where(key >= causal, end, tl.maximum(context + key - folded, 0))
+        times = key_place
+        if TIMES:
+            times = tl.load(key_times_at + context + key, mask=valid, other=0)
+        weights = weigh(
+            scores,
+            key_place[None, :] - row_place[:, None],
+            times[None, :] - following[:, None],
+            positions_ptr,
+            times_ptr,
+            edges_ptr,
+            bucket_rate,
+            POSITIONS,
+            TIMES,
+            EDGES,
+            TANH,
+        )
         # Free rows come after all causal rows, so they see every causal row.
         sees = key[None, :] <= row[:, None]
+        if WINDOW > 0:
+            sees &= key_place[None, :] >= sees_from[:, None]
+        if CONTEXTUAL > 0:
+            sees |= (key < causal)[None, :] & (context + row < CONTEXTUAL)[:, None]
         if GROUP > 1:
             together = (key - causal)[None, :] // GROUP == (row - causal)[:, None] // GROUP
             sees &= (key < causal)[None, :] | together
@@ -164,10 +328,26 @@ def attend_kernel(
         free = here & (row >= causal)
         k = tl.load(k_ptr + row_at * k_row_stride + at_qk[None, :], mask=free[:, None] & in_qk[None, :], other=0.0)
         v = tl.load(v_ptr + row_at * v_row_stride + at_v[None, :], mask=free[:, None] & in_v[None, :], other=0.0)
-        own = tl.sum(q.to(tl.float32) * k.to(stored).to(tl.float32), 1)
-        acc += silu(own * alpha)[:, None] * v.to(stored).to(tl.float32)
+        own = tl.sum(q.to(tl.float32) * k.to(stored).to(tl.float32), 1) * alpha
+        times = following
+        if TIMES:
+            times = tl.load(key_times_at + context + row, mask=free, other=0)
+        weights = weigh(
+            own,
+            row_place - row_place,
+            times - following,
+            positions_ptr,
+            times_ptr,
+            edges_ptr,
+            bucket_rate,
+            POSITIONS,
+            TIMES,
+            EDGES,
+            TANH,
+        )
+        acc += weights[:, None] * v.to(stored).to(tl.float32)
 
-    out_ptr += split.to(tl.int64) * out_split_stride + base * out_row_stride + head * out_head_stride
+    out_ptr += (target - first) * out_row_stride + head * out_head_stride
     tl.store(
         out_ptr + row_at * out_row_stride + at_v[None, :],
         acc * scale,
@@ -175,7 +355,195 @@ def attend_kernel(
     )
 
 
-# Not specialised on the number of rows: else Triton would compile again for another number, while a request waits.
+# Not specialised on the number of items: else Triton would compile again for another number, while a request waits.
+@triton.jit(do_not_specialize=["items"])
+def attend_kernel(
+    q_ptr,  # [rows, heads, D_QK], like k; v is [rows, heads, D_V]
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_QK]
+    v_pages_ptr,  # one layer: [pages, heads, PAGE_TOKENS, D_V]
+    k_desc,  # with TMA: the same as tensor descriptors
+    v_desc,
+    out_ptr,  # float32 [rows and partial sums, heads, D_V]
+    items_ptr,  # int32 [items, 5]: `plan.ITEM_FIELDS`
+    segments_ptr,  # int32 [segments, 7]: `plan.SEGMENT_FIELDS`
+    table_ptr,  # int32: the pages of all segments
+    key_times_ptr,  # int64, with TIMES: the time of each key of each segment
+    following_ptr,  # int64 [rows], with TIMES: the time of the token after each row
+    positions_ptr,  # float32 [POSITIONS], if that is not 0
+    times_ptr,  # float32, with TIMES: the bias of each bucket; edges_ptr: see `weigh`
+    edges_ptr,
+    alpha,
+    scale,
+    bucket_rate,
+    items,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    k_page_stride,
+    k_page_head_stride,
+    v_page_stride,
+    v_page_head_stride,
+    out_row_stride,
+    out_head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # free rows in a group; each sees the earlier ones
+    CONTEXTUAL: tl.constexpr,  # tokens at the beginning that see the whole history; 0: none
+    WINDOW: tl.constexpr,  # places back that a row sees; 0: all
+    FULL_LAST: tl.constexpr,  # history rows at the end that ignore the window
+    POSITIONS: tl.constexpr,
+    TIMES: tl.constexpr,
+    EDGES: tl.constexpr,  # the highest bucket that a time can fall into
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    PAD_QK: tl.constexpr,  # powers of two, at least 16
+    PAD_V: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,  # each program computes several items
+    TMA: tl.constexpr,
+    TANH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    if PERSISTENT:
+        for index in range(tl.program_id(0), items * HEADS, tl.num_programs(0)):
+            attend_item(
+                index,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                k_pages_ptr,
+                v_pages_ptr,
+                k_desc,
+                v_desc,
+                out_ptr,
+                items_ptr,
+                segments_ptr,
+                table_ptr,
+                key_times_ptr,
+                following_ptr,
+                positions_ptr,
+                times_ptr,
+                edges_ptr,
+                alpha,
+                scale,
+                bucket_rate,
+                q_row_stride,
+                q_head_stride,
+                k_row_stride,
+                k_head_stride,
+                v_row_stride,
+                v_head_stride,
+                k_page_stride,
+                k_page_head_stride,
+                v_page_stride,
+                v_page_head_stride,
+                out_row_stride,
+                out_head_stride,
+                HEADS,
+                GROUP,
+                CONTEXTUAL,
+                WINDOW,
+                FULL_LAST,
+                POSITIONS,
+                TIMES,
+                EDGES,
+                D_QK,
+                D_V,
+                PAD_QK,
+                PAD_V,
+                PAGE_TOKENS,
+                PRECISION,
+                TMA,
+                TANH,
+                BLOCK_M,
+                BLOCK_N,
+            )
+    else:
+        attend_item(
+            tl.program_id(0),
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            k_pages_ptr,
+            v_pages_ptr,
+            k_desc,
+            v_desc,
+            out_ptr,
+            items_ptr,
+            segments_ptr,
+            table_ptr,
+            key_times_ptr,
+            following_ptr,
+            positions_ptr,
+            times_ptr,
+            edges_ptr,
+            alpha,
+            scale,
+            bucket_rate,
+            q_row_stride,
+            q_head_stride,
+            k_row_stride,
+            k_head_stride,
+            v_row_stride,
+            v_head_stride,
+            k_page_stride,
+            k_page_head_stride,
+            v_page_stride,
+            v_page_head_stride,
+            out_row_stride,
+            out_head_stride,
+            HEADS,
+            GROUP,
+            CONTEXTUAL,
+            WINDOW,
+            FULL_LAST,
+            POSITIONS,
+            TIMES,
+            EDGES,
+            D_QK,
+            D_V,
+            PAD_QK,
+            PAD_V,
+            PAGE_TOKENS,
+            PRECISION,
+            TMA,
+            TANH,
+            BLOCK_M,
+            BLOCK_N,
+        )
+
+
+@triton.jit
+def join_kernel(
+    sums_ptr,  # float32 [rows and partial sums, COLUMNS]
+    joins_ptr,  # int32 [joins, 4]: `plan.JOIN_FIELDS`
+    COLUMNS: tl.constexpr,
+    PAD_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a tile
+    ROWS: tl.constexpr,  # rows of a program
+):
+    """Some rows of one tile."""
+    join = joins_ptr + 4 * tl.program_id(0)
+    rows = tl.load(join + 3)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PAD_COLUMNS)
+    here = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    if tl.program_id(1) * ROWS < rows:
+        at = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
+        part_ptr = sums_ptr + tl.load(join).to(tl.int64) * COLUMNS + at
+        total = tl.zeros((ROWS, PAD_COLUMNS), dtype=tl.float32)
+        for part in range(tl.load(join + 1)):
+            total += tl.load(part_ptr + part.to(tl.int64) * BLOCK_M * COLUMNS, mask=here, other=0.0)
+        tl.store(sums_ptr + tl.load(join + 2).to(tl.int64) * COLUMNS + at, total, mask=here)
+
+
+# Not specialised on the number of rows either.
 @triton.jit(do_not_specialize=["rows"])
 def store_kernel(
     k_ptr,  # [rows, heads, D_QK]

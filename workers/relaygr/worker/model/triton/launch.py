@@ -2,28 +2,37 @@
 
 The element type and the longest segment determine the rows of a tile (`choose_block_rows`). Triton's autotuner
 (`tuned`) chooses the block of keys and the stages of the pipeline once for each kind of kernel, and keeps its choice on
-disk. A kind is the combination of heads, groups, dimensions, page size, element types and rows of a tile: two kinds for
-each model, for any requests. `attend` launches with known `Blocks`, because two threads cannot use the tuner at once,
-and one model may load while another serves.
+disk. A kind is the combination of heads, mask, bias, dimensions, page size, element types, variant and rows of a tile:
+two kinds for each model, for any requests. `attend` launches with known `Blocks`, because two threads cannot use the
+tuner at once, and one model may load while another serves.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from relaygr.worker.model.triton.attention_kernels import attend_kernel, store_kernel
-from relaygr.worker.model.triton.plan import PackedPlan
+from relaygr.worker.model.attention.bias import RelativeBiases
+from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
+from relaygr.worker.model.triton.plan import PLAIN_MASK, MaskOptions, PackedPlan
 
 BLOCK_ROWS = (16, 32, 64, 128)
 """The possible results of `choose_block_rows`."""
 _STORE_ROWS = 32
+_JOIN_ROWS = 8
 _LEAST_DOT = 16
 """The smallest side of a tile in `tl.dot`."""
+_TMA_BYTES = 16
+"""The unit of addresses and strides of a tensor descriptor."""
+_WIDEST_TMA = 256
+"""The most elements in a dimension of a block that a tensor descriptor loads."""
 _tuning = threading.Lock()
 
 
@@ -37,74 +46,123 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """Ways to run the attention kernel that only a measurement on a GPU can decide between (docs/cuda.md).
+
+    All compute the same sums, except `tanh`, whose error must be accepted for each model.
+    """
+
+    persistent: bool = False
+    """As many programs as run at once; each computes several items."""
+    tma: bool = False
+    """Whole blocks of the context are loaded by tensor descriptors. Ignored for shapes that these cannot describe."""
+    tanh: bool = False
+    """SiLU by `tanh.approx`: one special-function instruction in place of two."""
+
+    @property
+    def name(self) -> str:
+        """The options that are on, joined by +; `default` if there is none."""
+        chosen = [name for name in ("persistent", "tma", "tanh") if getattr(self, name)]
+        return "+".join(chosen) or "default"
+
+
+DEFAULT_VARIANT = Variant()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBiases:
+    """The bias tables of all layers, and the buckets of times, as the kernel reads them."""
+
+    positions: list[torch.Tensor]
+    times: list[torch.Tensor] | None
+    edges: torch.Tensor | None
+    """int64: the edges of `RelativeBiases`, then a number above all times."""
+    bucket_rate: float
+    """Buckets in a doubling of the time, a little less: the kernel's guess must never be above the bucket."""
+
+    @property
+    def last_bucket(self) -> int:
+        """The highest bucket that a time can fall into."""
+        return 0 if self.edges is None else self.edges.numel() - 1
+
+
+_GUESS_ERROR = 2.0**-18
+"""Relative; above the error of the kernel's and of the formula's logarithm, and below one bucket of 65,536."""
+
+
+def kernel_biases(biases: RelativeBiases | None) -> KernelBiases | None:
+    """The tables of a model's bias; None without one."""
+    if biases is None:
+        return None
+    if biases.edges is None:
+        return KernelBiases(biases.positions, None, None, 0.0)
+    above_all = biases.edges.new_full((1,), torch.iinfo(torch.int64).max)
+    rate = math.log(2.0) / biases.log_base * (1.0 - _GUESS_ERROR)
+    return KernelBiases(biases.positions, biases.times, torch.cat((biases.edges, above_all)), rate)
+
+
+@dataclass(frozen=True, slots=True)
 class Formula:
     """The parameters of attention, except sizes."""
 
     alpha: float
     normalizer: float
-    group_size: int = 1
-    """Candidates in a group; each sees the earlier ones of its group."""
+    mask: MaskOptions = PLAIN_MASK
+    biases: KernelBiases | None = None
+    variant: Variant = DEFAULT_VARIANT
+    programs: int = 1
+    """Programs of the attention kernel that run at once, for the variant `persistent`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer of the arena: K [pages, heads, page_tokens, dqk] and V [.., dv], strided views."""
+    """One layer of the arena: K [pages, heads, page_tokens, dqk] and V [.., dv], strided views; and its number."""
 
     k: torch.Tensor
     v: torch.Tensor
+    layer: int = 0
 
     @property
     def page_tokens(self) -> int:
         return self.k.shape[2]
 
 
-@dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A packed plan, and its array on the device."""
+    """A packed plan and its array on the device, with views of the array's parts."""
 
-    plan: PackedPlan
-    packed: torch.Tensor
-    """int32, a copy of `plan.packed`."""
-
-    @property
-    def segments(self) -> torch.Tensor:
-        return self.packed[self.plan.segments_at :]
-
-    @property
-    def table(self) -> torch.Tensor:
-        return self.packed[self.plan.table_at :]
-
-    @property
-    def slots(self) -> torch.Tensor:
-        return self.packed[self.plan.slots_at :]
+    def __init__(self, plan: PackedPlan, packed: torch.Tensor) -> None:
+        """packed: int32, a copy of `plan.packed`."""
+        self.plan = plan
+        self.packed = packed
+        self.segments = packed[plan.segments_at :]
+        self.joins = packed[plan.joins_at :]
+        self.table = packed[plan.table_at :]
+        self.slots = packed[plan.slots_at :]
+        self.key_times = packed[plan.key_times_at :].view(torch.int64)
+        self.following = packed[plan.following_at :].view(torch.int64)
 
 
-def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int) -> int:
+def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int, has_bias: bool = False) -> int:
     """Rows of a tile. A tile with more rows reads K,V less often, but its sums must fit into registers.
 
-    By the compiler's register counts for sm_90 (tests/workers/hopper_process.py), float32 tiles above 32 x 128 spill.
+    By the compiler's register counts for sm_90 (tests/workers/hopper_process.py), float32 tiles above 32 x 128 spill. A
+    bias needs registers for each pair of a row and a key.
     """
     if dtype is torch.float32:
-        return 32 if widest_dim <= 128 else 16
-    return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
-
-
-def padded_rows(rows: int) -> int:
-    """Rows of a result: a multiple of 16, so that its stride is one, too.
-
-    For another stride Triton would compile a second kernel while a request waits.
-    """
-    return -(-rows // 16) * 16
+        return 32 if widest_dim <= 128 and not has_bias else 16
+    return 128 if longest_rows >= 512 and widest_dim <= 128 and not has_bias else 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """The parameters of a launch of the attention kernel, except its blocks."""
 
-    grid: tuple[int, int]
+    grid: tuple[int]
     arguments: tuple[Any, ...]
     fixed: dict[str, object]
     sums: torch.Tensor
+    descriptors: list[TensorDescriptor]
+    """Those among the arguments. Their blocks are as long as the kernel's blocks of keys."""
 
 
 def attend(
@@ -122,10 +180,24 @@ def attend(
     [rows, heads, dv]; rows beyond the plan's segments are undefined. Raises ValueError for shapes that do not fit.
     """
     launch = _launch(q, k, v, pages, device_plan, formula)
+    for descriptor in launch.descriptors:
+        descriptor.block_shape[2] = blocks.keys
     attend_kernel[launch.grid](
         *launch.arguments, **launch.fixed, BLOCK_N=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    return launch.sums[0] if launch.sums.shape[0] == 1 else launch.sums.sum(0)
+    rows, heads, d_v = v.shape
+    shape = device_plan.plan.shape
+    if shape.extra_items:
+        columns = heads * d_v
+        join_kernel[(device_plan.plan.joins, triton.cdiv(shape.block_rows, _JOIN_ROWS))](
+            launch.sums,
+            device_plan.joins,
+            COLUMNS=columns,
+            PAD_COLUMNS=triton.next_power_of_2(columns),
+            BLOCK_M=shape.block_rows,
+            ROWS=_JOIN_ROWS,
+        )
+    return launch.sums[:rows]
 
 
 def tuned(
@@ -138,9 +210,10 @@ def tuned(
 ) -> Blocks:
     """The fastest blocks for this kind of kernel. An unknown kind is tuned on these rows. Any thread may call."""
     launch = _launch(q, k, v, pages, device_plan, formula)
+    tuner = _tuned_by_descriptors if launch.descriptors else tuned_attend
     with _tuning:
-        tuned_attend[launch.grid](*launch.arguments, **launch.fixed)
-        best = tuned_attend.best_config
+        tuner[launch.grid](*launch.arguments, **launch.fixed)
+        best = tuner.best_config
     return Blocks(best.kwargs["BLOCK_N"], best.num_warps, best.num_stages)
 
 
@@ -158,39 +231,78 @@ def _launch(
     _check(q, k, v, pages, rows)
     if rows != plan.rows:
         raise ValueError(f"{rows} rows were given, the plan has {plan.rows}")
-    splits = plan.shape.splits
-    sums = torch.empty((splits, padded_rows(rows), heads, d_v), dtype=torch.float32, device=q.device)[:, :rows]
+    sums = torch.empty((plan.result_rows, heads, d_v), dtype=torch.float32, device=q.device)
+    mask, biases, variant = formula.mask, formula.biases, formula.variant
+    pads = [max(_LEAST_DOT, triton.next_power_of_2(dim)) for dim in (d_qk, d_v)]
+    descriptors = _descriptors(pages, pads) if variant.tma else []
+    positions = times = None
+    if biases is not None:
+        positions = biases.positions[pages.layer]
+        times = None if biases.times is None else biases.times[pages.layer]
+    has_times = times is not None
     arguments = (
         q,
         k,
         v,
         pages.k,
         pages.v,
+        *(descriptors or (None, None)),
         sums,
         device_plan.packed,
         device_plan.segments,
         device_plan.table,
+        device_plan.key_times if has_times else None,
+        device_plan.following if has_times else None,
+        positions,
+        times,
+        biases.edges if biases is not None else None,
         formula.alpha,
         1.0 / formula.normalizer,
+        biases.bucket_rate if biases is not None else 0.0,
+        plan.items,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
         *pages.k.stride()[:2],
         *pages.v.stride()[:2],
-        *sums.stride()[:3],
+        *sums.stride()[:2],
     )
     fixed = {
         "HEADS": heads,
-        "GROUP": formula.group_size,
+        "GROUP": mask.group_size,
+        "CONTEXTUAL": mask.contextual_tokens,
+        "WINDOW": mask.max_attn_len,
+        "FULL_LAST": mask.min_full_attn_len,
+        "POSITIONS": 0 if positions is None else positions.numel(),
+        "TIMES": has_times,
+        "EDGES": 0 if biases is None else biases.last_bucket,
         "D_QK": d_qk,
         "D_V": d_v,
-        "PAD_QK": max(_LEAST_DOT, triton.next_power_of_2(d_qk)),
-        "PAD_V": max(_LEAST_DOT, triton.next_power_of_2(d_v)),
+        "PAD_QK": pads[0],
+        "PAD_V": pads[1],
         "PAGE_TOKENS": pages.page_tokens,
         "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+        "PERSISTENT": variant.persistent,
+        "TMA": bool(descriptors),
+        "TANH": variant.tanh,
         "BLOCK_M": plan.shape.block_rows,
     }
-    return _Launch((plan.tiles * heads, splits), arguments, fixed, sums)
+    programs = plan.items * heads
+    return _Launch(
+        (min(programs, formula.programs) if variant.persistent else programs,), arguments, fixed, sums, descriptors
+    )
+
+
+def _descriptors(pages: LayerPages, pads: list[int]) -> list[TensorDescriptor]:
+    """Descriptors of K and V of a layer, for blocks of a size that `attend` sets; none if TMA cannot load them."""
+    for tensor, pad in zip((pages.k, pages.v), pads, strict=True):
+        unit = _TMA_BYTES // tensor.element_size()
+        if pad > _WIDEST_TMA or tensor.data_ptr() % _TMA_BYTES or any(step % unit for step in tensor.stride()[:-1]):
+            return []
+    return [
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, _LEAST_DOT, pad])
+        for tensor, pad in zip((pages.k, pages.v), pads, strict=True)
+    ]
 
 
 def store(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, device_plan: DevicePlan) -> None:
@@ -237,24 +349,58 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
 def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
     """The configurations without spilled registers on sm_90 (tests/workers/hopper_process.py); at least one."""
     is_float32 = fixed["PRECISION"] == "ieee"
+    has_bias = bool(fixed["POSITIONS"] or fixed["TIMES"])
     wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
     large = int(str(fixed["BLOCK_M"])) > 64
+    most_keys = (16 if wide or has_bias else 32) if is_float32 else (32 if wide else 64) if has_bias else 128
     return [
         config
         for config in configs
-        if (config.kwargs["BLOCK_N"] <= (16 if wide else 32) if is_float32 else config.kwargs["BLOCK_N"] >= 32)
+        if config.kwargs["BLOCK_N"] <= most_keys
+        and (is_float32 or config.kwargs["BLOCK_N"] >= 32)
         and (config.num_warps == 8 or not (wide or large))
     ]
 
 
-tuned_attend = triton.autotune(
-    configs=[
-        triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
-        for keys in (16, 32, 64, 128)
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
-    ],
-    key=["HEADS", "GROUP", "D_QK", "D_V", "PAGE_TOKENS", "PRECISION", "BLOCK_M"],
-    prune_configs_by={"early_config_prune": fitting_configs},
-    cache_results=True,
-)(attend_kernel)
+def _set_descriptor_blocks(arguments: dict[str, Any]) -> None:
+    for name in ("k_desc", "v_desc"):
+        arguments[name].block_shape[2] = arguments["BLOCK_N"]
+
+
+_KIND = [
+    "HEADS",
+    "GROUP",
+    "CONTEXTUAL",
+    "WINDOW",
+    "FULL_LAST",
+    "POSITIONS",
+    "TIMES",
+    "EDGES",
+    "D_QK",
+    "D_V",
+    "PAGE_TOKENS",
+    "PRECISION",
+    "PERSISTENT",
+    "TMA",
+    "TANH",
+    "BLOCK_M",
+]
+
+
+def _tuner(before_launch: Callable[[dict[str, Any]], None] | None) -> Any:
+    return triton.autotune(
+        configs=[
+            triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages, pre_hook=before_launch)
+            for keys in (16, 32, 64, 128)
+            for warps in (4, 8)
+            for stages in (2, 3, 4)
+        ],
+        key=_KIND,
+        prune_configs_by={"early_config_prune": fitting_configs},
+        cache_results=True,
+    )(attend_kernel)
+
+
+tuned_attend = _tuner(None)
+_tuned_by_descriptors = _tuner(_set_descriptor_blocks)
+"""Triton keeps no choice on disk if a function runs before the launch."""
