@@ -163,15 +163,7 @@ if find_spec("triton") is not None:
     # Triton is there for Linux only.
     from tests.worlds.triton import DEVICE, INTERPRETED, choose_triton
 
-    # Its kinds share their attention, except for groups, which test_triton_attention.py covers: under the interpreter
-    # one kind is enough.
-    INTERPRETED_KINDS = (
-        "meta",
-        "research",
-        "contextual mask and window",
-        "windowed, the newest rows see all",
-        "nvidia",
-    )
+    # Under the interpreter one kind takes a minute. test_triton_attention.py covers the masks and biases of the others.
     BACKENDS["triton, interpreted or on a GPU"] = Backend(
         lambda: DEVICE,
         choose_triton,

@@ -29,7 +29,6 @@ from relaygr.worker.model.triton.launch import (
     Formula,
     LayerPages,
     Variant,
-    attend,
     fitting_configs,
     tuned,
     tuned_attend,
@@ -173,7 +172,7 @@ BIASES = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_every_mask_of_a_full_pass_an_append_and_a_hit(mask: dict[str, int]) -> None:
     forward = Forward(EACH_PASS, **mask)
-    assert forward.error(packed_attend(forward, PlanShape(16, 6, True))) <= 2e-6
+    assert forward.error(packed_attend(forward, PlanShape(16, 24, True))) <= 2e-6
 
 
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
@@ -185,7 +184,7 @@ def test_every_bias_of_a_full_pass_an_append_and_a_hit(bias: RelativeBias) -> No
 def test_every_option_of_mask_and_bias_together() -> None:
     options = MASKS["contextual, window and groups"]
     forward = Forward(EACH_PASS, relative_bias=BIASES["bias by position and time"], **options)
-    assert forward.error(packed_attend(forward, PlanShape(32, 12, True), Blocks(32))) <= 2e-6
+    assert forward.error(packed_attend(forward, PlanShape(32, 24, True), Blocks(32))) <= 2e-6
 
 
 @pytest.mark.parametrize("log_base", [0.301, 1e-3, 3.7e-4])
@@ -211,7 +210,7 @@ def test_a_bias_by_time_needs_times() -> None:
 def test_a_variant_gives_the_same_sums() -> None:
     """Dimensions whose rows are multiples of 16 bytes, and pages of whole blocks, as TMA needs them."""
     forward = Forward(EACH_PASS, dqk=8, dv=12, page_tokens=16, window=40, relative_bias=BIASES["bias by position"])
-    shape, variant = PlanShape(16, 6, True), Variant(persistent=True, tma=True)
+    shape, variant = PlanShape(16, 24, True), Variant(persistent=True, tma=True)
     expected = packed_attend(forward, shape)
     assert forward.error(expected) <= 2e-6
     assert torch.equal(packed_attend(forward, shape, variant=variant), expected)
@@ -229,16 +228,16 @@ def test_silu_by_tanh_gives_the_same_sums() -> None:
 
 
 def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
-    """As in a captured graph: more rows, segments and pages than the forward has."""
-    forward = Forward(MIXED)
-    own = packed_attend(forward, PlanShape(16, 0, True))
-    rows = forward.q.shape[0]
+    """As in a captured graph: more rows, segments, pages and times than the forward has."""
+    forward = Forward(MIXED, relative_bias=BIASES["bias by position and time"])
+    attention = TritonAttention(forward.spec, DEVICE, forward.biases, BLOCKS)
+    own = attention.begin(forward.kv, forward.segments).attend(LAYER, forward.q, forward.k, forward.v)
+    arrays = attention.arrays(forward.kv, forward.segments)
+    size = arrays.capacity
+    capacity = Capacity(size.rows + 9, 12, size.pages + 5, size.key_times + 7)
+    plan = attention.packed(forward.kv, arrays, attention.shape(arrays), capacity)
     more = [torch.cat((x, torch.full_like(x[:9], torch.nan))) for x in (forward.q, forward.k, forward.v)]
-    arrays = arrays_of(forward.segments, forward.kv.geometry.page_tokens)
-    plan = pack(arrays, 8, PlanShape(16, 0, True), Capacity(rows + 9, 12, arrays.pages.size + 5))
-    padded = DevicePlan(plan, torch.from_numpy(plan.packed).to(DEVICE.torch_device))
-    pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
-    assert torch.equal(attend(*more, pages, padded, Formula(forward.spec.alpha, 37.0), BLOCKS)[:rows], own)
+    assert torch.equal(attention.started(forward.kv, plan).attend(LAYER, *more)[: size.rows], own)
 
 
 def test_a_neighbour_changes_nothing() -> None:
@@ -371,7 +370,7 @@ def packed_attend(
     attention = TritonAttention(spec, DEVICE, forward.biases, blocks, variant)
     arrays = attention.arrays(forward.kv, forward.segments)
     mask = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size)
-    plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=16)
+    plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=8)
     out = attention.started(forward.kv, plan).attend(LAYER, forward.q[rows], forward.k[rows], forward.v[rows])
     return out.unflatten(1, (spec.num_heads, spec.hidden_dim))
 

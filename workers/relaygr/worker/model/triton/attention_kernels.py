@@ -538,8 +538,9 @@ def join_kernel(
         at = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
         part_ptr = sums_ptr + tl.load(join).to(tl.int64) * COLUMNS + at
         total = tl.zeros((ROWS, PAD_COLUMNS), dtype=tl.float32)
-        for part in range(tl.load(join + 1)):
-            total += tl.load(part_ptr + part.to(tl.int64) * BLOCK_M * COLUMNS, mask=here, other=0.0)
+        for _ in range(tl.load(join + 1)):
+            total += tl.load(part_ptr, mask=here, other=0.0)
+            part_ptr += BLOCK_M * COLUMNS
         tl.store(sums_ptr + tl.load(join + 2).to(tl.int64) * COLUMNS + at, total, mask=here)
 
 

@@ -94,7 +94,7 @@ class SegmentArrays:
     def time_starts(self) -> Int32Array:
         """The index in `key_times` of a segment's first key; 0 if the model needs no times."""
         if not self.key_times.size:
-            return np.zeros_like(self.rows)
+            return np.zeros(self.rows.size, dtype=np.int32)
         keys = self.context_tokens + self.rows
         return (np.cumsum(keys) - keys).astype(np.int32)
 
