@@ -169,7 +169,5 @@ if find_spec("triton") is not None:
         choose_triton,
         lambda spec: spec.normalizer is not None,
         INTERPRETED,
-        ("meta", "research", "contextual mask and window", "windowed, the newest rows see all", "nvidia")
-        if INTERPRETED
-        else tuple(KINDS),
+        ("meta",) if INTERPRETED else tuple(KINDS),
     )
