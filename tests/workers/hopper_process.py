@@ -176,7 +176,7 @@ def main() -> None:
         "bfloat16, every mask": attend(
             "bf16", "bf16", 128, 64, 64, 64, 4, 3, GROUP=3, CONTEXTUAL=5, WINDOW=512, FULL_LAST=64
         ),
-        "bfloat16, bias by position and time": attend("bf16", "bf16", 64, 64, 64, 64, 4, 2, **_BIAS),
+        "bfloat16, bias by position and time": attend("bf16", "bf16", 128, 64, 64, 64, 8, 2, **_BIAS),
         "float32, bias by position and time": attend("fp32", "fp32", 64, 64, 16, 16, 4, 2, **_BIAS),
         "bfloat16, persistent by descriptors": attend(
             "bf16", "bf16", 128, 64, 64, 64, 4, 3, PERSISTENT=True, TMA=True, TANH=True

@@ -150,7 +150,9 @@ def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int, ha
     """
     if dtype is torch.float32:
         return 32 if widest_dim <= 128 and not has_bias else 16
-    return 128 if longest_rows >= 512 and widest_dim <= 128 and not has_bias else 64
+    if has_bias:
+        return 64 if widest_dim <= 128 else 32
+    return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,16 +352,19 @@ def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed:
     """The configurations without spilled registers on sm_90 (tests/workers/hopper_process.py); at least one."""
     is_float32 = fixed["PRECISION"] == "ieee"
     has_bias = bool(fixed["POSITIONS"] or fixed["TIMES"])
-    wide = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"]))) > 128
+    dim = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"])))
     large = int(str(fixed["BLOCK_M"])) > 64
-    most_keys = (16 if wide or has_bias else 32) if is_float32 else (32 if wide else 64) if has_bias else 128
-    return [
-        config
-        for config in configs
-        if config.kwargs["BLOCK_N"] <= most_keys
-        and (is_float32 or config.kwargs["BLOCK_N"] >= 32)
-        and (config.num_warps == 8 or not (wide or large))
-    ]
+
+    def fits(config: triton.Config) -> bool:
+        keys = config.kwargs["BLOCK_N"]
+        if is_float32:
+            in_range = keys <= (16 if has_bias or dim > 128 else 32)
+        else:
+            in_range = 32 <= keys <= (128 if not has_bias else 64 if dim <= 128 else 32)
+        needs_8_warps = dim > 128 or large or (has_bias and dim > 64 and keys > 32)
+        return in_range and (config.num_warps == 8 or not needs_8_warps)
+
+    return [config for config in configs if fits(config)]
 
 
 def _set_descriptor_blocks(arguments: dict[str, Any]) -> None:

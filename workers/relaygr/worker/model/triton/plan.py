@@ -95,7 +95,7 @@ class SegmentArrays:
         """The index in `key_times` of a segment's first key; 0 if the model needs no times."""
         if not self.key_times.size:
             return np.zeros(self.rows.size, dtype=np.int32)
-        keys = self.context_tokens + self.rows
+        keys: Int32Array = self.context_tokens + self.rows
         return (np.cumsum(keys) - keys).astype(np.int32)
 
 
