@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from relaygr.schemas import (
+    BehaviourEvent,
     Behaviours,
+    BehavioursOffset,
     FailureReason,
     FullPathReport,
     History,
@@ -35,6 +37,7 @@ from relaygr.schemas.messages import (
     MAX_BUDGET_MS,
     MAX_CANDIDATES,
     MAX_PARTITIONS,
+    MAX_POSITION,
     MAX_SUFFIX_BEHAVIOURS,
     MAX_TASKS,
     MAX_VERSION_NUMBER,
@@ -71,6 +74,13 @@ def behaviours(draw: st.DrawFn, max_length: int = 20) -> Behaviours:
 
 
 version_numbers = st.integers(0, MAX_VERSION_NUMBER)
+positions = st.integers(0, MAX_POSITION)
+covers = st.builds(
+    BehavioursOffset,
+    st.integers(0, MAX_PARTITIONS),
+    st.integers(0, INT64_MAX),
+    st.none() | st.text("azAZ09_-", min_size=1, max_size=20),
+)
 history_versions = st.builds(HistoryVersion, version_numbers, st.integers(0, MAX_BEHAVIOURS), digests)
 
 
@@ -79,12 +89,17 @@ def histories(draw: st.DrawFn, user_id: str | None = None) -> History:
     """A history, of `user_id` if given."""
     user = draw(texts(256)) if user_id is None else user_id
     features = draw(hnp.arrays("<i8", st.integers(0, 8), elements=item_ids))
-    return History(user, draw(version_numbers), features, draw(behaviours()))
+    return History(
+        user, draw(version_numbers), features, draw(behaviours()), draw(st.none() | positions), draw(st.none() | covers)
+    )
 
 
 @st.composite
 def _histories_of(draw: st.DrawFn, user_id: str) -> dict[str, Any]:
-    """The two history fields that impressions share: neither, one, or both in agreement."""
+    """The history fields that impressions share: none, a length, or history and version, in agreement."""
+    length = draw(st.none() | st.sampled_from(("history_exactly", "history_at_least")))
+    if length is not None:
+        return {length: draw(st.integers(0, MAX_BEHAVIOURS))}
     history = draw(st.none() | histories(user_id))
     version = draw(st.none() | history_versions)
     if history is not None and version is not None:
@@ -105,6 +120,12 @@ def _estimates(draw: st.DrawFn) -> dict[str, Any]:
         "expected_suffix": draw(st.integers(0, MAX_SUFFIX_BEHAVIOURS)),
         **draw(_histories_of(user_id)),
     }
+
+
+@st.composite
+def behaviour_events(draw: st.DrawFn) -> BehaviourEvent:
+    new = draw(behaviours().filter(lambda drawn: len(drawn) > 0))
+    return BehaviourEvent(draw(texts(256)), new, draw(st.none() | positions))
 
 
 @st.composite
@@ -209,5 +230,6 @@ def messages() -> dict[type[Any], st.SearchStrategy[Any]]:
         RankingRequest: ranking_requests(),
         RankingResult: ranking_results(),
         History: histories(),
+        BehaviourEvent: behaviour_events(),
         WorkerStatus: worker_statuses,
     }

@@ -17,12 +17,11 @@ from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.digest import digest_chain
 from relaygr.worker.cache import CacheConfig, Fill, Hit, PageCopy, PendingOutcome, PendingPrefix, SpillOutcome, Tier
 from relaygr.worker.cache.arena import allocate_arena, copy_page, copy_runs
-from relaygr.worker.cache.build import build_cache
+from relaygr.worker.cache.build import ThreadMover, build_cache
 from relaygr.worker.cache.copies import CopyLimits, CopyPriority, CopyQueue, CopyRequest, Deadline
 from relaygr.worker.cache.identity import MAX_MARKS, Mark, PrefixKey, common_behaviours
 from relaygr.worker.cache.invariants import check_invariants
 from relaygr.worker.cache.metadata import PagePool
-from relaygr.worker.cache.mover import ThreadMover
 from relaygr.worker.cache.stats import CacheCollector
 from relaygr.worker.cache.transfers import SpillGate
 from relaygr.worker.device import CpuDevice

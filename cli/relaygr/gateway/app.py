@@ -133,6 +133,8 @@ class GatewayApp:
                 expected_suffix=body.expected_suffix,
                 history_version=body.history_version,
                 history=body.history,
+                history_exactly=body.history_exactly,
+                history_at_least=body.history_at_least,
                 request_id=body.request_id,
             )
         except EncodeError as error:
@@ -157,6 +159,8 @@ class GatewayApp:
                 query_time_ms=body.query_time_ms,
                 history_version=body.history_version,
                 history=body.history,
+                history_exactly=body.history_exactly,
+                history_at_least=body.history_at_least,
                 request_id=body.request_id,
             )
         except EncodeError as error:

@@ -21,6 +21,7 @@ from relaygr.schemas.codec import MAX_MAP_ENTRIES, MAX_TEXT_BYTES, check_entries
 from relaygr.schemas.fields import FieldError, Packed, Real, UInt
 from relaygr.schemas.json_messages import from_json, to_json
 from relaygr.schemas.messages import (
+    MAX_BEHAVIOURS,
     MAX_BUDGET_MS,
     MAX_CANDIDATES,
     MAX_SUFFIX_BEHAVIOURS,
@@ -77,6 +78,12 @@ class RetrievalBody:
         None
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
+    history_exactly: Annotated[
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the first behaviours, so many"
+    ] = None
+    history_at_least: Annotated[
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the newest history, at least so long"
+    ] = None
     request_id: Annotated[str | None, REQUEST_ID_TEXT, "id of the impression; absent: a new one"] = None
 
 
@@ -99,6 +106,12 @@ class RankBody:
         None
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
+    history_exactly: Annotated[
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the first behaviours, so many"
+    ] = None
+    history_at_least: Annotated[
+        int | None, UInt("behaviours", MAX_BEHAVIOURS), "instead of a version: the newest history, at least so long"
+    ] = None
     request_id: Annotated[
         str | None, REQUEST_ID_TEXT, "`request_id` of the answer to /v1/retrieval; absent: a new one"
     ] = None

@@ -8,7 +8,9 @@ from relaygr.schemas.digest import DigestChain, digest_chain
 from relaygr.schemas.fields import Other
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
+    BehaviourEvent,
     Behaviours,
+    BehavioursOffset,
     FailureReason,
     FullPathReport,
     History,
@@ -32,7 +34,9 @@ from relaygr.schemas.version import __version__
 __all__ = [
     "CATALOGUE",
     "SCHEMA_VERSION",
+    "BehaviourEvent",
     "Behaviours",
+    "BehavioursOffset",
     "DecodeError",
     "DecodeReason",
     "DigestChain",

@@ -14,6 +14,7 @@ from typing import Any
 from relaygr.schemas.headers import MAX_HEADER_BYTES
 from relaygr.schemas.json_schema import REFERENCE, Form, schemas_of
 from relaygr.schemas.messages import (
+    BehaviourEvent,
     History,
     PreInferJob,
     RankingRequest,
@@ -38,6 +39,7 @@ _VALUES: dict[Topic, type[Any] | None] = {
     Topic.RANKING: RankingRequest,
     Topic.RESULTS: RankingResult,
     Topic.HISTORY: History,
+    Topic.BEHAVIOURS: BehaviourEvent,
     Topic.OVERFLOW: RankingRequest,
     Topic.WORKERS: WorkerStatus,
     Topic.DEAD_LETTERS: None,
@@ -56,6 +58,7 @@ _OPERATIONS: dict[str, tuple[str, Topic, str]] = {
         Topic.HISTORY,
         "A feature pipeline replaces a history; no value deletes the user.",
     ),
+    "publishBehaviours": ("send", Topic.BEHAVIOURS, "A feature pipeline adds behaviours to a user's history."),
 }
 
 

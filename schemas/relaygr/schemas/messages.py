@@ -21,6 +21,8 @@ MAX_BEHAVIOURS = 131_072
 MAX_SUFFIX_BEHAVIOURS = 4_096
 MAX_CANDIDATES = 16_384
 MAX_TASKS = 16
+MAX_EVENT_BEHAVIOURS = 256
+MAX_POSITION = 2**53 - 1
 MAX_FEATURES = 64
 MAX_PARTITIONS = 4_096
 MAX_BUDGET_MS = 600_000
@@ -153,6 +155,17 @@ class HistoryVersion:
     digest: Annotated[bytes, Digest(DIGEST_BYTES), "last digest of the chain (`relaygr.schemas.digest`)"]
 
 
+@record(frozen=True, slots=True)
+class BehavioursOffset:
+    """A place in the behaviours topic: all records before it."""
+
+    partition: Annotated[int, UInt("", MAX_PARTITIONS), "the user's partition"]
+    offset: Annotated[int, UInt(), "offset of the first record that is not covered"]
+    topic_id: Annotated[
+        str | None, Text(64), "id that the cluster gave the topic, as Kafka's tools print it; absent: not checked"
+    ] = None
+
+
 @record(frozen=True, slots=True, eq=False)
 class History:
     """A user's long-term behaviours and features at one version: a value of the history topic, or inline."""
@@ -165,6 +178,13 @@ class History:
         "categorical user features, in the order of the model's `contextual_features`",
     ]
     behaviours: Annotated[Behaviours, "long-term behaviours"]
+    first_position: Annotated[
+        int | None, UInt("behaviours", MAX_POSITION), "number of older behaviours that the writer left out; absent: 0"
+    ] = None
+    covers: Annotated[
+        BehavioursOffset | None,
+        "the records of the behaviours topic that this snapshot includes; absent: those with an older timestamp",
+    ] = None
 
     def chain(self) -> DigestChain:
         """The digest chain of features and behaviours."""
@@ -180,7 +200,26 @@ class History:
             and (self.user_id, self.number) == (other.user_id, other.number)
             and np.array_equal(self.features, other.features)
             and self.behaviours == other.behaviours
+            and (self.first_position, self.covers) == (other.first_position, other.covers)
         )
+
+
+@record(frozen=True, slots=True)
+class BehaviourEvent:
+    """New behaviours of a user, which workers append to the user's history."""
+
+    user_id: UserId
+    behaviours: Annotated[Behaviours, f"the new behaviours, oldest first: 1 to {MAX_EVENT_BEHAVIOURS}"]
+    position: Annotated[
+        int | None,
+        UInt("behaviours", MAX_POSITION),
+        "number of behaviours of this user before the first of these, since the user's first; absent: the order of "
+        "the log",
+    ] = None
+
+    def check(self) -> None:
+        if not 1 <= len(self.behaviours) <= MAX_EVENT_BEHAVIOURS:
+            raise FieldError(f".behaviours: {len(self.behaviours)}, expected 1 to {MAX_EVENT_BEHAVIOURS}")
 
 
 @record(frozen=True, slots=True)
@@ -204,16 +243,24 @@ class RetrievalEvent:
         None
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
+    history_exactly: Annotated[
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of `history_version`, for publishers without digests: the first behaviours, so many",
+    ] = None
+    history_at_least: Annotated[
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of `history_version`: the newest history, and at least so many behaviours",
+    ] = None
 
     @property
     def history_length(self) -> int | None:
         """Behaviours in the inline or named history; None if neither is given."""
-        if self.history is not None:
-            return len(self.history.behaviours)
-        return None if self.history_version is None else self.history_version.length
+        return _history_length(self)
 
     def check(self) -> None:
-        _check_history(self.user_id, self.history_version, self.history)
+        _check_history(self)
 
 
 @record(frozen=True, slots=True)
@@ -233,14 +280,23 @@ class PreInferJob:
     decided_at_us: Annotated[int, UInt("µs since the epoch"), "when the trigger admitted the job"]
     history_version: Annotated[HistoryVersion | None, "copied from the retrieval event"] = None
     history: Annotated[History | None, "copied from the retrieval event"] = None
+    history_exactly: Annotated[int | None, UInt("behaviours", MAX_BEHAVIOURS), "copied from the retrieval event"] = None
+    history_at_least: Annotated[int | None, UInt("behaviours", MAX_BEHAVIOURS), "copied from the retrieval event"] = (
+        None
+    )
 
     @property
     def expires_at_us(self) -> int:
         """When the job expires, µs since the epoch."""
         return self.expected_ranking_at_us + self.ranking_budget_ms * 1000
 
+    @property
+    def history_length(self) -> int | None:
+        """Behaviours in the inline or named history; None if neither is given."""
+        return _history_length(self)
+
     def check(self) -> None:
-        _check_history(self.user_id, self.history_version, self.history)
+        _check_history(self)
 
 
 @record(frozen=True, slots=True, eq=False)
@@ -258,6 +314,16 @@ class RankingRequest:
         None
     )
     history: Annotated[History | None, "the history itself, if the history topic does not carry it"] = None
+    history_exactly: Annotated[
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of `history_version`, for publishers without digests: the first behaviours, so many",
+    ] = None
+    history_at_least: Annotated[
+        int | None,
+        UInt("behaviours", MAX_BEHAVIOURS),
+        "instead of `history_version`: the newest history, and at least so many behaviours",
+    ] = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
@@ -265,7 +331,7 @@ class RankingRequest:
     def check(self) -> None:
         if len(self.suffix) > MAX_SUFFIX_BEHAVIOURS:
             raise FieldError(f".suffix: {len(self.suffix)} behaviours, expected at most {MAX_SUFFIX_BEHAVIOURS}")
-        _check_history(self.user_id, self.history_version, self.history)
+        _check_history(self)
 
 
 @record(frozen=True, slots=True)
@@ -312,9 +378,9 @@ class RankingResult:
         int, UInt("tokens"), "prefix tokens that were cached when the worker looked the prefix up"
     ] = 0
     history_version: Annotated[HistoryVersion | None, "the history that was used"] = None
-    history_stale: Annotated[bool, Flag(), "the worker did not have the requested version and used a different one"] = (
-        False
-    )
+    history_stale: Annotated[
+        bool, Flag(), "the worker used a different version than the requested one, or behaviours are missing in it"
+    ] = False
     history_loading: Annotated[
         bool, Flag(), "the worker had not read all of this partition's histories yet, or not that of the named version"
     ] = False
@@ -434,13 +500,28 @@ class WorkerStatus:
     ] = None
 
 
-Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | WorkerStatus
+Message = RetrievalEvent | PreInferJob | RankingRequest | RankingResult | History | BehaviourEvent | WorkerStatus
 
 
-def _check_history(user_id: str, version: HistoryVersion | None, history: History | None) -> None:
+def _history_length(message: RetrievalEvent | PreInferJob) -> int | None:
+    if message.history is not None:
+        return len(message.history.behaviours)
+    if message.history_version is not None:
+        return message.history_version.length
+    return message.history_at_least if message.history_exactly is None else message.history_exactly
+
+
+def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> None:
+    version, history = message.history_version, message.history
+    exactly, at_least = message.history_exactly, message.history_at_least
+    if exactly is not None or at_least is not None:
+        if version is not None or (exactly is not None and at_least is not None):
+            raise FieldError(": set one of history_version, history_exactly and history_at_least")
+        if history is not None:
+            raise FieldError(".history: leave history_exactly and history_at_least out with an inline history")
     if history is None:
         return
-    if history.user_id != user_id:
+    if history.user_id != message.user_id:
         raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")

@@ -1,6 +1,6 @@
 """The topic catalogue: the key, partitions, retention, writers and readers of every topic.
 
-`retrieval`, `preinfer`, `ranking` and `history` have the same partition count, so that the consumer that
+`retrieval`, `preinfer`, `ranking`, `history` and `behaviours` have the same partition count, so that the consumer that
 owns a partition receives all of a user's messages. Kafka deletes only closed segments, so every
 topic sets its segment time as well as its retention.
 """
@@ -39,6 +39,7 @@ class Topic(enum.StrEnum):
     RANKING = "ranking"
     RESULTS = "results"
     HISTORY = "history"
+    BEHAVIOURS = "behaviours"
     OVERFLOW = "ranking-overflow"
     WORKERS = "workers"
     DEAD_LETTERS = "dead-letters"
@@ -66,6 +67,8 @@ class TopicSpec:
     partitions: int | None = None
     """A fixed partition count; None: the deployment's partition count."""
     max_compaction_lag_ms: int | None = None
+    delete_retention_ms: int | None = None
+    """How long a compacted topic keeps a tombstone; None: the cluster's default, a day."""
     durable: bool = False
     """Whether an acknowledged message must survive the loss of a broker. The others are useless after minutes, and are
     rather accepted by the last broker than refused.
@@ -87,6 +90,8 @@ class TopicSpec:
         }
         if self.max_compaction_lag_ms is not None:
             config["max.compaction.lag.ms"] = str(self.max_compaction_lag_ms)
+        if self.delete_retention_ms is not None:
+            config["delete.retention.ms"] = str(self.delete_retention_ms)
         return config
 
 
@@ -110,6 +115,14 @@ CATALOGUE: dict[Topic, TopicSpec] = {
             Cleanup.COMPACT, retention_ms=-1, segment_ms=60 * _MINUTE_MS, segment_bytes=256 * _MIB,
             max_message_bytes=MAX_MESSAGE_BYTES + _RECORD_OVERHEAD_BYTES, co_partitioned=True,
             max_compaction_lag_ms=2 * 60 * _MINUTE_MS, durable=True,
+            # Longer than a record stays in `behaviours` (retention and a segment): a worker that reads an old record
+            # must find the tombstone that came after it.
+            delete_retention_ms=9 * _DAY_MS,
+        ),
+        TopicSpec(
+            Topic.BEHAVIOURS, "user id", "feature pipeline", "workers (assign, no group)", "BehaviourEvent",
+            Cleanup.DELETE, retention_ms=7 * _DAY_MS, segment_ms=_DAY_MS, segment_bytes=256 * _MIB,
+            max_message_bytes=_MIB, co_partitioned=True, durable=True,
         ),
         _minutes(Topic.OVERFLOW, "user id", "workers", "workers (a separate group)", "RankingRequest", False),
         TopicSpec(

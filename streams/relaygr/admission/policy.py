@@ -88,14 +88,10 @@ class ImpressionFacts:
     @classmethod
     def of(cls, message: RetrievalEvent | PreInferJob) -> ImpressionFacts:
         """The metadata of a message."""
-        if message.history is not None:
-            length: int | None = len(message.history.behaviours)
-        else:
-            length = None if message.history_version is None else message.history_version.length
         return cls(
             expected_ranking_at_us=message.expected_ranking_at_us,
             ranking_budget_us=message.ranking_budget_ms * 1000,
-            history_behaviours=length,
+            history_behaviours=message.history_length,
             expected_suffix=message.expected_suffix,
             expected_candidates=message.expected_candidates,
         )

@@ -1,4 +1,4 @@
-"""Publishes messages that get no answer: retrieval events, histories and tombstones.
+"""Publishes messages that get no answer: retrieval events, behaviours, histories and tombstones.
 
 `EventPublisher` owns one durable producer (idempotent, `acks=all`, 30 s) and no thread. Its owner calls `poll`
 often, which serves delivery reports, and `close` at the end. `publish*` do not block: they raise QueueFull if the
@@ -23,7 +23,7 @@ from relaygr.schemas import codec
 from relaygr.schemas.codec import EncodeError
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.headers import Headers
-from relaygr.schemas.messages import USER_ID_TEXT, History, RetrievalEvent
+from relaygr.schemas.messages import USER_ID_TEXT, BehaviourEvent, History, RetrievalEvent
 from relaygr.schemas.topics import Topic
 
 # After a purge, flush() only has to serve the reports.
@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 
 
 class EventPublisher:
-    """Writes to the retrieval and history topics. No I/O before `start`. Any thread may call `publish*`."""
+    """Writes to the retrieval, history and behaviours topics. No I/O before `start`. Any thread may call `publish*`."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class EventPublisher:
         self._metrics = metrics or gateway_metrics()
         self._retrieval = kafka.topic(Topic.RETRIEVAL)
         self._history = kafka.topic(Topic.HISTORY)
+        self._behaviours = kafka.topic(Topic.BEHAVIOURS)
         self._running: Producer | None = None
 
     def __len__(self) -> int:
@@ -69,6 +70,10 @@ class EventPublisher:
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
         """Replaces a user's history. Raises EncodeError, QueueFull, MessageRefused."""
         self._publish(self._history, history.user_id, codec.encode(history), on_delivery)
+
+    def publish_behaviours(self, event: BehaviourEvent, on_delivery: OnDelivery | None = None) -> None:
+        """Adds behaviours to a user's history. Raises EncodeError, QueueFull, MessageRefused."""
+        self._publish(self._behaviours, event.user_id, codec.encode(event), on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
         """Deletes a user's history, also in the workers. Raises EncodeError, QueueFull, MessageRefused."""

@@ -32,6 +32,10 @@ class RetrievalFields(TypedDict, total=False):
     """The history to use; absent: the newest that the worker has."""
     history: History | None
     """The history itself, if the history topic does not carry it."""
+    history_exactly: int | None
+    """Instead of a version: the first behaviours, so many."""
+    history_at_least: int | None
+    """Instead of a version: the newest history, with at least so many behaviours."""
     request_id: str | None
     """Absent: a new one."""
 
@@ -49,6 +53,10 @@ class RankFields(TypedDict, total=False):
     """The history to use; absent: the newest that the worker has."""
     history: History | None
     """The history itself, if the history topic does not carry it."""
+    history_exactly: int | None
+    """Instead of a version: the first behaviours, so many."""
+    history_at_least: int | None
+    """Instead of a version: the newest history, with at least so many behaviours."""
     request_id: str | None
     """The request id of the impression's retrieval event; absent: a new one."""
 
@@ -88,6 +96,8 @@ def retrieval_event(request_id: str, user_id: str, now_us: int, fields: Retrieva
         expected_suffix=fields["expected_suffix"],
         history_version=fields.get("history_version"),
         history=fields.get("history"),
+        history_exactly=fields.get("history_exactly"),
+        history_at_least=fields.get("history_at_least"),
     )
 
 
@@ -113,6 +123,8 @@ def ranking_request(
         suffix=Behaviours.empty() if suffix is None else suffix,
         history_version=fields.get("history_version"),
         history=fields.get("history"),
+        history_exactly=fields.get("history_exactly"),
+        history_at_least=fields.get("history_at_least"),
     )
 
 

@@ -83,6 +83,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
         Topic.RANKING: ("Read",),
         Topic.RESULTS: ("Write",),
         Topic.HISTORY: ("Read",),
+        Topic.BEHAVIOURS: ("Read",),
         Topic.WORKERS: ("Write",),
         Topic.DEAD_LETTERS: ("Write",),
     },
@@ -90,7 +91,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
     Role.UI: dict.fromkeys(
         (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.RESULTS, Topic.OVERFLOW, Topic.WORKERS), ("Read",)
     ),
-    Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",)},
+    Role.HISTORY_PUBLISHER: {Topic.HISTORY: ("Write",), Topic.BEHAVIOURS: ("Write",)},
     Role.ADMIN: dict.fromkeys(CATALOGUE, ("Create", "Delete", "DescribeConfigs", "AlterConfigs")),
 }
 

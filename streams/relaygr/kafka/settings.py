@@ -115,7 +115,7 @@ class KafkaSettings(Section):
     topic_prefix: str = Field(DEFAULT_PREFIX, description="topics are PREFIX.retrieval, PREFIX.ranking, ...")
     group_prefix: str = Field(DEFAULT_PREFIX, description="groups are PREFIX.workers, PREFIX.trigger, ...")
     partitions: Annotated[
-        int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking and history")
+        int, Field(ge=1, le=4096, description="partition count of retrieval, preinfer, ranking, history and behaviours")
     ] = DEFAULT_PARTITIONS
     replication_factor: Annotated[
         int, Field(ge=1, le=32, description="replication factor of the topics that we create; 3 survives a broker")

@@ -202,4 +202,6 @@ def job_of(event: RetrievalEvent, now_us: int) -> PreInferJob:
         decided_at_us=now_us,
         history_version=event.history_version,
         history=event.history,
+        history_exactly=event.history_exactly,
+        history_at_least=event.history_at_least,
     )

@@ -13,7 +13,9 @@ import numpy as np
 
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import (
+    BehaviourEvent,
     Behaviours,
+    BehavioursOffset,
     FailureReason,
     FullPathReport,
     History,
@@ -90,6 +92,17 @@ MESSAGES: dict[str, Any] = {
         detail="no map",
     ),
     "History": HISTORY,
+    "History, with its place in the behaviours topic": replace(
+        HISTORY, first_position=40, covers=BehavioursOffset(5, 1_000_000, "Zb1XmZp3QyS3mF8cT7i2Pw")
+    ),
+    "BehaviourEvent": BehaviourEvent("user-é", BEHAVIOURS),
+    "BehaviourEvent, with its position": BehaviourEvent("user-é", BEHAVIOURS[:1], 42),
+    "RetrievalEvent, exact length": RetrievalEvent(
+        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, history_exactly=2
+    ),
+    "PreInferJob, least length": PreInferJob(
+        "gateway.1.7", "user-é", NOW_US, NOW_US + 80_000, 50, 512, 16, NOW_US + 900, history_at_least=2
+    ),
     "WorkerStatus": WorkerStatus(
         "worker-00",
         WorkerState.READY,
