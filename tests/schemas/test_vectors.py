@@ -23,7 +23,15 @@ def test_the_shipped_file_is_what_this_package_computes() -> None:
 
 def test_there_is_a_vector_of_each_message_and_fifty_of_the_routing() -> None:
     kinds = {entry["kind"] for entry in OURS["messages"]}
-    assert kinds == {"RetrievalEvent", "PreInferJob", "RankingRequest", "RankingResult", "History", "WorkerStatus"}
+    assert kinds == {
+        "RetrievalEvent",
+        "PreInferJob",
+        "RankingRequest",
+        "RankingResult",
+        "History",
+        "BehaviourEvent",
+        "WorkerStatus",
+    }
     users = [entry["user_id"] for entry in OURS["routing"]]
     assert len(set(users)) == len(users) == 50
     assert {len(user.encode()) % 4 for user in users} == {0, 1, 2, 3}

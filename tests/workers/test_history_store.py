@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import relaygr.worker.history.store
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
+from relaygr.worker.history.records import Coverage, Draft
 from relaygr.worker.history.store import (
     ApplyOutcome,
     HistoryBatch,
@@ -28,7 +29,6 @@ from relaygr.worker.history.store import (
     PartitionState,
     StoreFullError,
     StoreOrigin,
-    pack,
 )
 
 MIB = 1024 * 1024
@@ -383,7 +383,7 @@ def two_partitions(tmp_path: Path) -> Iterator[HistoryStore]:
     for first in range(0, 1200, 100):
         for partition in (0, 1):
             offsets = range(first + partition, first + 100, 2)
-            apply(opened, partition, [entry(offset, f"u{offset:04}", length=20) for offset in offsets], first + 100)
+            apply(opened, partition, [entry(offset, f"u{offset:04}", length=8) for offset in offsets], first + 100)
     yield opened
     opened.close()
 
@@ -405,10 +405,10 @@ def test_a_partition_that_was_forgotten_in_part_counts_as_too_old(
     two_partitions.mark_current([0], 1 << 60)
     forget_some, left = two_partitions._forget_some, iter([True, False])
 
-    def dies(partitions: Container[int], after: bytes) -> tuple[int, bytes | None]:
+    def dies(partition: int) -> tuple[int, bool]:
         if not next(left):
             raise KeyboardInterrupt
-        return forget_some(partitions, after)
+        return forget_some(partition)
 
     monkeypatch.setattr(two_partitions, "_forget_some", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -434,9 +434,18 @@ def test_bytes_used_grow_with_records_and_fall_with_deletions(store: HistoryStor
 
 
 def test_the_stored_form_is_laid_out_as_documented() -> None:
-    value = pack(history("u", 258, 65), 3)
-    assert len(value) == 32 + 16 * 3 + 2 * 8 + 65 * 18
-    assert value[:16] == bytes([2, 1, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
+    given_history = history("u", 258, 65)
+    draft = Draft.of_snapshot(given_history, 7, Coverage())
+    head, behaviours = draft.head_bytes(), given_history.behaviours
+    assert len(head) == 112 + 2 * 8 + 42
+    assert head[:8] == bytes([2, 1, 0, 0, 0, 0, 0, 0])
+    assert head[128:136] == behaviours.items[64:].astype("<i8").tobytes()
+    assert draft.written == {
+        0: given_history.chain().blocks[0]
+        + behaviours.items[:64].astype("<i8").tobytes()
+        + behaviours.timestamps_ms[:64].astype("<i8").tobytes()
+        + behaviours.actions[:64].astype("<u2").tobytes()
+    }
 
 
 _WRITER = """

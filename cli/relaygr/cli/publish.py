@@ -1,29 +1,33 @@
-"""`relaygr publish`: retrieval events and ranking requests from JSON lines, histories from interaction logs."""
+"""`relaygr publish`: events, requests, behaviours and histories, from JSON lines or interaction logs."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
-from relaygr.cli.publish_history import history
+from relaygr.cli.publish_history import behaviours_of_log, history
 from relaygr.client import DeliveryReport, EventPublisher, RelayClient
 from relaygr.client.requests import RequestIds
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.publishing.json_lines import Line
-from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
+from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.publishing.outcomes import Outcomes
 from relaygr.publishing.sending import SendReport, opened, print_line, send_lines, wait_until, when_there_is_room
 from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import MAX_BUDGET_MS
+from relaygr.schemas.topics import Topic
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Publish retrieval events, ranking requests or histories."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Publish retrieval events, requests, histories or behaviours.",
 )
 app.command("history")(history)
 
@@ -150,6 +154,62 @@ def ranking(
     else:
         acknowledged = statistics.acknowledged
         _finish(run, f"{acknowledged} of {run.sent} ranking requests delivered", failed=acknowledged < run.sent)
+
+
+@app.command()
+def behaviours(
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE", help="JSON lines; - reads standard input.", show_default=False),
+    ] = None,
+    interactions: Annotated[
+        Path | None,
+        typer.Option("--interactions", metavar="FILE", help="An interaction log, as for history.", show_default=False),
+    ] = None,
+    after_ms: Annotated[
+        int | None,
+        typer.Option("--after-ms", help="Of a log: only behaviours after this time, ms since the epoch."),
+    ] = None,
+    rate: RateOption = None,
+    max_bad_lines: MaxBadLinesOption = 100,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Publish new behaviours: those of each JSON line, or those of an interaction log with their positions.
+
+    Exits with 1 if a line was bad or a record was not delivered.
+    """
+    settings = command_settings(config, bootstrap, overrides)
+    if (source is None) == (interactions is None):
+        raise RelayError("give --from FILE (JSON lines) or --interactions FILE (a log), one of them")
+    require_topics(settings, Role.HISTORY_PUBLISHER)
+    if interactions is not None:
+        if not behaviours_of_log(settings, interactions, after_ms, max_bad_lines):
+            raise typer.Exit(1)
+        return
+    assert source is not None
+    clock = SystemClock()
+    failures: list[int] = []
+    with opened(source) as stream:
+        publisher = EventPublisher(settings, "relaygr-publish-behaviours")
+        publisher.start(Topic.BEHAVIOURS)
+
+        def send(line: Line) -> None:
+            event = behaviours_from_line(line.parse(), clock.wall_us() // 1000)
+
+            def report(delivery: DeliveryReport) -> None:
+                if not delivery.delivered:
+                    failures.append(line.number)
+                    print_line(f"line {line.number}: not delivered: {delivery.error}")
+
+            when_there_is_room(lambda: publisher.publish_behaviours(event, report), publisher.poll)
+            publisher.poll()
+
+        run = send_lines(stream, send, rate, max_bad_lines, publisher.poll, show=sys.stderr.isatty())
+        wait_until(lambda: len(publisher) == 0, _DELIVERY_TIMEOUT_S, publisher.poll)
+        delivered = run.sent - len(failures) - publisher.close(0.0)
+    _finish(run, f"{delivered} of {run.sent} records of behaviours delivered", failed=delivered < run.sent)
 
 
 def _finish(run: SendReport, text: str, failed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`relaygr publish history`: publishes the users' histories from an interaction log."""
+"""`relaygr publish history` and the logs of `relaygr publish behaviours`: interactions from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.interactions import Interactions, Limits, ReadReport, read_interactions
-from relaygr.interactions.publishing import PublishReport, Selection, histories_count, publish_histories
+from relaygr.interactions.publishing import (
+    PublishReport,
+    Selection,
+    behaviours_count,
+    histories_count,
+    publish_behaviours,
+    publish_histories,
+)
 from relaygr.kafka.admin import require_topics
 from relaygr.kafka.rights import Role
 from relaygr.kafka.settings import KafkaSettings
@@ -86,9 +93,21 @@ def history(
     if dry_run:
         return
     report = _publish(settings, read, Selection(users, max_behaviours, number))
-    _tell_published(console, report, settings)
+    _tell_published(console, report, "histories", settings.topic(Topic.HISTORY), settings)
     if not report.complete:
         raise typer.Exit(1)
+
+
+def behaviours_of_log(kafka: KafkaSettings, path: Path, after_ms: int | None, max_bad_lines: int) -> bool:
+    """Publishes the behaviours of a log that are later than a time. Returns whether all were delivered."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    read = _read(path, Limits(max_bad_lines=max_bad_lines))
+    _tell_read(console, read.report)
+    with _progress() as progress:
+        task = progress.add_task("publishing", total=behaviours_count(read, after_ms))
+        report = publish_behaviours(kafka, read, after_ms, lambda done: progress.update(task, completed=done))
+    _tell_published(console, report, "behaviours", kafka.topic(Topic.BEHAVIOURS), kafka)
+    return report.complete
 
 
 def _read(path: Path, limits: Limits) -> Interactions:
@@ -130,10 +149,10 @@ def _tell_read(console: Console, report: ReadReport) -> None:
             console.print(f"             and {len(report.bad_lines) - _SHOWN_BAD_LINES} more")
 
 
-def _tell_published(console: Console, report: PublishReport, kafka: KafkaSettings) -> None:
+def _tell_published(console: Console, report: PublishReport, what: str, topic: str, kafka: KafkaSettings) -> None:
     console.print(
-        f"Published    {report.delivered:,} of {report.offered:,} histories, {report.offered_bytes / 1e6:,.1f} MB, "
-        f"to {kafka.topic(Topic.HISTORY)} at {kafka.bootstrap}"
+        f"Published    {report.delivered:,} of {report.offered:,} {what}, {report.offered_bytes / 1e6:,.1f} MB, "
+        f"to {topic} at {kafka.bootstrap}"
     )
     for cause, count in report.causes.items():
         console.print(f"Failed       {count:,}: {cause}")

@@ -1,15 +1,15 @@
-"""Publishes an interaction log: one `History` snapshot for each user to the history topic, keyed by user id.
+"""Publishes an interaction log: a `History` snapshot for each user, or a `BehaviourEvent` for each behaviour.
 
-All replicas acknowledge each snapshot, and every delivery report is checked. While the queue of the producer is full,
-publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further snapshot would wait for
+All replicas acknowledge each message, and every delivery report is checked. While the queue of the producer is full,
+publishing waits. Publishing stops after `MAX_FAILURES` failed deliveries, because each further message would wait for
 its time-out while the broker is away.
 
-Publishing again is safe: workers use each user's latest snapshot.
+Publishing again is safe: workers use each user's latest snapshot, and skip behaviours by their position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,7 +20,7 @@ from relaygr.interactions.reading import Interactions
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.codec import encode
-from relaygr.schemas.messages import MAX_BEHAVIOURS, History
+from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, History
 from relaygr.schemas.topics import Topic
 
 MAX_FAILURES: Final = 100
@@ -79,8 +79,42 @@ def publish_histories(
     on_progress: Callable[[int], None] | None = None,
 ) -> PublishReport:
     """Publishes, and waits for every delivery report. `on_progress` gets the number of histories produced so far."""
+    chosen = (history_of(interactions, index, selection) for index in range(histories_count(interactions, selection)))
+    return _publish_all(kafka, kafka.topic(Topic.HISTORY), chosen, on_progress)
+
+
+def behaviours_count(interactions: Interactions, after_ms: int | None) -> int:
+    """The number of behaviours later than a time; None: all."""
+    times_ms = interactions.behaviours.timestamps_ms
+    return int(times_ms.size if after_ms is None else np.count_nonzero(times_ms > after_ms))
+
+
+def publish_behaviours(
+    kafka: KafkaSettings,
+    interactions: Interactions,
+    after_ms: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> PublishReport:
+    """Publishes the behaviours later than a time (None: all), in the order of time, with their position in the log."""
+    return _publish_all(kafka, kafka.topic(Topic.BEHAVIOURS), _events(interactions, after_ms), on_progress)
+
+
+def _events(interactions: Interactions, after_ms: int | None) -> Iterator[BehaviourEvent]:
+    behaviours, starts = interactions.behaviours, interactions.starts
+    for place in np.argsort(behaviours.timestamps_ms, kind="stable").tolist():
+        if after_ms is not None and behaviours.timestamps_ms[place] <= after_ms:
+            continue
+        user = int(np.searchsorted(starts, place, side="right")) - 1
+        yield BehaviourEvent(interactions.users[user], behaviours[place : place + 1], place - int(starts[user]))
+
+
+def _publish_all(
+    kafka: KafkaSettings,
+    topic: str,
+    messages: Iterable[History | BehaviourEvent],
+    on_progress: Callable[[int], None] | None,
+) -> PublishReport:
     report = PublishReport()
-    topic = kafka.topic(Topic.HISTORY)
     producer = make_producer(kafka, ProducerKind.DURABLE, CLIENT_ID)
 
     def delivered(error: KafkaError | None, _message: Message) -> None:
@@ -89,17 +123,16 @@ def publish_histories(
         else:
             _fail(report, error)
 
-    for index in range(histories_count(interactions, selection)):
+    for message in messages:
         if report.failed >= MAX_FAILURES:
             break
-        history = history_of(interactions, index, selection)
-        value = encode(history)
+        value = encode(message)
         report.offered += 1
         report.offered_bytes += len(value)
-        _produce(producer, topic, history.user_id.encode(), value, delivered, report)
+        _produce(producer, topic, message.user_id.encode(), value, delivered, report)
         producer.poll(0)
         if on_progress is not None:
-            on_progress(index + 1)
+            on_progress(report.offered)
     left = producer.flush(_FLUSH_S)
     if left:
         report.failed += left

@@ -12,10 +12,11 @@ from typing import Any, Final
 from relaygr.schemas.codec import field_specs
 from relaygr.schemas.fields import FieldError, UInt
 from relaygr.schemas.json_messages import from_json, refuse_unknown
-from relaygr.schemas.messages import MAX_BUDGET_MS, RankingRequest, RetrievalEvent
+from relaygr.schemas.messages import MAX_BUDGET_MS, BehaviourEvent, RankingRequest, RetrievalEvent
 
 _EXPECTED_IN: Final = "expected_ranking_in_ms"
 _DEADLINE_IN: Final = "deadline_in_ms"
+_ONE_BEHAVIOUR: Final = ("item", "action", "timestamp_ms")
 
 
 def retrieval_from_line(
@@ -46,6 +47,26 @@ def ranking_from_line(
     content.setdefault("suffix", {"items": [], "actions": [], "timestamps_ms": []})
     _resolve(content, _DEADLINE_IN, "deadline_us", "sent_at_us", deadline_in_ms)
     return from_json(RankingRequest, _with_id(content, new_id))
+
+
+def behaviours_from_line(content: dict[str, Any], now_ms: int) -> BehaviourEvent:
+    """The behaviours of a line: `behaviours`, or one by `item`, `action` (0) and `timestamp_ms` (now).
+
+    Raises FieldError.
+    """
+    refuse_unknown(content, [*_names(BehaviourEvent), *_ONE_BEHAVIOUR])
+    content = {name: value for name, value in content.items() if value is not None}
+    given = [name for name in _ONE_BEHAVIOUR if name in content]
+    if "behaviours" in content and given:
+        raise FieldError(f".{given[0]}: give it or behaviours, not both")
+    if "behaviours" not in content:
+        if "item" not in content:
+            raise FieldError(".item: give it, or behaviours")
+        item, action, timestamp_ms = (
+            content.pop(name, default) for name, default in zip(_ONE_BEHAVIOUR, (None, 0, now_ms), strict=True)
+        )
+        content["behaviours"] = {"items": [item], "actions": [action], "timestamps_ms": [timestamp_ms]}
+    return from_json(BehaviourEvent, content)
 
 
 def with_history_user(content: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from functools import partial
 import structlog
 
 from relaygr.client import LostRequest, QueueFull, RankOutcome, RankStatus, RelayClient
-from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.schemas.messages import MAX_EVENT_BEHAVIOURS, BehaviourEvent, History, HistoryVersion
 from relaygr.schemas.record import record
 from relaygr.traffic.population import Population, history_at
 from relaygr.traffic.records import LOST, NOT_SENT, ImpressionRecord, pack_scores
@@ -245,8 +245,11 @@ class Player:
         before, self._lengths[user] = self._lengths.get(user, first), length
         if length < before:
             self._when_there_is_room(partial(self._client.tombstone, self._population.user_id(user)))
-        if length != first or length < before:
             self._publish(self._history(impression))
+        for start in range(before, length, MAX_EVENT_BEHAVIOURS):
+            new = self._history(impression).behaviours[start : min(start + MAX_EVENT_BEHAVIOURS, length)]
+            event = BehaviourEvent(self._population.user_id(user), new, start)
+            self._when_there_is_room(partial(self._client.publish_behaviours, event))
 
     def _publish(self, history: History) -> None:
         self._when_there_is_room(partial(self._client.publish_history, history))

@@ -26,7 +26,7 @@ from relaygr.client.settings import ClientSettings
 from relaygr.client.sync import RelayClient
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
-from relaygr.schemas.messages import History, RetrievalEvent
+from relaygr.schemas.messages import BehaviourEvent, History, RetrievalEvent
 
 T = TypeVar("T")
 
@@ -92,6 +92,10 @@ class AsyncRelayClient:
     async def publish_history(self, history: History) -> DeliveryReport:
         """Replaces a user's history. Returns when the broker has accepted or refused the message."""
         return await self._delivered(lambda on_delivery: self._client.publish_history(history, on_delivery))
+
+    async def publish_behaviours(self, event: BehaviourEvent) -> DeliveryReport:
+        """Adds behaviours to a user's history. Returns when the broker has accepted or refused the message."""
+        return await self._delivered(lambda on_delivery: self._client.publish_behaviours(event, on_delivery))
 
     async def tombstone(self, user_id: str) -> DeliveryReport:
         """Deletes a user's history, also in the workers. Returns when the broker has accepted or refused it."""

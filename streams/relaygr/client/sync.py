@@ -49,7 +49,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import MAX_BUDGET_MS, History, RankingRequest, RetrievalEvent
+from relaygr.schemas.messages import MAX_BUDGET_MS, BehaviourEvent, History, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 
 _STEP_S: Final = 0.002
@@ -187,6 +187,11 @@ class RelayClient:
         """Replaces a user's history. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
         self._link.events.publish_history(history, on_delivery)
+
+    def publish_behaviours(self, event: BehaviourEvent, on_delivery: OnDelivery | None = None) -> None:
+        """Adds behaviours to a user's history. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
+        self._require_running()
+        self._link.events.publish_behaviours(event, on_delivery)
 
     def tombstone(self, user_id: str, on_delivery: OnDelivery | None = None) -> None:
         """Deletes a user's history, also in the workers. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""

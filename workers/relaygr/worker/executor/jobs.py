@@ -18,7 +18,7 @@ from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.prefixes import Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, ResolvedPrefix
-from relaygr.worker.history.resolve import HistoryMismatchError
+from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 
 log = structlog.get_logger()
 
@@ -80,7 +80,7 @@ class Jobs:
         if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
         try:
-            history = resolver.history(job.user_id, job.history_version, job.history, work.received.partition)
+            history = resolver.history(job.user_id, wanted_by(job), job.history, work.received.partition)
         except HistoryMismatchError:
             return self._end(work, JobOutcome.UNDECODABLE)
         if history.is_behind:

@@ -40,7 +40,7 @@ from relaygr.worker.executor.plan import Route, RoutePlan, plan_ranking, plan_tr
 from relaygr.worker.executor.prefixes import Computed, Prefixes
 from relaygr.worker.executor.resolver import Scored
 from relaygr.worker.executor.work import NO_MEMORY, NO_PAGES, PrefixWork, RankingWork, ResolvedPrefix
-from relaygr.worker.history.resolve import HistoryMismatchError
+from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 from relaygr.worker.memory import is_out_of_memory
 from relaygr.worker.metrics import DiscardedWork
 from relaygr.worker.model.interface import EngineLimits, RankOutputs, TooLongError
@@ -212,9 +212,7 @@ class Requests:
         request, resolver = work.request, self._context.resolver
         scored = Scored(int(request.suffix.items.size), int(request.candidates.size))
         try:
-            history = resolver.history(
-                request.user_id, request.history_version, request.history, work.received.partition
-            )
+            history = resolver.history(request.user_id, wanted_by(request), request.history, work.received.partition)
         except HistoryMismatchError as error:
             self._fail(work, FailureReason.UNDECODABLE, str(error))
             return None
@@ -381,7 +379,7 @@ class Requests:
         """Waits for the requested version; False if there is no time, or the queue is full."""
         resolver = self._context.resolver
         work.scored_tokens = resolver.scored_tokens(scored.suffix_behaviours, scored.candidates)
-        needed_us = self._full_us(resolver.expected_tokens(work.request.history_version), work.scored_tokens)
+        needed_us = self._full_us(resolver.expected_tokens(wanted_by(work.request)), work.scored_tokens)
         last_start_us = work.answer_by_us - int(needed_us + self._chunk_us)
         until_us = min(last_start_us, work.received.received_us + self._longest_wait_us)
         again = partial(self.look_up, work)

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
-from relaygr.schemas.messages import Behaviours, History, HistoryVersion
+from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
 from relaygr.worker.executor.work import BYTES_PER_TOKEN, ResolvedPrefix
-from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, resolve, window
+from relaygr.worker.history.resolve import HistoryStatus, ResolvedHistory, StoredHistory, Wanted, resolve, window
 from relaygr.worker.model.interface import Engine
 
 _NO_SUFFIX = Behaviours.empty()
@@ -56,9 +56,7 @@ class PrefixResolver:
         # A history above the limit is cut by whole steps. A large step would leave little of one just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
-    def history(
-        self, user_id: str, wanted: HistoryVersion | None, inline: History | None, partition: int
-    ) -> ResolvedHistory:
+    def history(self, user_id: str, wanted: Wanted, inline: History | None, partition: int) -> ResolvedHistory:
         """The history to use. Raises HistoryMismatchError if the inline history is not the version that is named."""
         if inline is not None:
             return resolve(None, wanted, inline, loading=False)
@@ -111,7 +109,7 @@ class PrefixResolver:
             tokens=engine.layout.tokens(chain.length),
             scored_tokens=followed_by * engine.layout.tokens_per_behaviour + scored.candidates,
             version=resolved.version,
-            stale=resolved.status is HistoryStatus.STALE,
+            stale=resolved.is_stale,
             loading=resolved.loading,
             revision=engine.revision,
             for_one_impression=folded or rules.uses_query_time,
@@ -149,8 +147,8 @@ class PrefixResolver:
         behaviours = suffix_behaviours if self._engine.rules.grows else 0
         return behaviours * self._engine.layout.tokens_per_behaviour + candidates
 
-    def expected_tokens(self, wanted: HistoryVersion | None) -> int:
-        """Prefix tokens of a version that is not known yet."""
+    def expected_tokens(self, wanted: Wanted) -> int:
+        """Prefix tokens of a history that is not known yet."""
         length = wanted.length if wanted is not None else 0
         return self._engine.layout.tokens(min(length, self._engine.limits.max_prefix_behaviours))
 

@@ -65,6 +65,13 @@ class Files:
     meta: Any
     partitions: Any
     users: Any
+    records: Any
+    deleted: Any
+
+    @property
+    def tables(self) -> tuple[Any, Any, Any]:
+        """What a compaction copies record by record."""
+        return self.users, self.records, self.deleted
 
     @classmethod
     def open_newest(cls, folder: Path, max_bytes: int) -> Files:
@@ -98,7 +105,7 @@ class Files:
                 str(place),
                 map_size=max_bytes - max_bytes % 65536,
                 mode=0o600,
-                max_dbs=4,
+                max_dbs=6,
                 max_readers=_MAX_READERS,
                 # A commit survives a crash of the process at once, a crash of the machine soon after; never in part.
                 metasync=False,
@@ -111,7 +118,7 @@ class Files:
             _check_size(env, folder, place, max_bytes)
             # Frees the pages of readers that were killed.
             env.reader_check()
-            databases = [env.open_db(name) for name in (b"meta", b"partitions", b"users")]
+            databases = [env.open_db(name) for name in (b"meta", b"partitions", b"users", b"records", b"deleted")]
             return cls(folder, number, max_bytes, env, *databases)
         except (lmdb.Error, OSError) as error:
             env.close()
@@ -153,8 +160,9 @@ class Compaction:
         """Raises OSError or RelayError if the new files cannot be made, BlockingIOError if another process compacts."""
         self._source = source
         self._place = _place(source.folder, source.number + 1, complete=False)
-        self._after: bytes | None = b""
-        self._changed: set[bytes] = set()
+        self._table = 0
+        self._after = b""
+        self._changed: set[tuple[int, bytes]] = set()
         self._removed_at_ms: int | None = None
         self._is_alone = True
         self._lock = os.open(source.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -170,9 +178,9 @@ class Compaction:
             os.close(self._lock)
             raise
 
-    def changed(self, key: bytes) -> None:
-        """A record of this key was or will be stored or deleted."""
-        self._changed.add(key)
+    def changed(self, table: int, key: bytes) -> None:
+        """A record of this key in a table (an index of `Files.tables`) was or will be stored or deleted."""
+        self._changed.add((table, key))
 
     def removed(self, now_ms: int) -> None:
         """A user was removed, whose bytes may be in the new files."""
@@ -189,7 +197,7 @@ class Compaction:
 
         After an exception, or if the store was written by another process meanwhile (lmdb.Error), call `abandon`.
         """
-        if self._after is not None:
+        if self._table < len(self._source.tables):
             self._copy_slice()
             return False
         self._finish()
@@ -208,18 +216,20 @@ class Compaction:
         os.close(self._lock)
 
     def _copy_slice(self) -> None:
-        assert self._after is not None
         source, target = self._source, self._target
+        size_bytes = count = 0
         with source.env.begin(buffers=True) as txn, target.env.begin(write=True) as out:
-            size_bytes = 0
-            records = records_after(txn.cursor(db=source.users), self._after)
-            for count, (key, value) in enumerate(records):
-                if size_bytes >= _SLICE_BYTES or count == _SLICE_RECORDS:
-                    return
-                out.put(key, value, db=target.users, append=True)
-                self._after = bytes(key)
-                size_bytes += len(value)
-        self._after = None
+            while self._table < len(source.tables):
+                copy_to = target.tables[self._table]
+                for key, value in records_after(txn.cursor(db=source.tables[self._table]), self._after):
+                    if size_bytes >= _SLICE_BYTES or count == _SLICE_RECORDS:
+                        return
+                    out.put(key, value, db=copy_to, append=True)
+                    self._after = bytes(key)
+                    size_bytes += len(value)
+                    count += 1
+                self._table += 1
+                self._after = b""
 
     def _finish(self) -> None:
         source, target = self._source, self._target
@@ -227,12 +237,12 @@ class Compaction:
             if not self._is_alone or txn.id() > self._last_txn + 1:
                 raise lmdb.Error("another process has written to the store")
             with target.env.begin(write=True) as out:
-                for key in self._changed:
-                    value = txn.get(key, db=source.users)
+                for table, key in self._changed:
+                    value = txn.get(key, db=source.tables[table])
                     if value is None:
-                        out.delete(key, db=target.users)
+                        out.delete(key, db=target.tables[table])
                     else:
-                        out.put(key, value, db=target.users)
+                        out.put(key, value, db=target.tables[table])
                 for key, value in txn.cursor(db=source.partitions):
                     out.put(key, value, db=target.partitions)
                 for key in (LAYOUT_KEY, ORIGIN):

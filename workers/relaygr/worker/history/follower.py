@@ -1,15 +1,17 @@
-"""The history follower: copies the history topic into the store, for the partitions that this worker owns.
+"""The history follower: copies histories and behaviours into the store, for the partitions that this worker owns.
 
 The follower has a thread and a consumer of its own (`assign`, no group). Contract:
 
 * `follow` sets the partitions, from any thread; the follower's thread applies them at its next turn. It reads a
-  partition from the stored offset. It reads from the beginning if no offset is stored, if the stored offset is out of
-  the log's range, or if the store is so old that deletions may have been compacted away.
+  partition from the stored offsets. It reads from the beginning if no offset is stored, if a stored offset is out of
+  its log's range, or if the store is so old that deletions may have been compacted away.
+* Of each partition it reads the snapshots to their end first, and then the behaviours too. The order does not change
+  the result, but later behaviours on top of a snapshot cost less than a snapshot below behaviours.
 * A batch and its next offsets are stored in one transaction. After any failure the follower waits and reads again
   from the stored offsets.
-* `caught_up(p)`: since it began to follow `p`, the follower has reached an end of the log and stored all before it.
+* `caught_up(p)`: since it began to follow `p`, the follower has reached an end of both logs and stored all before it.
   Compacted logs have gaps, so the broker's end-of-partition event decides, not a count of records.
-* A record that is not a history goes to dead letters. The stored offset does not pass that record until the dead
+* A record that is not of its topic goes to dead letters. The stored offset does not pass that record until the dead
   letter is delivered. The follower retries a failed delivery, and stops reading while too many are undelivered.
 * If the broker is unreachable, reading continues when it is back.
 * The follower's thread calls `on_changed` and `on_deleted` after the commit. They must not block. It calls
@@ -49,11 +51,12 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import DecodeError, DecodeReason, decode
 from relaygr.schemas.fields import FieldError, Text
-from relaygr.schemas.messages import History
+from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
-from relaygr.schemas.topics import Topic
+from relaygr.schemas.topics import CATALOGUE, Topic
 from relaygr.worker.history.store import (
     ApplyOutcome,
+    EventRecord,
     HistoryBatch,
     HistoryRecord,
     HistoryStore,
@@ -71,8 +74,11 @@ RETRY_S: Final = 1.0
 BATCH_RECORDS: Final = 512
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
-# Brokers keep a tombstone for a day (`delete.retention.ms`). An older store may have missed deletions.
+# Brokers whose topics an earlier version made keep a tombstone for a day (`delete.retention.ms`). An older store may
+# have missed deletions.
 MAX_STORE_AGE_MS: Final = 20 * 3600 * 1000
+# No record of the behaviours topic outlives the tombstones of the history topic.
+DELETED_KEPT_MS: Final = CATALOGUE[Topic.HISTORY].delete_retention_ms or MAX_STORE_AGE_MS
 CURRENT_INTERVAL_US: Final = 300 * 1_000_000
 GAUGE_INTERVAL_US: Final = 1_000_000
 REFUSED_INTERVAL_US: Final = 10_000_000
@@ -93,11 +99,19 @@ _USER_ID = Text(256)
 
 _RECORDS = Counter(
     "relaygr_history_records_total",
-    "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped), "
+    "Records read from the history topic: applied, deleted (tombstones), older or repeated (skipped; of both topics), "
     "refused (the store is full), rejected (to dead letters)",
     ["outcome"],
 )
-_REJECTED = Counter("relaygr_history_rejected_total", "History records sent to dead letters, by reason", ["reason"])
+_EVENTS = Counter(
+    "relaygr_behaviour_records_total",
+    "Records read from the behaviours topic: appended, after_gap (appended, though earlier ones are missing), covered "
+    "(by a snapshot or a deletion), duplicate, too_long (the history is full), rejected (to dead letters)",
+    ["outcome"],
+)
+_REJECTED = Counter(
+    "relaygr_history_rejected_total", "Records of both topics sent to dead letters, by reason", ["reason"]
+)
 _FAILURES = Counter(
     "relaygr_history_failures_total", "Failures after which the follower read again from the stored offsets"
 )
@@ -143,9 +157,45 @@ def read_record(
     offset: int,
     written_at_ms: int = 0,
 ) -> HistoryRecord | Rejected:
-    """The decoded record, or why it is rejected. A value of None is a tombstone; an empty value is not."""
+    """The decoded snapshot, or why it is rejected. A value of None is a tombstone; an empty value is not."""
+    user_id = _user_of(key, partition, partition_count)
+    if isinstance(user_id, Rejected):
+        return user_id
+    if value is None:
+        return HistoryRecord(user_id, offset, None, written_at_ms)
+    try:
+        history = decode(History, value)
+    except DecodeError as error:
+        return Rejected(error.reason, str(error))
+    if history.user_id != user_id:
+        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
+    return HistoryRecord(user_id, offset, history, written_at_ms)
+
+
+def read_event(
+    key: bytes | None,
+    value: bytes | None,
+    partition: int,
+    partition_count: int,
+    offset: int,
+    written_at_ms: int = 0,
+) -> EventRecord | Rejected:
+    """The decoded behaviours, or why they are rejected."""
+    user_id = _user_of(key, partition, partition_count)
+    if isinstance(user_id, Rejected):
+        return user_id
+    try:
+        event = decode(BehaviourEvent, value or b"")
+    except DecodeError as error:
+        return Rejected(error.reason, str(error))
+    if event.user_id != user_id:
+        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
+    return EventRecord(event, offset, written_at_ms)
+
+
+def _user_of(key: bytes | None, partition: int, partition_count: int) -> str | Rejected:
     if not key:
-        return Rejected(DecodeReason.EMPTY, "a history record needs the user id as its key")
+        return Rejected(DecodeReason.EMPTY, "the record needs the user id as its key")
     try:
         user_id = _USER_ID.unpack(key.decode())
     except UnicodeDecodeError:
@@ -159,15 +209,7 @@ def read_record(
             f"murmur2 puts this user in partition {right} of {partition_count}, the record is in {partition}: "
             "set the producer's partitioner to murmur2_random",
         )
-    if value is None:
-        return HistoryRecord(user_id, offset, None)
-    try:
-        history = decode(History, value)
-    except DecodeError as error:
-        return Rejected(error.reason, str(error))
-    if history.user_id != user_id:
-        return Rejected(KEY_MISMATCH, "the key is not the user id of the body")
-    return HistoryRecord(user_id, offset, history, written_at_ms)
+    return user_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +218,52 @@ class _DeadRecord:
     rejected: Rejected
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> tuple[str, int, int]:
         return _place(self.message)
 
 
 @dataclass(slots=True)
-class _Followed:
-    """The state of one followed partition."""
+class _Log:
+    """How far one topic of a followed partition is read."""
 
     read_to: int
     """The offset after the last received record."""
     stored_to: int
-    records: list[HistoryRecord] = field(default_factory=list)
     end: int | None = None
     """The end of the log when the first record arrived."""
     at_end: bool = False
-    caught_up: bool = False
     undelivered: set[int] = field(default_factory=set)
 
     @property
     def may_store_to(self) -> int:
         """The offset from which a restart may read."""
         return min(self.undelivered, default=self.read_to)
+
+    @property
+    def reached_end(self) -> bool:
+        return self.at_end or (self.end is not None and self.read_to >= self.end)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """The state of one followed partition."""
+
+    history: _Log
+    behaviours: _Log
+    records: list[HistoryRecord] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
+    reads_behaviours: bool = False
+    caught_up: bool = False
+
+    @property
+    def stored_to(self) -> tuple[int, int]:
+        """The stored offsets of both topics."""
+        return self.history.stored_to, self.behaviours.stored_to
+
+    @property
+    def may_store_to(self) -> tuple[int, int]:
+        """The offsets from which a restart may read."""
+        return self.history.may_store_to, self.behaviours.may_store_to
 
 
 class HistoryFollower:
@@ -227,6 +293,7 @@ class HistoryFollower:
         self._erase_after_ms = int(erase_within_s * 1000 / 2)
         self._clock = clock or SystemClock()
         self._topic = kafka.topic(Topic.HISTORY)
+        self._behaviours = kafka.topic(Topic.BEHAVIOURS)
         self._thread = threading.Thread(target=self._run, name="history-follower", daemon=True)
         self._stopping = threading.Event()
         # Both sets are replaced as a whole, so readers need no lock.
@@ -238,8 +305,8 @@ class HistoryFollower:
         self._followed: dict[int, _Followed] = {}
         self._reports: deque[tuple[_DeadRecord, bool]] = deque()
         self._failed: list[_DeadRecord] = []
-        self._left_at: dict[int, int] = {}
-        """The stored offset of each partition that is not followed any more."""
+        self._left_at: dict[int, tuple[int, int]] = {}
+        """The stored offsets of each partition that is not followed any more."""
         self._missed: set[int] = set()
         """Partitions that `on_missed` has to get."""
         self._retry_at_us = 0
@@ -284,7 +351,9 @@ class HistoryFollower:
                 self._store.trust(self._origin())
             except Exception as error:
                 # The cause may be a missing broker or topic, or a full disk. The follower retries until it is gone.
-                log.warning("history topic cannot be read yet", topic=self._topic, cause=str(error))
+                log.warning(
+                    "history topics cannot be read yet", topics=[self._topic, self._behaviours], cause=str(error)
+                )
                 self._stopping.wait(RETRY_S)
                 continue
             break
@@ -295,7 +364,7 @@ class HistoryFollower:
                     self._turn(consumer)
                 self._dead_letters.flush(RETRY_S)
                 self._collect_reports()
-                self._flush()
+                self._flush(consumer)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
                 _FAILURES.inc()
@@ -315,22 +384,24 @@ class HistoryFollower:
                 self._receive(consumer, message)
         else:
             self._stopping.wait(POLL_S)
-        self._flush()
+        self._flush(consumer)
         self._do_periodic_work(consumer)
         self._forget_moved()
         self._erase_deleted()
 
     def _origin(self) -> StoreOrigin:
-        found = identify_topics(self._kafka, [self._topic], f"{self._client_id}-origin", METADATA_S)
-        return StoreOrigin(found.cluster_id, self._topic, found.topic_ids[self._topic])
+        topics = [self._topic, self._behaviours]
+        found = identify_topics(self._kafka, topics, f"{self._client_id}-origin", METADATA_S)
+        return StoreOrigin(found.cluster_id, self._topic, *(found.topic_ids[topic] for topic in topics))
 
     def _apply_wanted(self, consumer: Consumer) -> None:
         wanted = self._wanted
         lost = self._followed.keys() - wanted
         gained = wanted - self._followed.keys()
         if lost:
-            self._flush()
-            consumer.incremental_unassign([TopicPartition(self._topic, partition) for partition in sorted(lost)])
+            self._flush(consumer)
+            for partition in sorted(lost):
+                self._unassign(consumer, partition, self._followed[partition])
             for partition in lost:
                 self._left_at[partition] = self._followed.pop(partition).stored_to
             self._publish_caught_up()
@@ -359,11 +430,22 @@ class HistoryFollower:
         if state is None:
             self._missed.add(partition)
             self._store.mark_current((partition,), now_ms)
-        offset = self._store.next_offset(partition)
-        if self._left_at.pop(partition, offset or 0) != (offset or 0):
+        offset, event = self._store.next_offset(partition), self._store.next_event(partition)
+        stored_to = (offset or 0, event or 0)
+        if self._left_at.pop(partition, stored_to) != stored_to:
             self._missed.add(partition)
-        self._followed[partition] = _Followed(read_to=offset or 0, stored_to=offset or 0)
+        self._followed[partition] = _Followed(*(_Log(each, each) for each in stored_to))
         return TopicPartition(self._topic, partition, OFFSET_BEGINNING if offset is None else offset)
+
+    def _read_behaviours(self, consumer: Consumer, partition: int, followed: _Followed) -> None:
+        """Begins to read the behaviours of a partition whose snapshots are read."""
+        followed.reads_behaviours = True
+        start = followed.behaviours.stored_to or OFFSET_BEGINNING
+        consumer.incremental_assign([TopicPartition(self._behaviours, partition, start)])
+
+    def _unassign(self, consumer: Consumer, partition: int, followed: _Followed) -> None:
+        topics = [self._topic, self._behaviours] if followed.reads_behaviours else [self._topic]
+        consumer.incremental_unassign([TopicPartition(topic, partition) for topic in topics])
 
     def _restart(self, partition: int, reason: str) -> None:
         self._missed.add(partition)
@@ -380,22 +462,26 @@ class HistoryFollower:
             return
         if followed is None or partition is None:
             return
-        offset = message.offset()
+        topic, offset = message.topic(), message.offset()
         assert offset is not None
-        if followed.end is None:
-            tail = consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
-            followed.end = tail[1] if tail is not None and tail[1] >= 0 else None
-        record = read_record(
-            message.key(), message.value(), partition, self._kafka.partitions, offset, max(0, message.timestamp()[1])
-        )
-        followed.read_to = offset + 1
-        if isinstance(record, Rejected):
-            followed.undelivered.add(offset)
-            _RECORDS.labels("rejected").inc()
-            _REJECTED.labels(record.reason).inc()
-            self._write_dead_letter(_DeadRecord(message, record))
+        is_event = topic == self._behaviours
+        read = followed.behaviours if is_event else followed.history
+        if read.end is None:
+            tail = consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
+            read.end = tail[1] if tail is not None and tail[1] >= 0 else None
+        content = message.key(), message.value(), partition, self._kafka.partitions
+        written_at_ms = max(0, message.timestamp()[1])
+        read.read_to = offset + 1
+        entry = (read_event if is_event else read_record)(*content, offset, written_at_ms)
+        if isinstance(entry, EventRecord):
+            followed.events.append(entry)
+        elif isinstance(entry, HistoryRecord):
+            followed.records.append(entry)
         else:
-            followed.records.append(record)
+            read.undelivered.add(offset)
+            (_EVENTS if is_event else _RECORDS).labels("rejected").inc()
+            _REJECTED.labels(entry.reason).inc()
+            self._write_dead_letter(_DeadRecord(message, entry))
 
     def _receive_error(
         self, consumer: Consumer, message: Message, error: KafkaError, followed: _Followed | None
@@ -403,26 +489,33 @@ class HistoryFollower:
         partition = message.partition()
         if error.code() == KafkaError._PARTITION_EOF:
             if followed is not None:
-                followed.read_to = max(followed.read_to, message.offset() or 0)
-                followed.at_end = True
+                read = followed.behaviours if message.topic() == self._behaviours else followed.history
+                read.read_to = max(read.read_to, message.offset() or 0)
+                read.at_end = True
         elif error.code() == KafkaError._AUTO_OFFSET_RESET and followed is not None and partition is not None:
             # A request must not find the emptied store while the partition counts as caught up.
             del self._followed[partition]
             self._publish_caught_up()
             self._restart(partition, "offset_out_of_range")
-            consumer.incremental_unassign([TopicPartition(self._topic, partition)])
+            self._unassign(consumer, partition, followed)
         elif error.fatal():
             raise KafkaException(error)
         else:
-            log.warning("history topic not readable", partition=partition, error=error.name(), cause=error.str())
+            log.warning(
+                "history topic not readable",
+                topic=message.topic(),
+                partition=partition,
+                error=error.name(),
+                cause=error.str(),
+            )
 
-    def _flush(self) -> None:
+    def _flush(self, consumer: Consumer) -> None:
         """Stores the received records. After an exception they are read again from the stored offsets."""
-        batches = [
-            HistoryBatch(partition, tuple(followed.records), followed.may_store_to)
-            for partition, followed in self._followed.items()
-            if followed.records or followed.may_store_to != followed.stored_to
-        ]
+        batches = []
+        for partition, followed in self._followed.items():
+            offset, event = followed.may_store_to
+            if followed.records or followed.events or (offset, event) != followed.stored_to:
+                batches.append(HistoryBatch(partition, tuple(followed.records), offset, tuple(followed.events), event))
         for batch in batches:
             for record in batch.records:
                 if record.history is None:
@@ -437,31 +530,36 @@ class HistoryFollower:
             for batch in batches:
                 followed = self._followed[batch.partition]
                 followed.records.clear()
-                followed.stored_to = batch.next_offset
+                followed.events.clear()
+                followed.history.stored_to, followed.behaviours.stored_to = batch.next_offset, batch.next_event
             self._report(outcome)
-        self._note_ends()
+        self._note_ends(consumer)
 
     def _report(self, outcome: ApplyOutcome) -> None:
         for name, count in (
-            ("applied", len(outcome.changed)),
+            ("applied", outcome.snapshots),
             ("deleted", len(outcome.deleted)),
             ("refused", len(outcome.refused)),
             ("older", outcome.older),
             ("repeated", outcome.repeated),
         ):
             _RECORDS.labels(name).inc(count)
+        for added, count in outcome.added.items():
+            _EVENTS.labels(added.value).inc(count)
         self._refused += len(outcome.refused)
         for user_id in outcome.deleted:
             self._on_deleted(user_id)
         if outcome.changed:
-            self._on_changed(outcome.changed)
+            self._on_changed(tuple(dict.fromkeys(outcome.changed)))
 
-    def _note_ends(self) -> None:
+    def _note_ends(self, consumer: Consumer) -> None:
         reached = []
         for partition, followed in self._followed.items():
-            if followed.caught_up:
+            if followed.caught_up or not followed.history.reached_end:
                 continue
-            if followed.at_end or (followed.end is not None and followed.read_to >= followed.end):
+            if not followed.reads_behaviours:
+                self._read_behaviours(consumer, partition, followed)
+            elif followed.behaviours.reached_end:
                 followed.caught_up = True
                 reached.append(partition)
         if reached:
@@ -539,13 +637,20 @@ class HistoryFollower:
         current = []
         try:
             for partition, followed in self._followed.items():
-                tail = consumer.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=METADATA_S)
-                if tail is not None and followed.stored_to >= tail[1]:
+                ends = [
+                    consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=METADATA_S)
+                    for topic in (self._topic, self._behaviours)
+                ]
+                if all(
+                    tail is not None and stored_to >= tail[1]
+                    for tail, stored_to in zip(ends, followed.stored_to, strict=True)
+                ):
                     current.append(partition)
         except KafkaException as error:
             log.info("ends of the history logs not known", cause=error.args[0].str())
         if current:
             self._store.mark_current(current, now_ms)
+        self._store.expire(now_ms - DELETED_KEPT_MS)
 
     def _write_dead_letter(self, dead: _DeadRecord) -> None:
         def report(delivered: bool) -> None:
@@ -557,11 +662,9 @@ class HistoryFollower:
         self._dead_letters.poll()
         while self._reports:
             dead, delivered = self._reports.popleft()
-            partition, offset = dead.place
             if delivered:
-                followed = self._followed.get(partition)
-                if followed is not None:
-                    followed.undelivered.discard(offset)
+                undelivered, offset = self._undelivered_of(dead)
+                undelivered.discard(offset)
             else:
                 if not self._failed:
                     self._retry_at_us = self._clock.monotonic_us() + int(RETRY_S * 1e6)
@@ -572,15 +675,26 @@ class HistoryFollower:
             return
         failed, self._failed = self._failed, []
         for dead in failed:
-            partition, offset = dead.place
-            followed = self._followed.get(partition)
+            undelivered, offset = self._undelivered_of(dead)
             # A partition that was lost or begun again reads the record again.
-            if followed is not None and offset in followed.undelivered:
+            if offset in undelivered:
                 self._write_dead_letter(dead)
+
+    def _undelivered_of(self, dead: _DeadRecord) -> tuple[set[int], int]:
+        """The undelivered offsets in the log of a dead letter, and the offset of that record."""
+        topic, partition, offset = dead.place
+        followed = self._followed.get(partition)
+        if followed is None:
+            return set(), offset
+        return (followed.behaviours if topic == self._behaviours else followed.history).undelivered, offset
 
     @property
     def _undelivered(self) -> int:
-        return sum(len(followed.undelivered) for followed in self._followed.values())
+        return sum(
+            len(each.undelivered)
+            for followed in self._followed.values()
+            for each in (followed.history, followed.behaviours)
+        )
 
 
 def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:
@@ -600,7 +714,7 @@ def _drain(consumer: Consumer, timeout_s: float) -> list[Message]:
     return messages
 
 
-def _place(message: Message) -> tuple[int, int]:
-    partition, offset = message.partition(), message.offset()
-    assert partition is not None and offset is not None
-    return partition, offset
+def _place(message: Message) -> tuple[str, int, int]:
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    assert topic is not None and partition is not None and offset is not None
+    return topic, partition, offset

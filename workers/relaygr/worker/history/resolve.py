@@ -9,9 +9,12 @@
 | no | yes | names all of the stored content | EXACT |
 | no | yes | names its first `length` behaviours | PREFIX_OF_NEWER |
 | no | yes | names anything else | STALE, with the newest known |
+| no | yes | exactly as many behaviours as are stored; fewer; more | EXACT; PREFIX_OF_NEWER; STALE |
+| no | yes | at least so many behaviours, and they are stored; fewer are | NEWEST; STALE |
 
-Histories are compared by content (length and digest of behaviours and features), never by the version number alone. If
-the requested version is newer than the stored one (`is_behind`), the caller decides whether to wait for it.
+A version is compared by content (length and digest of behaviours and features), never by the version number alone. A
+length alone says nothing about the content. If the requested history is newer than the stored one (`is_behind`), the
+caller decides whether to wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import enum
 
 from relaygr.schemas.digest import BLOCK, DigestChain, digest_at, digest_chain
-from relaygr.schemas.messages import History, HistoryVersion
+from relaygr.schemas.messages import History, HistoryVersion, PreInferJob, RankingRequest
 from relaygr.schemas.record import record
 
 
@@ -29,10 +32,33 @@ class StoredHistory:
 
     history: History
     chain: DigestChain
+    has_gap: bool = False
+    """Behaviours are missing in it, which no snapshot has brought yet."""
 
     @property
     def version(self) -> HistoryVersion:
         return HistoryVersion(self.history.number, self.chain.length, self.chain.digest)
+
+
+@record(frozen=True, slots=True)
+class WantedLength:
+    """A history that is named by its length alone."""
+
+    length: int
+    is_exact: bool
+    """Whether no more behaviours may be used."""
+
+
+Wanted = HistoryVersion | WantedLength | None
+
+
+def wanted_by(message: PreInferJob | RankingRequest) -> Wanted:
+    """The history that a message names."""
+    if message.history_exactly is not None:
+        return WantedLength(message.history_exactly, True)
+    if message.history_at_least is not None:
+        return WantedLength(message.history_at_least, False)
+    return message.history_version
 
 
 class HistoryMismatchError(ValueError):
@@ -62,11 +88,13 @@ class ResolvedHistory:
     """The requested version is newer than the stored one and may still arrive."""
     loading: bool
     """The follower had not caught up with the user's partition, or had read no history of a user who has one."""
+    has_gap: bool = False
+    """Behaviours may be missing in the chosen history, which no digest confirms."""
 
     @property
     def is_stale(self) -> bool:
-        """The chosen history is not the requested version (`history_stale` in the result)."""
-        return self.status is HistoryStatus.STALE
+        """The chosen history is not the requested one, or incomplete (`history_stale` in the result)."""
+        return self.status is HistoryStatus.STALE or self.has_gap
 
 
 @record(frozen=True, slots=True)
@@ -79,9 +107,7 @@ class HistoryWindow:
     """Number of oldest behaviours left out, a multiple of the anchor."""
 
 
-def resolve(
-    stored: StoredHistory | None, wanted: HistoryVersion | None, inline: History | None, loading: bool
-) -> ResolvedHistory:
+def resolve(stored: StoredHistory | None, wanted: Wanted, inline: History | None, loading: bool) -> ResolvedHistory:
     """Chooses the history for a request. Raises HistoryMismatchError if `inline` is not the version `wanted`."""
     if inline is not None:
         return _inline(inline, wanted, loading)
@@ -91,12 +117,15 @@ def resolve(
         return ResolvedHistory(HistoryStatus.UNKNOWN, None, None, None, is_behind, loading or is_behind)
     if wanted is None:
         return _whole(HistoryStatus.NEWEST, stored, loading)
+    if isinstance(wanted, WantedLength):
+        return _of_length(stored, wanted, loading)
     known = stored.history
     if wanted.length == stored.chain.length and wanted.digest == stored.chain.digest:
         history = History(known.user_id, wanted.number, known.features, known.behaviours)
         return ResolvedHistory(HistoryStatus.EXACT, history, stored.chain, wanted, False, loading)
     if not _begins_with(stored, wanted):
-        behind = known.number < wanted.number
+        # Of an equal number, the behaviours that are missing may be on their way.
+        behind = known.number < wanted.number or (known.number == wanted.number and wanted.length > stored.chain.length)
         return _whole(HistoryStatus.STALE, stored, loading, is_behind=behind)
     history = History(known.user_id, wanted.number, known.features, known.behaviours[: wanted.length])
     chain = _cut(stored.chain, wanted)
@@ -124,9 +153,28 @@ def window(history: History, chain: DigestChain, max_prefix_behaviours: int, anc
     return HistoryWindow(cut, digest_chain(history.features, kept), start)
 
 
-def _inline(inline: History, wanted: HistoryVersion | None, loading: bool) -> ResolvedHistory:
+def _of_length(stored: StoredHistory, wanted: WantedLength, loading: bool) -> ResolvedHistory:
+    known, length = stored.history, stored.chain.length
+    if length < wanted.length:
+        return _whole(HistoryStatus.STALE, stored, loading, is_behind=True)
+    if not wanted.is_exact:
+        return _whole(HistoryStatus.NEWEST, stored, loading)
+    if length == wanted.length:
+        return _whole(HistoryStatus.EXACT, stored, loading)
+    digest = digest_at(stored.chain, known.behaviours, wanted.length)
+    version = HistoryVersion(known.number, wanted.length, digest)
+    history = History(known.user_id, known.number, known.features, known.behaviours[: wanted.length])
+    chain = _cut(stored.chain, version)
+    return ResolvedHistory(
+        HistoryStatus.PREFIX_OF_NEWER, history, chain, version, False, loading, has_gap=stored.has_gap
+    )
+
+
+def _inline(inline: History, wanted: Wanted, loading: bool) -> ResolvedHistory:
     chain = inline.chain()
     version = HistoryVersion(inline.number, chain.length, chain.digest)
+    if isinstance(wanted, WantedLength):
+        wanted = None  # The codec refuses a message with both.
     if wanted is not None and (wanted.length, wanted.digest) != (version.length, version.digest):
         raise HistoryMismatchError(
             f"the inline history has {version.length} behaviours and digest {version.digest.hex()}, but the named "
@@ -136,7 +184,9 @@ def _inline(inline: History, wanted: HistoryVersion | None, loading: bool) -> Re
 
 
 def _whole(status: HistoryStatus, stored: StoredHistory, loading: bool, is_behind: bool = False) -> ResolvedHistory:
-    return ResolvedHistory(status, stored.history, stored.chain, stored.version, is_behind, loading)
+    return ResolvedHistory(
+        status, stored.history, stored.chain, stored.version, is_behind, loading, has_gap=stored.has_gap
+    )
 
 
 def _begins_with(stored: StoredHistory, wanted: HistoryVersion) -> bool:

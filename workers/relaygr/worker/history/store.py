@@ -9,9 +9,10 @@ Contract:
   stored or both missing. The last batches may be missing; the follower reads them again.
 * The store records the cluster and the topic that it is a copy of. `trust` empties the store if the topic, the cluster
   or the layout differs. Before `trust`, `get` returns None.
-* A record replaces the user's stored one if its version number is not smaller, or if its timestamp in the log is later.
-  So a wrong number, however large, blocks no later snapshot. A tombstone deletes.
-* `get` copies a record out of the map once and returns views of that copy. A lease may keep a history for seconds, and
+* A snapshot replaces the user's stored one if its version number is not smaller, or if its timestamp in the log is
+  later. So a wrong number, however large, blocks no later snapshot. A tombstone deletes. Both keep the behaviours that
+  they do not cover.
+* `get` copies a history out of the map once and returns views of that copy. A lease may keep a history for seconds, and
   a read transaction of that length would prevent LMDB from reusing freed pages.
 * A compaction erases the bytes of deleted users from the files (`relaygr.worker.history.files`). `removed_at_ms` is the
   time of the oldest deletion whose bytes may still be there.
@@ -19,13 +20,14 @@ Contract:
   refusal is counted, and the user's older version is deleted, since it would be mistaken for the newest. A partition
   with refused records can be read again from the beginning when there is free space.
 
-The layout of a record, all little-endian, each part at a multiple of its element size:
+* Records of the behaviours topic are appended in the same transaction as both offsets. `relaygr.worker.history.records`
+  says what becomes of each, and has the form of a stored history.
+* For as long as old behaviours may come, a deleted user leaves a hash of the id and the time of the deletion. `expire`
+  deletes it.
 
-    number u64 | partition u32 | feature count u32 | length u32 | block count u32 | written_at_ms u64
-    seed 16 bytes | block digests 16 bytes each
-    features i64 | items i64 | timestamps_ms i64 | actions u16
-
-The digest chain is stored, so that a request does not hash the history again.
+Three tables: user id -> partition; partition, user id and number -> head (0) or chunk (from 1); partition and hash of
+the user id -> time of the deletion. A user's parts and a partition's users lie side by side, so `forget` reads no other
+partition. The digests are stored, so that a request hashes the open block alone.
 
 There is one `HistoryStore` for each path and process. Any thread may call its methods.
 """
@@ -37,50 +39,60 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
-import numpy as np
 import structlog
 
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.private_files import check_room, private_folder
-from relaygr.schemas.digest import DIGEST_BYTES, DigestChain
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.record import record
-from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, claim, records_after
+from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files, claim
+from relaygr.worker.history.records import Added, Coverage, Draft, Head, assembled, newest_ms_of
 from relaygr.worker.history.resolve import StoredHistory
 
 log = structlog.get_logger()
 
-LAYOUT: Final = b"relaygr.history-store.2"
+LAYOUT: Final = b"relaygr.history-store.3"
 LEAST_BYTES: Final = 1024 * 1024
 # The part of the file (1/8) that values may not use: a batch writes new pages before LMDB frees the old ones.
 _RESERVE_FRACTION: Final = 8
-_STATE = struct.Struct("<QQQ")
+_STATE = struct.Struct("<QQQQ")
 _PARTITION_KEY = struct.Struct(">I")
-_TIME = struct.Struct("<q")
+_PARTITION_BYTES: Final = 4
+_TIME = struct.Struct("<Q")
+# User ids have no control characters, so that no other user's key lies between a head and its chunks.
+_PART = tuple(b"\0" + bytes((part,)) for part in range(256))
+_LAST_PART = b"\0\xff"
 _SCAN_RECORDS: Final = 500
 _SCAN_PAUSE_S: Final = 0.002
 _MOST_FORGOTTEN: Final = 10_000
-_HEAD = struct.Struct("<QIIIIQ")
+_HASH_BYTES: Final = 16
+_USERS, _RECORDS, _DELETED = range(3)
+"""Indices of `Files.tables`."""
+_EXPIRED_AT_ONCE: Final = 1000
 
 
 @record(frozen=True, slots=True)
 class StoreOrigin:
-    """The topic that a store is a copy of."""
+    """The topics that a store is a copy of."""
 
     cluster_id: str
     topic: str
     topic_id: str
+    behaviours_id: str = ""
+    """The id of the behaviours topic; empty: it has none."""
 
     def encode(self) -> bytes:
-        return "\n".join((self.cluster_id, self.topic, self.topic_id)).encode()
+        return "\n".join((self.cluster_id, self.topic, self.topic_id, self.behaviours_id)).encode()
 
 
 @record(frozen=True, slots=True)
@@ -95,12 +107,24 @@ class HistoryRecord:
 
 
 @record(frozen=True, slots=True)
+class EventRecord:
+    """One record of the behaviours topic."""
+
+    event: BehaviourEvent
+    offset: int
+    written_at_ms: int = 0
+    """The record's timestamp in the log; ms since the epoch; 0: none."""
+
+
+@record(frozen=True, slots=True)
 class HistoryBatch:
-    """Records of one partition in offset order, and the offset to continue from."""
+    """Records of one partition of both topics in offset order, and the offsets to continue from."""
 
     partition: int
     records: tuple[HistoryRecord, ...]
     next_offset: int
+    events: tuple[EventRecord, ...] = ()
+    next_event: int = 0
 
 
 @record(frozen=True, slots=True)
@@ -112,17 +136,24 @@ class PartitionState:
     """Last time when the store was known to be complete; ms since the epoch, wall clock; 0: never."""
     refused: int
     """Records refused since the partition was last read from the beginning."""
+    next_event: int = 0
+    """The offset in the behaviours topic to continue from; 0: the beginning."""
 
 
 @record(frozen=True, slots=True)
 class ApplyOutcome:
-    """The effect of a transaction. Users are in the order of their records; `older` and `repeated` count records."""
+    """The effect of a transaction. Users are in the order of their records; the numbers count records."""
 
     changed: tuple[str, ...] = ()
+    """A user may occur more than once."""
     deleted: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     older: int = 0
     repeated: int = 0
+    """Records of both topics that had been read."""
+    snapshots: int = 0
+    added: Mapping[Added, int] = field(default_factory=dict)
+    """Records of the behaviours topic."""
 
 
 class StoreFullError(Exception):
@@ -149,6 +180,8 @@ class HistoryStore:
         # Each deletion may copy a page. LMDB frees the old pages two transactions later.
         self._forgotten_at_once = min(_MOST_FORGOTTEN, reserve_bytes // self._page_bytes // 4)
         self._trusted = False
+        self._behaviours_id = ""
+        self._expired_to = b""
         self._claim: int | None = None
         self._compaction: Compaction | None = None
         # Held while `_files` is written or replaced. Reads need no lock: LMDB unmaps replaced files when their last
@@ -198,6 +231,7 @@ class HistoryStore:
                 None if (found := txn.get(key, db=files.meta)) is None else bytes(found) for key in (LAYOUT_KEY, ORIGIN)
             )
         if layout == LAYOUT and stored == origin.encode():
+            self._behaviours_id = origin.behaviours_id
             self._trusted = True
             return True
         if stored is not None:
@@ -206,10 +240,11 @@ class HistoryStore:
         with self._write() as txn:
             if stored is not None:
                 self._note_removal(txn)
-            for db in (self._files.users, self._files.partitions):
+            for db in (*self._files.tables, self._files.partitions):
                 txn.drop(db, delete=False)
             txn.put(LAYOUT_KEY, LAYOUT, db=self._files.meta)
             txn.put(ORIGIN, origin.encode(), db=self._files.meta)
+        self._behaviours_id = origin.behaviours_id
         self._trusted = True
         return False
 
@@ -217,16 +252,22 @@ class HistoryStore:
         """The newest stored history of a user."""
         if not self._trusted:
             return None
+        user = user_id.encode()
         with self._read() as (files, txn):
-            found = txn.get(_user_key(user_id), db=files.users)
-            data = None if found is None else bytes(found)
-        return None if data is None else unpack(user_id, data)
+            partition = txn.get(user, db=files.users)
+            if partition is None:
+                return None
+            get, table = txn.get, files.records
+            key = bytes(partition) + user
+            head = get(key + _PART[0], db=table)
+            parts = [get(key + _PART[part], db=table) for part in range(1, 1 + Head.read(head).chunks)]
+            return assembled(user_id, head, parts)
 
     def recent_users(self, partitions: Container[int], count: int, is_wanted: Callable[[], bool]) -> list[str]:
         """At most `count` users of these partitions, those with the newest behaviours first.
 
-        Reads a part of each record of the store, with pauses: call it on a thread of its own. Ends early when
-        `is_wanted` is false.
+        Reads a part of each of these users, with pauses: call it on a thread of its own. Ends early when `is_wanted` is
+        false.
         """
         newest: list[tuple[int, str]] = []
         after: bytes | None = b""
@@ -240,16 +281,22 @@ class HistoryStore:
     ) -> bytes | None:
         """Adds the next users to the heap `newest`. Returns the key to continue after; None at the end."""
         with self._read() as (files, txn):
-            records = records_after(txn.cursor(db=files.users), after)
-            for scanned, (key, value) in enumerate(records):
-                if scanned == _SCAN_RECORDS:
-                    return after
-                after = bytes(key)
-                head = read_head(value)
-                if head.length and head.partition in partitions:
-                    entry = (_newest_ms(value, head), after.decode())
-                    (heapq.heappush if len(newest) < count else heapq.heappushpop)(newest, entry)
-        return None
+            cursor = txn.cursor(db=files.records)
+            for _ in range(_SCAN_RECORDS):
+                if not cursor.set_range(after):
+                    return None
+                key = bytes(cursor.key())
+                partition: int = _PARTITION_KEY.unpack_from(key)[0]
+                if partition not in partitions:
+                    after = _PARTITION_KEY.pack(partition + 1)
+                    continue
+                user = key[_PARTITION_BYTES : -len(_LAST_PART)]
+                after = key[:_PARTITION_BYTES] + user + _LAST_PART
+                newest_ms = newest_ms_of(cursor.value())
+                if newest_ms is not None:
+                    change = heapq.heappush if len(newest) < count else heapq.heappushpop
+                    change(newest, (newest_ms, user.decode()))
+        return after
 
     def apply_all(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
         """Stores the batches and their next offsets in one transaction, all or nothing.
@@ -265,10 +312,10 @@ class HistoryStore:
         outcomes: list[ApplyOutcome] = []
         try:
             for batch in batches:
-                for entry in batch.records:
+                for entry in (*batch.records, *batch.events):
                     # One by one, so that an error can report the records that were stored.
                     outcomes.append(self._apply_one(batch.partition, entry))  # noqa: PERF401
-                outcomes.append(self._apply((replace(batch, records=()),)))
+                outcomes.append(self._apply((replace(batch, records=(), events=()),)))
         except lmdb.MapFullError as error:
             text = f"the history store in {self.path} has no free page: raise worker.history_max_bytes"
             raise StoreFullError(text, _joined(outcomes)) from error
@@ -277,49 +324,79 @@ class HistoryStore:
     def forget(self, *partitions: int) -> int:
         """Deletes the users of these partitions and their offsets. Returns the number of users.
 
-        Makes several transactions, since each needs free pages for copies of those that it changes. After a crash in
-        between, the partition counts as too old (`current_at_ms` is 0), so its follower forgets it again.
+        Reads these partitions only. Makes several transactions, since each needs free pages for copies of those that it
+        changes. After a crash in between, the partition counts as too old (`current_at_ms` is 0), so its follower
+        forgets it again.
         """
         with self._write() as txn:
             for partition in partitions:
                 self._put_state(txn, partition, PartitionState(0, 0, 0))
         forgotten = 0
-        after: bytes | None = b""
-        while after is not None:
-            users, after = self._forget_some(partitions, after)
-            forgotten += users
+        for partition in partitions:
+            is_done = False
+            while not is_done:
+                users, is_done = self._forget_some(partition)
+                forgotten += users
         with self._write() as txn:
             for partition in partitions:
                 txn.delete(_PARTITION_KEY.pack(partition), db=self._files.partitions)
         return forgotten
 
-    def _forget_some(self, partitions: Container[int], after: bytes) -> tuple[int, bytes | None]:
-        """Deletes the next users of these partitions. Returns their number, and the key to continue after; None at the
-        end.
-        """
-        keys: list[bytes] = []
-        last: bytes | None = after
+    def _forget_some(self, partition: int) -> tuple[int, bool]:
+        """Deletes the next parts of this partition. Returns the number of users, and whether none is left."""
+        prefix = _PARTITION_KEY.pack(partition)
+        users = 0
         with self._write() as txn:
-            for key, value in records_after(txn.cursor(db=self._files.users), after):
-                if len(keys) == self._forgotten_at_once:
-                    break
-                last = bytes(key)
-                if read_head(value).partition in partitions:
-                    keys.append(last)
-            else:
-                last = None
-            for key in keys:
-                self._delete(txn, key)
-            if keys:
+            keys = [(_RECORDS, key) for key in self._next_keys(txn, _RECORDS, prefix)]
+            keys += [(_DELETED, key) for key in self._next_keys(txn, _DELETED, prefix)]
+            for table, key in keys:
+                self._delete(txn, table, key)
+                if table == _RECORDS and key.endswith(_PART[0]):
+                    self._delete(txn, _USERS, key[_PARTITION_BYTES : -len(_PART[0])])
+                    users += 1
+            if users:
                 self._note_removal(txn)
-        return len(keys), last
+        return users, not keys
+
+    def _next_keys(self, txn: Any, table: int, prefix: bytes) -> list[bytes]:
+        """Keys that begin with `prefix`, no more than may be deleted at once."""
+        keys: list[bytes] = []
+        cursor = txn.cursor(db=self._files.tables[table])
+        found = cursor.set_range(prefix)
+        while found and len(keys) < self._forgotten_at_once:
+            key = bytes(cursor.key())
+            if not key.startswith(prefix):
+                break
+            keys.append(key)
+            found = cursor.next()
+        return keys
+
+    def expire(self, before_ms: int) -> int:
+        """Deletes the hashes of users who were deleted before this time; looks at some of them at each call.
+
+        Returns the number of those that it deleted.
+        """
+        expired: list[bytes] = []
+        with self._write() as txn:
+            cursor = txn.cursor(db=self._files.deleted)
+            found = cursor.set_range(self._expired_to) if self._expired_to else cursor.first()
+            for _ in range(_EXPIRED_AT_ONCE):
+                if not found:
+                    break
+                if _TIME.unpack(cursor.value())[0] < before_ms:
+                    expired.append(bytes(cursor.key()))
+                found = cursor.next()
+            self._expired_to = bytes(cursor.key()) if found else b""
+            for key in expired:
+                self._delete(txn, _DELETED, key)
+        return len(expired)
 
     def rewind(self, partition: int) -> None:
-        """Resets a partition's offset to the beginning and keeps its users."""
+        """Resets a partition's offsets to the beginning and keeps its users."""
         with self._write() as txn:
             state = _state(self._files, txn, partition)
             if state is not None:
-                self._put_state(txn, partition, replace(state, next_offset=0, refused=0))
+                self._put_state(txn, partition, replace(state, next_offset=0, refused=0, next_event=0))
 
     def mark_current(self, partitions: Iterable[int], now_ms: int) -> None:
         """Records that these partitions are complete now, or are read without a gap from now on."""
@@ -332,6 +409,11 @@ class HistoryStore:
         """The offset to continue from; None: the beginning."""
         state = self.state(partition)
         return state.next_offset if state is not None and state.next_offset > 0 else None
+
+    def next_event(self, partition: int) -> int | None:
+        """The offset in the behaviours topic to continue from; None: the beginning."""
+        state = self.state(partition)
+        return state.next_event if state is not None and state.next_event > 0 else None
 
     def state(self, partition: int) -> PartitionState | None:
         """How far a partition has been read; None if it was never read."""
@@ -443,75 +525,202 @@ class HistoryStore:
         if self._compaction is not None:
             self._compaction.removed(now_ms)
 
-    def _put(self, txn: Any, key: bytes, value: bytes) -> None:
-        txn.put(key, value, db=self._files.users)
+    def _put(self, txn: Any, table: int, key: bytes, value: bytes) -> None:
+        txn.put(key, value, db=self._files.tables[table])
         if self._compaction is not None:
-            self._compaction.changed(key)
+            self._compaction.changed(table, key)
 
-    def _delete(self, txn: Any, key: bytes) -> None:
-        txn.delete(key, db=self._files.users)
+    def _delete(self, txn: Any, table: int, key: bytes) -> None:
+        txn.delete(key, db=self._files.tables[table])
         if self._compaction is not None:
-            self._compaction.changed(key)
+            self._compaction.changed(table, key)
 
     def _apply(self, batches: Sequence[HistoryBatch]) -> ApplyOutcome:
+        tally = _Tally()
         with self._write() as txn:
-            return _joined([self._apply_batch(txn, batch) for batch in batches])
+            for batch in batches:
+                self._apply_batch(txn, batch, tally)
+        return tally.outcome()
 
-    def _apply_batch(self, txn: Any, batch: HistoryBatch) -> ApplyOutcome:
-        changed: list[str] = []
-        deleted: list[str] = []
-        refused: list[str] = []
-        older = repeated = 0
+    def _apply_batch(self, txn: Any, batch: HistoryBatch, tally: _Tally) -> None:
         state = _state(self._files, txn, batch.partition) or PartitionState(0, 0, 0)
+        refused_before = len(tally.refused)
         for entry in batch.records:
-            key = _user_key(entry.user_id)
             if entry.offset < state.next_offset:
-                repeated += 1
-                continue
-            if entry.history is None:
-                self._delete(txn, key)
-                deleted.append(entry.user_id)
-                continue
-            found = txn.get(key, db=self._files.users)
-            if found is not None and _is_older(entry.history.number, entry.written_at_ms, read_head(found)):
-                older += 1
-                continue
-            value = pack(entry.history, batch.partition, entry.written_at_ms)
-            freed_bytes = 0 if found is None else len(found)
-            if _pages(self._files, txn) * self._page_bytes + len(value) - freed_bytes > self._value_bytes:
-                self._delete(txn, key)
-                refused.append(entry.user_id)
-                continue
-            self._put(txn, key, value)
-            changed.append(entry.user_id)
-        if deleted:
-            # An earlier version may be in a free page even if the store has no record of the user.
-            self._note_removal(txn)
-        self._advance(txn, batch.partition, state, batch.next_offset, len(refused))
-        return ApplyOutcome(tuple(changed), tuple(deleted), tuple(refused), older, repeated)
+                tally.repeated += 1
+            elif entry.history is None:
+                self._remove(txn, batch.partition, entry, tally)
+            else:
+                self._replace(txn, batch.partition, entry, entry.history, tally)
+        for each in batch.events:
+            if each.offset < state.next_event:
+                tally.repeated += 1
+            else:
+                self._add(txn, batch.partition, each, tally)
+        refused = len(tally.refused) - refused_before
+        self._advance(txn, batch.partition, state, batch.next_offset, batch.next_event, refused)
 
-    def _apply_one(self, partition: int, entry: HistoryRecord) -> ApplyOutcome:
+    def _apply_one(self, partition: int, entry: HistoryRecord | EventRecord) -> ApplyOutcome:
         """Stores one record in its own transaction, or refuses it. Raises lmdb.MapFullError if neither is possible."""
+        if isinstance(entry, EventRecord):
+            user_id, next_offset, next_event = entry.event.user_id, 0, entry.offset + 1
+            batch = HistoryBatch(partition, (), 0, (entry,), next_event)
+        else:
+            user_id, next_offset, next_event = entry.user_id, entry.offset + 1, 0
+            batch = HistoryBatch(partition, (entry,), next_offset)
         try:
-            return self._apply((HistoryBatch(partition, (entry,), entry.offset + 1),))
+            return self._apply((batch,))
         except lmdb.MapFullError:
-            if entry.history is None:
+            if isinstance(entry, HistoryRecord) and entry.history is None:
                 raise
         with self._write() as txn:
             state = _state(self._files, txn, partition) or PartitionState(0, 0, 0)
-            self._delete(txn, _user_key(entry.user_id))
-            self._advance(txn, partition, state, entry.offset + 1, 1)
-        return ApplyOutcome(refused=(entry.user_id,))
+            self._erase(txn, user_id.encode())
+            self._advance(txn, partition, state, next_offset, next_event, 1)
+        return ApplyOutcome(refused=(user_id,))
 
-    def _advance(self, txn: Any, partition: int, state: PartitionState, next_offset: int, refused: int) -> None:
-        offset = max(next_offset, state.next_offset)
-        if (offset, refused) != (state.next_offset, 0):
-            refused += state.refused
-            self._put_state(txn, partition, replace(state, next_offset=offset, refused=refused))
+    def _replace(self, txn: Any, partition: int, entry: HistoryRecord, history: History, tally: _Tally) -> None:
+        """Stores a snapshot, and the behaviours that it does not cover."""
+        user = entry.user_id.encode()
+        before = self._draft(txn, user)
+        if before is not None and _is_older(history.number, entry.written_at_ms, before.head):
+            tally.older += 1
+            return
+        draft = Draft.of_snapshot(history, entry.written_at_ms, self._coverage(partition, entry, history))
+        if before is not None:
+            draft.keep_after(before)
+        self._erase(txn, user)
+        if not self._has_room_for(txn, draft):
+            tally.refused.append(entry.user_id)
+            return
+        self._delete(txn, _DELETED, _deleted_key(partition, user))
+        self._store(txn, partition, user, draft)
+        tally.snapshots += 1
+        tally.changed.append(entry.user_id)
+
+    def _remove(self, txn: Any, partition: int, entry: HistoryRecord, tally: _Tally) -> None:
+        """Deletes a user, but for behaviours that were written after the tombstone."""
+        user = entry.user_id.encode()
+        before = self._draft(txn, user)
+        draft = Draft.empty(Coverage(before_ms=entry.written_at_ms + 1))
+        if before is not None:
+            draft.keep_after(before)
+        self._erase(txn, user)
+        # An earlier version may be in a free page even if the store has no record of the user.
+        self._note_removal(txn)
+        if entry.written_at_ms:
+            self._put(txn, _DELETED, _deleted_key(partition, user), _TIME.pack(entry.written_at_ms))
+        tally.deleted.append(entry.user_id)
+        if draft.head.length and self._has_room_for(txn, draft):
+            self._store(txn, partition, user, draft)
+            tally.changed.append(entry.user_id)
+
+    def _add(self, txn: Any, partition: int, entry: EventRecord, tally: _Tally) -> None:
+        """Appends the behaviours of a record."""
+        user_id = entry.event.user_id
+        user = user_id.encode()
+        draft = self._draft(txn, user)
+        is_new = draft is None
+        if draft is None:
+            deleted = txn.get(_deleted_key(partition, user), db=self._files.deleted)
+            draft = Draft.empty(Coverage(before_ms=0 if deleted is None else _TIME.unpack(deleted)[0] + 1))
+        added = draft.add(entry.event, entry.offset, entry.written_at_ms)
+        tally.added[added] += 1
+        if added in (Added.COVERED, Added.DUPLICATE):
+            return
+        # A head grows to a few KB only, so the space is looked at when a user or a block is new.
+        if (is_new or draft.written) and not self._has_room_for(txn, draft):
+            self._erase(txn, user)
+            tally.refused.append(user_id)
+            return
+        if is_new:
+            self._store(txn, partition, user, draft)
+        else:
+            self._put_parts(txn, _PARTITION_KEY.pack(partition) + user, draft)
+        tally.changed.append(user_id)
+
+    def _coverage(self, partition: int, entry: HistoryRecord, history: History) -> Coverage:
+        """What a snapshot covers. An offset in another topic or partition says nothing about ours."""
+        named = history.covers
+        if named is None or named.partition != partition:
+            return Coverage(before_ms=entry.written_at_ms)
+        if named.topic_id and self._behaviours_id and named.topic_id != self._behaviours_id:
+            return Coverage(before_ms=entry.written_at_ms)
+        return Coverage(offset=named.offset)
+
+    def _draft(self, txn: Any, user: bytes) -> Draft | None:
+        """The stored history of a user. Its chunks are read until the transaction's next write."""
+        partition = txn.get(user, db=self._files.users)
+        if partition is None:
+            return None
+        key, table = bytes(partition) + user, self._files.records
+        return Draft.read(txn.get(key + _PART[0], db=table), lambda index: txn.get(key + _PART[1 + index], db=table))
+
+    def _store(self, txn: Any, partition: int, user: bytes, draft: Draft) -> None:
+        """Stores a history of a user who has none."""
+        key = _PARTITION_KEY.pack(partition)
+        self._put(txn, _USERS, user, key)
+        self._put_parts(txn, key + user, draft)
+
+    def _put_parts(self, txn: Any, key: bytes, draft: Draft) -> None:
+        self._put(txn, _RECORDS, key + _PART[0], draft.head_bytes())
+        for index, data in draft.written.items():
+            self._put(txn, _RECORDS, key + _PART[1 + index], data)
+
+    def _erase(self, txn: Any, user: bytes) -> None:
+        """Deletes all parts of a user."""
+        partition = txn.get(user, db=self._files.users)
+        if partition is None:
+            return
+        key = bytes(partition) + user
+        chunks = Head.read(txn.get(key + _PART[0], db=self._files.records)).chunks
+        for part in range(1 + chunks):
+            self._delete(txn, _RECORDS, key + _PART[part])
+        self._delete(txn, _USERS, user)
+
+    def _has_room_for(self, txn: Any, draft: Draft) -> bool:
+        new_bytes = sum(map(len, draft.written.values())) + len(draft.head_bytes())
+        return _pages(self._files, txn) * self._page_bytes + new_bytes <= self._value_bytes
+
+    def _advance(
+        self, txn: Any, partition: int, state: PartitionState, next_offset: int, next_event: int, refused: int
+    ) -> None:
+        after = replace(
+            state,
+            next_offset=max(next_offset, state.next_offset),
+            next_event=max(next_event, state.next_event),
+            refused=state.refused + refused,
+        )
+        if after != state:
+            self._put_state(txn, partition, after)
 
     def _put_state(self, txn: Any, partition: int, state: PartitionState) -> None:
-        value = _STATE.pack(state.next_offset, state.current_at_ms, state.refused)
+        value = _STATE.pack(state.next_offset, state.current_at_ms, state.refused, state.next_event)
         txn.put(_PARTITION_KEY.pack(partition), value, db=self._files.partitions)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The effect of a transaction so far."""
+
+    changed: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    older: int = 0
+    repeated: int = 0
+    snapshots: int = 0
+    added: Counter[Added] = field(default_factory=Counter)
+
+    def outcome(self) -> ApplyOutcome:
+        return ApplyOutcome(
+            tuple(self.changed),
+            tuple(self.deleted),
+            tuple(self.refused),
+            self.older,
+            self.repeated,
+            self.snapshots,
+            dict(self.added),
+        )
 
 
 def _state(files: Files, txn: Any, partition: int) -> PartitionState | None:
@@ -520,12 +729,12 @@ def _state(files: Files, txn: Any, partition: int) -> PartitionState | None:
 
 
 def _pages(files: Files, txn: Any) -> int:
-    stat = txn.stat(files.users)
-    return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+    stats = [txn.stat(table) for table in files.tables]
+    return sum(int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) for stat in stats)
 
 
-def _user_key(user_id: str) -> bytes:
-    return user_id.encode()
+def _deleted_key(partition: int, user: bytes) -> bytes:
+    return _PARTITION_KEY.pack(partition) + blake2b(user, digest_size=_HASH_BYTES).digest()
 
 
 def _origins(stored: bytes | None, origin: StoreOrigin) -> dict[str, str]:
@@ -541,78 +750,10 @@ def _joined(outcomes: Iterable[ApplyOutcome]) -> ApplyOutcome:
         refused=tuple(user for part in parts for user in part.refused),
         older=sum(part.older for part in parts),
         repeated=sum(part.repeated for part in parts),
+        snapshots=sum(part.snapshots for part in parts),
+        added=dict(sum((Counter(part.added) for part in parts), Counter[Added]())),
     )
 
 
-@record(frozen=True, slots=True)
-class RecordHead:
-    """The fields of a stored record before its arrays."""
-
-    number: int
-    partition: int
-    feature_count: int
-    length: int
-    block_count: int
-    written_at_ms: int
-
-    @property
-    def arrays_offset(self) -> int:
-        return _HEAD.size + DIGEST_BYTES * (1 + self.block_count)
-
-
-def _is_older(number: int, written_at_ms: int, stored: RecordHead) -> bool:
+def _is_older(number: int, written_at_ms: int, stored: Head) -> bool:
     return number < stored.number and written_at_ms <= stored.written_at_ms
-
-
-def pack(history: History, partition: int, written_at_ms: int = 0) -> bytes:
-    """The bytes of a record."""
-    chain = history.chain()
-    behaviours = history.behaviours
-    return b"".join(
-        (
-            _HEAD.pack(
-                history.number, partition, history.features.size, len(behaviours), len(chain.blocks), written_at_ms
-            ),
-            chain.seed,
-            *chain.blocks,
-            history.features.astype("<i8", copy=False).tobytes(),
-            behaviours.items.astype("<i8", copy=False).tobytes(),
-            behaviours.timestamps_ms.astype("<i8", copy=False).tobytes(),
-            behaviours.actions.astype("<u2", copy=False).tobytes(),
-        )
-    )
-
-
-def read_head(record: bytes | memoryview) -> RecordHead:
-    """Reads the first fields only."""
-    return RecordHead(*_HEAD.unpack_from(record))
-
-
-def _newest_ms(record: bytes | memoryview, head: RecordHead) -> int:
-    """The time of the newest behaviour of a record that has one."""
-    timestamps_at = head.arrays_offset + 8 * head.feature_count + 8 * head.length
-    return int(_TIME.unpack_from(record, timestamps_at + 8 * (head.length - 1))[0])
-
-
-def unpack(user_id: str, record: bytes) -> StoredHistory:
-    """The history in `record`. Its arrays are read-only views, which keep `record` alive."""
-    head = read_head(record)
-    view = memoryview(record)
-    digests = [
-        bytes(view[start : start + DIGEST_BYTES]) for start in range(_HEAD.size, head.arrays_offset, DIGEST_BYTES)
-    ]
-    features_at = head.arrays_offset
-    items_at = features_at + 8 * head.feature_count
-    timestamps_at = items_at + 8 * head.length
-    actions_at = timestamps_at + 8 * head.length
-    history = History(
-        user_id=user_id,
-        number=head.number,
-        features=np.frombuffer(record, "<i8", head.feature_count, features_at),
-        behaviours=Behaviours(
-            items=np.frombuffer(record, "<i8", head.length, items_at),
-            actions=np.frombuffer(record, "<u2", head.length, actions_at),
-            timestamps_ms=np.frombuffer(record, "<i8", head.length, timestamps_at),
-        ),
-    )
-    return StoredHistory(history, DigestChain(digests[0], tuple(digests[1:]), head.length))

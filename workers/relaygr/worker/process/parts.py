@@ -193,7 +193,7 @@ class Parts:
         )
         self.watch = ClusterWatch(
             prepared.producer.list_topics,
-            [kafka.topic(topic) for topic in (Topic.PREINFER, Topic.RANKING, Topic.HISTORY)],
+            [kafka.topic(topic) for topic in (Topic.PREINFER, Topic.RANKING, Topic.HISTORY, Topic.BEHAVIOURS)],
             kafka.partitions,
             clock,
         )
