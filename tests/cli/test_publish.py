@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 from relaygr.cli.publish import app
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.publishing.json_lines import MAX_LINE_BYTES, JsonLineError, read_lines
-from relaygr.publishing.messages import ranking_from_line, retrieval_from_line
+from relaygr.publishing.messages import behaviours_from_line, ranking_from_line, retrieval_from_line
 from relaygr.schemas import codec
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.json_messages import from_json, to_json
-from relaygr.schemas.messages import RankingRequest, RankingResult, RetrievalEvent
+from relaygr.schemas.messages import BehaviourEvent, RankingRequest, RankingResult, RetrievalEvent
 from relaygr.schemas.topics import Topic
 from tests.echo_worker import answer_once, echo_worker, read_topic
 from tests.strategies import messages
@@ -271,3 +271,38 @@ def test_scores_are_printed_in_full() -> None:
     assert result.scores is not None
     printed = json.loads(json.dumps(to_json(result)))["scores"]
     assert np.array(printed, "<f4").tobytes() == result.scores.tobytes()
+
+
+def test_a_line_of_one_behaviour_takes_its_time_and_action_from_the_defaults() -> None:
+    event = behaviours_from_line({"user_id": "ann", "item": 7}, 1234)
+    assert to_json(event) == {
+        "user_id": "ann", "behaviours": {"items": [7], "actions": [0], "timestamps_ms": [1234]}
+    }  # fmt: skip
+    given_all = behaviours_from_line({"user_id": "ann", "item": 7, "action": 2, "timestamp_ms": 9, "position": 3}, 1234)
+    assert (given_all.position, to_json(given_all.behaviours)["timestamps_ms"]) == (3, [9])
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ({"user_id": "ann"}, ".item: give it, or behaviours"),
+        ({"user_id": "ann", "item": 1, "behaviours": {}}, ".item: give it or behaviours, not both"),
+        ({"user_id": "ann", "items": [1]}, ".items: there is no such field"),
+        ({"user_id": "ann", "item": "x"}, ".behaviours.items"),
+        ({"user_id": "ann", "behaviours": {"items": [], "actions": [], "timestamps_ms": []}}, "expected 1 to 256"),
+    ],
+)
+def test_a_line_that_is_no_behaviour_is_refused_with_the_reason(content: dict[str, Any], error: str) -> None:
+    with pytest.raises(FieldError, match=re.escape(error)):
+        behaviours_from_line(content, 0)
+
+
+@pytest.mark.slow
+def test_behaviours_of_json_lines_reach_the_topic(kafka_settings: KafkaSettings) -> None:
+    done = publish(kafka_settings, "behaviours", "--from", "-", lines=example("behaviours") + "{}\n")
+    assert done.exit_code == 1
+    assert "2 of 2 records of behaviours delivered" in done.stderr and "1 bad line left out" in done.stderr
+    found = [codec.decode(BehaviourEvent, m.value()) for m in read_topic(kafka_settings, Topic.BEHAVIOURS, 2)]
+    assert {len(event.behaviours) for event in found} == {1, 2}
+    both = publish(kafka_settings, "behaviours", "--from", "-", "--interactions", "x", lines="")
+    assert "one of them" in str(both.exception)

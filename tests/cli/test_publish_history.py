@@ -17,9 +17,10 @@ from relaygr.interactions.publishing import MAX_FAILURES, Selection, history_of,
 from relaygr.kafka.clients import make_assigned_consumer
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.schemas.codec import decode
-from relaygr.schemas.messages import History
+from relaygr.schemas.messages import BehaviourEvent, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from tests.echo_worker import read_topic
 
 LOG = "userId,movieId,rating,timestamp\n" + "".join(
     f"user-{line % 5},{line},{line % 10 / 2},{1_000_000_000 + line}\n" for line in range(50)
@@ -34,8 +35,8 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def publish(log: Path, *options: str, kafka: KafkaSettings | None = None) -> Result:
-    command = ["publish", "history", "--interactions", str(log), *options]
+def publish(log: Path, *options: str, kafka: KafkaSettings | None = None, what: str = "history") -> Result:
+    command = ["publish", what, "--interactions", str(log), *options]
     if kafka is not None:
         command += ["--bootstrap", kafka.bootstrap]
         for name in ("topic_prefix", "partitions", "fetch_wait_max_ms"):
@@ -185,3 +186,20 @@ def test_failed_deliveries_are_counted_by_cause_and_stop_the_run(
     assert (report.offered, report.delivered, report.failed) == (20 + MAX_FAILURES, 20, MAX_FAILURES)
     assert not report.complete
     assert list(report.causes.values()) == [MAX_FAILURES]
+
+
+@pytest.mark.slow
+def test_the_behaviours_of_a_log_are_published_in_the_order_of_time_with_their_positions(
+    kafka_settings: KafkaSettings, log: Path
+) -> None:
+    done = publish(log, "--after-ms", "1000000009000", kafka=kafka_settings, what="behaviours")
+    assert done.exit_code == 0, done.output
+    assert "40 of 40 behaviours" in done.output
+    found = [decode(BehaviourEvent, m.value()) for m in read_topic(kafka_settings, Topic.BEHAVIOURS, 40)]
+    assert all(len(event.behaviours) == 1 for event in found)
+    own = [event for event in found if event.user_id == "user-3"]
+    assert [event.position for event in own] == list(range(2, 10))
+    assert [int(event.behaviours.items[0]) for event in own] == list(range(13, 50, 5))
+    assert [int(event.behaviours.timestamps_ms[0]) for event in own] == [
+        (1_000_000_000 + line) * 1000 for line in range(13, 50, 5)
+    ]

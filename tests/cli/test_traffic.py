@@ -137,6 +137,9 @@ class FakeClient:
     def publish_history(self, history: Any) -> None:
         self.published.append((history.user_id, len(history.behaviours)))
 
+    def publish_behaviours(self, event: Any) -> None:
+        self.published.append((event.user_id, event.position + len(event.behaviours)))
+
     def tombstone(self, user_id: str) -> None:
         self.published.append((user_id, 0))
 

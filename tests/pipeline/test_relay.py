@@ -25,7 +25,15 @@ from relaygr.replay.run import Candidate, ReplayEnvironment, replay
 from relaygr.runtime.clock import SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.codec import MAX_MESSAGE_BYTES
-from relaygr.schemas.messages import FailureReason, Outcome, Path, PrefixSource, PreInferJob, RankingResult
+from relaygr.schemas.messages import (
+    BehaviourEvent,
+    FailureReason,
+    Outcome,
+    Path,
+    PrefixSource,
+    PreInferJob,
+    RankingResult,
+)
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.events import EventKind
@@ -192,6 +200,32 @@ def test_a_grown_history_appends_to_what_is_cached(stack):
     assert 0 < result.tokens_cached < result.prefix_tokens == 321
     assert_same_scores(appended, stack.full(300, seed=5))
     assert_same_scores(result, stack.full(320, seed=5))
+
+
+def test_behaviours_that_were_added_one_by_one_are_ranked_like_a_whole_history(stack):
+    user = new_user("acting")
+    first, grown = history_of(user, 256, seed=10), history_of(user, 300, seed=10)
+    stack.client.publish_history(first)
+    assert stack.ranked(user, history_at_least=256).tokens_cached == 0
+    for position in range(256, 300):
+        new = grown.behaviours[position : position + 1]
+        stack.client.publish_behaviours(BehaviourEvent(user, new, position))
+        if position % 7 == 0:  # A producer's duplicate.
+            stack.client.publish_behaviours(BehaviourEvent(user, new, position))
+    result = stack.ranked(user, history_at_least=300)
+    assert (result.path, result.prefix_tokens, result.history_stale) == (Path.HBM, 301, False)
+    assert 0 < result.tokens_cached < 301, "only the new part was computed"
+    assert result.history_version.digest == grown.version().digest
+    assert_same_scores(result, stack.full(300, seed=10))
+    earlier = stack.ranked(user, history_exactly=270)
+    assert (earlier.prefix_tokens, earlier.history_version.length) == (271, 270)
+    gap = history_of(user, 310, seed=10).behaviours[305:306]
+    stack.client.publish_behaviours(BehaviourEvent(user, gap, 305))
+    behind = stack.ranked(user, history_at_least=301)
+    assert (behind.history_stale, behind.history_version.length) == (True, 301)
+    stack.client.publish_history(history_of(user, 310, seed=10))
+    whole = stack.ranked(user, history_at_least=310)
+    assert (whole.history_stale, whole.prefix_tokens) == (False, 311)
 
 
 def test_a_prefix_that_had_to_leave_hbm_comes_back_from_dram_with_the_same_scores(stack):
@@ -386,7 +420,7 @@ def test_a_gateway_in_java_gets_the_scores_that_the_client_gets(stack, broker):
 
 # -- bad input -----------------------------------------------------------------------------------
 
-CO_PARTITIONED_READ = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.HISTORY)
+CO_PARTITIONED_READ = (Topic.RETRIEVAL, Topic.PREINFER, Topic.RANKING, Topic.HISTORY, Topic.BEHAVIOURS)
 
 
 def garbage() -> dict[str, bytes]:

@@ -115,7 +115,11 @@ def test_fewer_replicas_than_set_are_a_warning() -> None:
 
 def test_only_topics_whose_messages_must_survive_need_more_than_one_replica_in_sync() -> None:
     least = {topic: REPLICATED.topic_config(topic)["min.insync.replicas"] for topic in Topic}
-    assert {topic for topic, count in least.items() if count == "2"} == {Topic.HISTORY, Topic.DEAD_LETTERS}
+    assert {topic for topic, count in least.items() if count == "2"} == {
+        Topic.HISTORY,
+        Topic.BEHAVIOURS,
+        Topic.DEAD_LETTERS,
+    }
     assert {count for topic, count in least.items()} == {"1", "2"}
     assert compare(Observed(as_wanted(REPLICATED)), REPLICATED) == ()
 

@@ -109,7 +109,7 @@ def store(tmp_path: Path) -> Iterator[HistoryStore]:
     opened.close()
 
 
-@pytest.mark.parametrize("base", [0, 63, 64, 65, 896, 1000])
+@pytest.mark.parametrize("base", [0, 63, 64, 65, 3584, 3700])
 @pytest.mark.parametrize("added", [1, 64, 1000])
 def test_appended_behaviours_follow_the_snapshot_with_the_digests_of_the_whole(
     store: HistoryStore, base: int, added: int

@@ -20,7 +20,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.codec import encode
 from relaygr.schemas.headers import DEAD_LETTER_REASON
-from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.worker.history import follower as follower_module
@@ -58,9 +58,19 @@ class Publisher:
             self._producer.produce(self.topic, key=one.user_id.encode(), value=encode(one))
         assert self._producer.flush(PATIENCE_S) == 0
 
-    def send_raw(self, key: bytes, value: bytes | None, partition: int | None = None) -> None:
+    def send_raw(self, key: bytes, value: bytes | None, partition: int | None = None, topic: str = "") -> None:
         options = {} if partition is None else {"partition": partition}
-        self._producer.produce(self.topic, key=key, value=value, **options)
+        self._producer.produce(topic or self.topic, key=key, value=value, **options)
+        assert self._producer.flush(PATIENCE_S) == 0
+
+    def act(self, user_id: str, *items: int, position: int | None = None) -> None:
+        """One record of behaviours; the time of each is its item."""
+        new = Behaviours(np.array(items), np.ones(len(items), "<u2"), np.array(items))
+        self._producer.produce(
+            self.kafka.topic(Topic.BEHAVIOURS),
+            key=user_id.encode(),
+            value=encode(BehaviourEvent(user_id, new, position)),
+        )
         assert self._producer.flush(PATIENCE_S) == 0
 
     def partition(self, user_id: str) -> int:
@@ -393,6 +403,95 @@ def test_refused_records_are_read_again_once_there_is_space(kafka_settings: Kafk
     with following(kafka_settings, larger):
         assert larger.user_count == 60
     larger.close()
+
+
+# -- behaviours ------------------------------------------------------------------------------------
+
+
+def items_of(store: HistoryStore, user_id: str) -> list[int] | None:
+    stored = store.get(user_id)
+    return None if stored is None else stored.history.behaviours.items.tolist()
+
+
+def test_behaviours_follow_the_snapshot_whether_they_came_before_the_start_or_later(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("ann", length=3))
+    for item in range(10, 14):
+        publisher.act("ann", item)
+        publisher.act("bob", item, position=item - 10)
+    with following(kafka_settings, store, reported):
+        assert items_of(store, "ann") == [1, 2, 3, 10, 11, 12, 13]
+        assert items_of(store, "bob") == [10, 11, 12, 13]
+        reported.changed.clear()
+        publisher.act("ann", 14, 15)
+        publisher.act("bob", 13, 14, position=3)
+        until(lambda: {"ann", "bob"} <= set(reported.changed), "changes reported")
+        until(lambda: items_of(store, "bob") == [10, 11, 12, 13, 14], "bob grows")
+        assert items_of(store, "ann") == [1, 2, 3, 10, 11, 12, 13, 14, 15]
+
+
+def test_a_store_built_from_nothing_equals_the_one_that_lived(
+    kafka_settings: KafkaSettings, store: HistoryStore, tmp_path: Path
+) -> None:
+    publisher = Publisher(kafka_settings)
+    users = [f"user-{number}" for number in range(12)]
+    with following(kafka_settings, store):
+        for turn in range(6):
+            for number, user in enumerate(users):
+                publisher.act(user, 100 + turn, *([200 + turn] if number % 3 else []))
+                if (turn, number % 4) in ((2, 0), (4, 1)):
+                    state = store.state(publisher.partition(user))
+                    covers = BehavioursOffset(publisher.partition(user), 0 if state is None else state.next_event)
+                    kept = history(user, number=turn, length=number)
+                    publisher.send(History(user, turn, kept.features, kept.behaviours, None, covers))
+                if (turn, number) == (3, 5):
+                    time.sleep(0.005)
+                    publisher.send_raw(user.encode(), None)
+                    time.sleep(0.005)
+
+    def read_from(path: Path) -> dict[str, list[int] | None]:
+        opened = HistoryStore.open(path, 16 * MIB)
+        with following(kafka_settings, opened):
+            found = {user: items_of(opened, user) for user in users}
+        opened.close()
+        return found
+
+    with following(kafka_settings, store):
+        lived = {user: items_of(store, user) for user in users}
+    assert read_from(tmp_path / "fresh") == lived
+    assert lived["user-5"] is not None and 103 not in lived["user-5"][:1]
+
+
+def test_behaviours_that_cannot_be_read_go_to_dead_letters(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
+    publisher = Publisher(kafka_settings)
+    topic, partition = kafka_settings.topic(Topic.BEHAVIOURS), publisher.partition("ann")
+    publisher.send_raw(b"ann", b"garbage", partition, topic)
+    publisher.send_raw(b"ann", None, partition, topic)
+    publisher.act("ann", 7)
+    with following(kafka_settings, store):
+        assert items_of(store, "ann") == [7]
+        letters = dead_letters(kafka_settings, 2)
+        until(lambda: store.next_event(partition) == 3, "the offset passes the delivered letters")
+    reasons = sorted(dict(letter.headers() or [])[DEAD_LETTER_REASON] for letter in letters)
+    assert reasons == [b"empty", b"unsupported_version"]
+
+
+def test_an_offset_of_the_behaviours_out_of_range_means_reading_all_from_the_beginning(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher, reported = Publisher(kafka_settings), Reported()
+    partition = publisher.partition("ann")
+    publisher.send(history("ann", length=2))
+    publisher.act("ann", 9)
+    with following(kafka_settings, store):
+        pass
+    store.apply_all([HistoryBatch(partition, (), 0, (), 10_000)])
+    with following(kafka_settings, store, reported):
+        assert items_of(store, "ann") == [1, 2, 9]
+        assert (store.next_offset(partition), store.next_event(partition)) == (1, 1)
+        assert partition in reported.missed
 
 
 # -- deletion --------------------------------------------------------------------------------------

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr.schemas.messages import Behaviours, History, HistoryVersion
-from relaygr.worker.history.resolve import HistoryMismatchError, HistoryStatus, StoredHistory, resolve, window
+from relaygr.worker.history.resolve import (
+    HistoryMismatchError,
+    HistoryStatus,
+    StoredHistory,
+    WantedLength,
+    resolve,
+    window,
+)
 
 
 def history(length: int, number: int = 5, first_item: int = 0, features: tuple[int, ...] = (1, 2)) -> History:
@@ -74,6 +81,7 @@ def test_a_store_that_is_ahead_serves_the_version_asked_for(wanted_length: int, 
         pytest.param(history(60, 6, first_item=10), history(60, 5), False, id="the newer one lost its oldest"),
         pytest.param(history(60, 6, features=(1, 3)), history(50, 5), False, id="other features"),
         pytest.param(history(60, 5, first_item=1), history(60, 5), False, id="one number, two contents"),
+        pytest.param(history(60, 5), history(61, 5), True, id="one number: behaviours are on their way"),
         pytest.param(history(70, 5), history(60, 6, first_item=1), True, id="a newer number, other content"),
     ],
 )
@@ -133,3 +141,31 @@ def test_a_growing_history_keeps_its_window_start_until_a_whole_anchor_has_to_go
 def test_a_window_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="both must be at least 1"):
         window(history(3), history(3).chain(), 0, 1)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_length_that_is_not_reached_is_stale_and_behind(is_exact: bool) -> None:
+    resolved = resolve(stored(history(60)), WantedLength(61, is_exact), None, False)
+    assert (resolved.status, resolved.is_stale, resolved.is_behind) == (HistoryStatus.STALE, True, True)
+    unknown = resolve(None, WantedLength(1, is_exact), None, False)
+    assert (unknown.status, unknown.is_behind) == (HistoryStatus.UNKNOWN, True)
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_a_length_alone_names_the_first_behaviours_or_the_least_number(wanted: int, more: int) -> None:
+    newest = history(wanted + more)
+    exact = resolve(stored(newest), WantedLength(wanted, True), None, False)
+    assert exact.status is (HistoryStatus.PREFIX_OF_NEWER if more else HistoryStatus.EXACT)
+    assert (exact.history, exact.version) == (history(wanted), history(wanted).version())
+    assert exact.chain == history(wanted).chain()
+    at_least = resolve(stored(newest), WantedLength(wanted, False), None, False)
+    assert (at_least.status, at_least.history) == (HistoryStatus.NEWEST, newest)
+
+
+def test_a_gap_is_stale_unless_a_digest_confirms_the_content() -> None:
+    known = history(100)
+    with_gap = StoredHistory(known, known.chain(), has_gap=True)
+    assert resolve(with_gap, None, None, False).is_stale
+    assert resolve(with_gap, WantedLength(50, True), None, False).is_stale
+    assert not resolve(with_gap, history(50).version(), None, False).is_stale
+    assert not resolve(with_gap, known.version(), None, False).is_stale

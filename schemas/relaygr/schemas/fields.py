@@ -220,6 +220,10 @@ class Digest(FieldKind):
         return f"{self.size} bytes"
 
 
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {}
+"""By name: numpy takes longer to read a name than to make a small array."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packed(FieldKind):
     """A one-dimensional array as packed little-endian bytes, read without a copy (and so read-only).
@@ -252,10 +256,10 @@ class Packed(FieldKind):
     def unpack(self, raw: Any) -> NDArray[Any]:
         if not isinstance(raw, bytes):
             raise FieldError(f"expected packed bytes, got {type(raw).__name__}")
-        item_size = np.dtype(self.dtype).itemsize
-        if len(raw) % item_size:
-            raise FieldError(f"{len(raw)} bytes is not a multiple of {item_size}")
-        array = np.frombuffer(raw, dtype=self.dtype)
+        dtype = _DTYPES.get(self.dtype) or _DTYPES.setdefault(self.dtype, np.dtype(self.dtype))
+        if len(raw) % dtype.itemsize:
+            raise FieldError(f"{len(raw)} bytes is not a multiple of {dtype.itemsize}")
+        array = np.frombuffer(raw, dtype)
         self._check(array)
         return array
 

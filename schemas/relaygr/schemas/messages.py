@@ -135,14 +135,13 @@ class Behaviours:
 
     def check(self) -> None:
         """Raises FieldError unless all three are arrays of equal length and the times never decrease."""
-        for name in ("items", "actions", "timestamps_ms"):
-            _check_array(name, getattr(self, name))
-        sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
-        if len(sizes) != 1:
-            raise FieldError(
-                f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
-            )
-        if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
+        _check_array("items", self.items)
+        _check_array("actions", self.actions)
+        _check_array("timestamps_ms", self.timestamps_ms)
+        size = self.items.size
+        if size != self.actions.size or size != self.timestamps_ms.size:
+            raise FieldError(f": {size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps")
+        if size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 

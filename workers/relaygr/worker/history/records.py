@@ -43,8 +43,8 @@ from relaygr.schemas.messages import MAX_BEHAVIOURS, BehaviourEvent, Behaviours,
 from relaygr.schemas.record import record
 from relaygr.worker.history.resolve import StoredHistory
 
-CHUNK: Final = 14 * BLOCK
-"""Behaviours of a full chunk: without origins it fills four pages of LMDB."""
+CHUNK: Final = 56 * BLOCK
+"""Behaviours of a full chunk: without origins it fills 16 pages of LMDB."""
 NO_POSITION: Final = -1
 _NEVER_MS: Final = -(2**63)
 _HEAD: Final = struct.Struct("<QQQQQQqqIIHHI16s16s")

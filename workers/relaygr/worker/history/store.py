@@ -253,15 +253,13 @@ class HistoryStore:
         if not self._trusted:
             return None
         user = user_id.encode()
-        with self._read() as (files, txn):
-            partition = txn.get(user, db=files.users)
-            if partition is None:
-                return None
-            get, table = txn.get, files.records
-            key = bytes(partition) + user
-            head = get(key + _PART[0], db=table)
-            parts = [get(key + _PART[part], db=table) for part in range(1, 1 + Head.read(head).chunks)]
-            return assembled(user_id, head, parts)
+        # Without `_read`: a context manager would cost a tenth of a look-up.
+        while True:
+            files = self._files
+            with files.env.begin(buffers=True) as txn:
+                if files.newer(txn) is None:
+                    return _stored(files, txn, user_id, user)
+            self._move_on(files)
 
     def recent_users(self, partitions: Container[int], count: int, is_wanted: Callable[[], bool]) -> list[str]:
         """At most `count` users of these partitions, those with the newest behaviours first.
@@ -721,6 +719,15 @@ class _Tally:
             self.snapshots,
             dict(self.added),
         )
+
+
+def _stored(files: Files, txn: Any, user_id: str, user: bytes) -> StoredHistory | None:
+    partition = txn.get(user, db=files.users)
+    if partition is None:
+        return None
+    key, get, table = bytes(partition) + user, txn.get, files.records
+    head = get(key + _PART[0], db=table)
+    return assembled(user_id, head, [get(key + _PART[1 + index], db=table) for index in range(Head.read(head).chunks)])
 
 
 def _state(files: Files, txn: Any, partition: int) -> PartitionState | None:
