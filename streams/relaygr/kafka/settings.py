@@ -125,8 +125,8 @@ class KafkaSettings(Section):
         Field(
             ge=1,
             le=32,
-            description="replicas in sync without which history, behaviours and dead letters refuse messages; the other topics "
-            "need one; none: one less than replication_factor, at least 1",
+            description="replicas in sync without which history, behaviours and dead letters refuse messages; the "
+            "other topics need one; none: one less than replication_factor, at least 1",
         ),
     ] = None
     request_acks: Acks = Field(
