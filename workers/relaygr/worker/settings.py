@@ -14,6 +14,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
+from relaygr.schemas.digest import BLOCK
 from relaygr.schemas.messages import MAX_BUDGET_MS
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
@@ -125,6 +126,16 @@ class WorkerSettings(Section):
             "at most a quarter of the limit",
         ),
     ] = 512
+    recent_behaviours: Annotated[
+        int,
+        Field(
+            ge=0,
+            multiple_of=BLOCK,
+            description="a prefix ends at a multiple of this many behaviours, and the newer ones are ranked with the "
+            "suffix, if the model's longest suffix has room for them: a history that grows by less changes no cached "
+            "page, but each ranking pass is longer; 0: the prefix is the whole history",
+        ),
+    ] = 0
     parked_jobs_max: Annotated[
         int,
         Field(

@@ -222,7 +222,9 @@ class ExecutorContext:
         """Serves with this model from now on."""
         settings = self.parts.settings
         self.engine, self.is_cpu = engine, engine.device.is_cpu
-        self.resolver = PrefixResolver(self.parts.histories, engine, settings.anchor_behaviours)
+        self.resolver = PrefixResolver(
+            self.parts.histories, engine, settings.anchor_behaviours, settings.recent_behaviours
+        )
         self.chunking = Chunking(
             # Without reuse there is no pre-infer, so a cut would help nobody and cost time.
             max(settings.chunk_ms, settings.longest_chunk_ms) * 1000 if settings.reuse_prefixes else UNCUT_US,

@@ -2,7 +2,8 @@
 
 The model's rules (`relaygr.worker.model.rules`) define what may follow a prefix. If prefixes do not grow, the request's
 suffix becomes a part of the history, and that history is a separate prefix, computed in full. If K,V depend on the
-query time (the time of the retrieval event, which job and request both carry), the key covers it.
+query time (the time of the retrieval event, which job and request both carry), the key covers it. The newest behaviours
+of a history may be left to the suffix, so that a history that grew a little has the same prefix.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from relaygr.schemas.digest import DIGEST_BYTES, DigestChain, digest_chain, extend_chain
+from relaygr.schemas.digest import BLOCK, DIGEST_BYTES, DigestChain, digest_chain, extend_chain
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.schemas.record import record
 from relaygr.worker.cache import PrefixKey
@@ -50,9 +51,13 @@ class Scored:
 class PrefixResolver:
     """Resolves histories and prefixes for one engine."""
 
-    def __init__(self, histories: HistoryReader, engine: Engine, anchor_behaviours: int) -> None:
+    def __init__(
+        self, histories: HistoryReader, engine: Engine, anchor_behaviours: int, recent_behaviours: int = 0
+    ) -> None:
+        """`recent_behaviours`: prefixes end at a multiple of it, itself a multiple of BLOCK; 0: at the newest one."""
         self._histories = histories
         self._engine = engine
+        self._recent_behaviours = recent_behaviours
         # A history above the limit is cut by whole steps. A large step would leave little of one just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
@@ -94,6 +99,15 @@ class PrefixResolver:
             chain = extend_chain(chain, behaviours)
         cut = window(history, chain, engine.limits.max_prefix_behaviours, self._anchor_behaviours)
         behaviours, chain = cut.history.behaviours, cut.chain
+        if self._recent_behaviours and rules.grows:
+            recent = chain.length % self._recent_behaviours
+            followed_by += recent
+            if recent == chain.length or followed_by > engine.limits.max_suffix_behaviours:
+                followed_by -= recent
+            elif recent:
+                suffix = behaviours[-recent:] + suffix
+                behaviours = behaviours[:-recent]
+                chain = DigestChain(chain.seed, chain.blocks[: len(behaviours) // BLOCK], len(behaviours))
         features, held_bytes = history.features, 0
         if folded or resolved.status is not HistoryStatus.INLINE:
             # The arrays of an inline history are counted with its message.
