@@ -71,7 +71,7 @@ POLL_S: Final = 0.1
 # the slices of a compaction.
 IDLE_POLL_S: Final = 0.01
 RETRY_S: Final = 1.0
-BATCH_RECORDS: Final = 512
+BATCH_RECORDS: Final = 2048
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_UNDELIVERED: Final = 256
 # Brokers whose topics an earlier version made keep a tombstone for a day (`delete.retention.ms`). An older store may
