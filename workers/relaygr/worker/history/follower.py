@@ -434,7 +434,7 @@ class HistoryFollower:
         stored_to = (offset or 0, event or 0)
         if self._left_at.pop(partition, stored_to) != stored_to:
             self._missed.add(partition)
-        self._followed[partition] = _Followed(*(_Log(each, each) for each in stored_to))
+        self._followed[partition] = _Followed(_Log(stored_to[0], stored_to[0]), _Log(stored_to[1], stored_to[1]))
         return TopicPartition(self._topic, partition, OFFSET_BEGINNING if offset is None else offset)
 
     def _read_behaviours(self, consumer: Consumer, partition: int, followed: _Followed) -> None:
@@ -463,7 +463,7 @@ class HistoryFollower:
         if followed is None or partition is None:
             return
         topic, offset = message.topic(), message.offset()
-        assert offset is not None
+        assert topic is not None and offset is not None
         is_event = topic == self._behaviours
         read = followed.behaviours if is_event else followed.history
         if read.end is None:

@@ -348,7 +348,10 @@ def assembled(user_id: str, data: bytes | memoryview, chunks: Sequence[Any]) -> 
     head = Head.read(data)
     rows_at = _HEAD.size + 8 * head.feature_count
     kept = bytes(data)
-    items, times, actions, blocks = [], [], [], []
+    items: list[Any] = []
+    times: list[Any] = []
+    actions: list[Any] = []
+    blocks: list[bytes] = []
     left = head.closed
     for chunk in chunks:
         count = min(CHUNK, left)

@@ -310,7 +310,8 @@ class HistoryStore:
         outcomes: list[ApplyOutcome] = []
         try:
             for batch in batches:
-                for entry in (*batch.records, *batch.events):
+                entries: tuple[HistoryRecord | EventRecord, ...] = (*batch.records, *batch.events)
+                for entry in entries:
                     # One by one, so that an error can report the records that were stored.
                     outcomes.append(self._apply_one(batch.partition, entry))  # noqa: PERF401
                 outcomes.append(self._apply((replace(batch, records=(), events=()),)))
