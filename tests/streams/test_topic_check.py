@@ -151,7 +151,11 @@ def test_a_deployment_that_cannot_lose_one_broker_is_told_so() -> None:
 def test_a_topic_that_refuses_messages_for_want_of_brokers_is_named() -> None:
     topics = {topic: replace(seen, in_sync=1) for topic, seen in as_wanted(REPLICATED).items()}
     findings = compare(Observed(topics), REPLICATED)
-    assert {finding.topic for finding in findings} == {"relaygr.history", "relaygr.dead-letters"}
+    assert {finding.topic for finding in findings} == {
+        "relaygr.history",
+        "relaygr.behaviours",
+        "relaygr.dead-letters",
+    }
     assert all("1 in sync: it refuses messages" in finding.what for finding in findings)
     assert all(finding.mend == "start the brokers that are away" for finding in findings)
 
