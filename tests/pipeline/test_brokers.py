@@ -272,7 +272,11 @@ def test_one_broker_of_three_accepts_requests_and_refuses_what_must_survive_unti
         wait_until("histories are published", lambda: len(load.published) > since + 5)
         assert not set(load.published[since:]) & set(load.acknowledged), "none is acknowledged"
         findings = [finding for finding in check_topics(stack.kafka).findings if "refuses messages" in finding.what]
-        assert {finding.topic for finding in findings} == {"relaygr.history", "relaygr.dead-letters"}
+        assert {finding.topic for finding in findings} == {
+            "relaygr.history",
+            "relaygr.behaviours",
+            "relaygr.dead-letters",
+        }
         assert {(finding.severity, finding.mend) for finding in findings} == {
             (Severity.WARNING, "start the brokers that are away")
         }
