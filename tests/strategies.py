@@ -18,6 +18,7 @@ from relaygr.schemas import (
     History,
     HistoryVersion,
     LatencyCoefficients,
+    LeadTimeReport,
     Other,
     Outcome,
     Path,
@@ -196,6 +197,13 @@ full_path_reports = st.builds(
     needless=st.lists(whole, max_size=LENGTH_BUCKETS).map(tuple),
     missed=st.lists(texts(128), max_size=20).map(tuple),
 )
+lead_time_reports = st.builds(
+    LeadTimeReport,
+    scenarios=st.lists(texts(64), max_size=3).map(tuple),
+    low_shares=st.lists(real, max_size=3).map(tuple),
+    low_us=st.lists(whole, max_size=3).map(tuple),
+    median_us=st.lists(whole, max_size=3).map(tuple),
+)
 worker_statuses = st.builds(
     WorkerStatus,
     worker_id=texts(128),
@@ -219,6 +227,8 @@ worker_statuses = st.builds(
     ranking_backlog_us=st.none() | whole,
     host=st.none() | texts(255),
     metrics_url=st.none() | texts(255),
+    lead_times=st.none() | lead_time_reports,
+    reuses_prefixes=st.none() | st.booleans(),
 )
 
 

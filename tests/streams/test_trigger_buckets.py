@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,3 +201,69 @@ def test_a_worker_with_more_memory_gets_more() -> None:
     fleet.reassign(frozenset({0, 1}))
     assert admitted_at_once(fleet.of(view("worker-00", {0}), 0)) == 900
     assert admitted_at_once(fleet.of(view("worker-00", {0}, 2 * CAPACITY_BYTES), 0)) == 900
+
+
+class Processes:
+    """Trigger processes that share one owner's partitions, on a virtual clock. Every event wants a pre-infer."""
+
+    def __init__(self, owner: OwnerView) -> None:
+        self._owner = owner
+        self._all: dict[str, FleetBuckets] = {}
+        self._reader: dict[int, str] = {}
+        self.admitted_us = 0.0
+        self.admitted_byte_us = 0.0
+
+    def rebalance(self, *names: str) -> None:
+        """These processes read the topic from now on, each a range of the partitions."""
+        partitions = sorted(self._owner.partitions)
+        for name in names:
+            self._all.setdefault(name, FleetBuckets(LIMITS))
+        parts = [partitions[place :: len(names)] for place in range(len(names))]
+        self._reader = {each: name for name, part in zip(names, parts, strict=True) for each in part}
+        for name, buckets in self._all.items():
+            buckets.reassign(frozenset(each for each, reader in self._reader.items() if reader == name))
+
+    def offer(self, partition: int, estimate: Estimate, ranking_us: float, now_us: int) -> None:
+        buckets = self._all[self._reader[partition]].of(self._owner, now_us)
+        if buckets.admit(estimate, now_us) is None:
+            self.admitted_us += estimate.prepare_us
+            self.admitted_byte_us += estimate.footprint_byte_us
+        buckets.count_ranking(ranking_us, now_us)
+
+
+CHANGES = {
+    "one process": {0: ("a",)},
+    "two processes": {0: ("a", "b")},
+    "three processes": {0: ("a", "b", "c")},
+    "processes join, leave and restart": {
+        0: ("a",), 8: ("a", "b"), 20: ("a", "b", "c"), 31: ("b", "c"), 40: ("b",), 47: ("b", "d"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("bound_by", ["load", "footprint"])
+def test_what_several_processes_admit_adds_up_to_one_budget_also_while_they_rebalance(
+    changes: dict[int, tuple[str, ...]], bound_by: str
+) -> None:
+    processes, random, seconds, rate_per_s = Processes(view("worker-00", set(range(12)))), Random(7), 60, 200
+    small = bound_by == "load"
+    for number in range(seconds * rate_per_s):
+        now_us = number * 1_000_000 // rate_per_s
+        if now_us % 1_000_000 == 0 and now_us // 1_000_000 in changes:
+            processes.rebalance(*changes[now_us // 1_000_000])
+        wanted = offer(1 if small else 40_000, 200_000, 5_000 if small else 1, 1_000)
+        processes.offer(random.randrange(12), wanted, 1_000, now_us)
+    # Ranking takes 0.2 of the device, and rho is 0.8. One burst of half a second may come on top.
+    if small:
+        assert processes.admitted_us == pytest.approx(0.6e6 * seconds, rel=0.05)
+    else:
+        assert processes.admitted_byte_us == pytest.approx(0.9e6 * CAPACITY_BYTES * seconds, rel=0.05)
+
+
+def test_a_lost_partition_takes_its_ranking_load_with_it() -> None:
+    buckets = OwnerBuckets(LIMITS, CAPACITY_BYTES, 1.0, 0)
+    for now_us in range(0, 5_000_000, 10_000):
+        buckets.count_ranking(4_000, now_us)
+    buckets.configure(CAPACITY_BYTES, 0.5, 5_000_000)
+    assert buckets.ranking_load(5_000_000) == pytest.approx(0.4, rel=0.02)

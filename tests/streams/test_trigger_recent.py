@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ OWNER = OwnerView("worker-00", frozenset({0}), MODEL, 10, 0, 1, 1000, 0, 10_000,
 
 def test_an_admitted_prefix_is_guessed_to_be_in_its_owners_dram() -> None:
     recent = RecentPrefixes()
-    recent.note(OWNER, "user-1", 400)
+    recent.note(OWNER, "user-1", 400, 0)
     assert recent.guess(OWNER, "user-1") == CachedPrefix(PrefixTier.DRAM, 400)
     assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
     assert recent.guess(dataclasses.replace(OWNER, worker_id="worker-01"), "user-1") is NOTHING_CACHED
@@ -28,7 +29,7 @@ def test_an_admitted_prefix_is_guessed_to_be_in_its_owners_dram() -> None:
 def test_the_least_recent_is_forgotten_when_the_dram_is_full() -> None:
     recent = RecentPrefixes()
     for user in ("user-1", "user-2", "user-1", "user-3"):
-        recent.note(OWNER, user, 400)
+        recent.note(OWNER, user, 400, 0)
     assert recent.guess(OWNER, "user-2") is NOTHING_CACHED
     assert recent.guess(OWNER, "user-1").tokens == 400
     assert recent.guess(OWNER, "user-3").tokens == 400
@@ -37,7 +38,7 @@ def test_the_least_recent_is_forgotten_when_the_dram_is_full() -> None:
 def test_without_dram_nothing_is_guessed() -> None:
     recent = RecentPrefixes()
     none = dataclasses.replace(OWNER, dram_capacity_bytes=0)
-    recent.note(none, "user-1", 1)
+    recent.note(none, "user-1", 1, 0)
     assert recent.guess(none, "user-1") is NOTHING_CACHED
 
 
@@ -45,5 +46,15 @@ def test_without_dram_nothing_is_guessed() -> None:
 def test_what_is_guessed_never_exceeds_the_dram(noted: list[tuple[int, int]]) -> None:
     recent = RecentPrefixes()
     for user, tokens in noted:
-        recent.note(OWNER, str(user), tokens)
+        recent.note(OWNER, str(user), tokens, 0)
         assert sum(recent.guess(OWNER, str(each)).tokens for each in range(10)) <= 1000
+
+
+def test_how_long_the_dram_keeps_a_prefix_is_the_age_of_the_oldest_once_one_had_to_go() -> None:
+    recent = RecentPrefixes()
+    assert recent.residence_us(OWNER, 0) == math.inf
+    recent.note(OWNER, "user-1", 400, 1_000)
+    recent.note(OWNER, "user-2", 400, 2_000)
+    assert recent.residence_us(OWNER, 9_000) == math.inf
+    recent.note(OWNER, "user-3", 400, 3_000)
+    assert recent.residence_us(OWNER, 9_000) == 7_000

@@ -105,7 +105,7 @@ def test_the_earliest_arrival_is_learned_from_arrivals(least: float) -> None:
     arrivals = ExpectedArrivals()
     for number in range(4_000):
         part = least + (0.99 - least) * (number * 0.618 % 1)
-        arrivals.seen.append(((0, 1_000_000, 2_000_000), int(part * 1_000_000)))
+        arrivals.seen.append(((0, 1_000_000, 2_000_000, None), int(part * 1_000_000)))
         arrivals.next_us(0)
     arrivals.announce(("u", "r"), 0, 1_000_000, 2_000_000)
     earliest_us, _ = arrivals.next_us(0)

@@ -13,8 +13,9 @@ from relaygr.consumer import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import codec
-from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, WorkerState, WorkerStatus
+from relaygr.schemas.messages import FullPathReport, LatencyCoefficients, LeadTimeReport, WorkerState, WorkerStatus
 from relaygr.worker.kv import KvDtype, KvGeometry, PrefixLayout
+from relaygr.worker.model.rules import PrefixRules
 from relaygr.worker.process.housekeeping import StatusReport, StatusSources
 from relaygr.worker.results import QueueWaits
 from relaygr.worker.settings import WorkerConfig, WorkerSettings
@@ -22,6 +23,7 @@ from tests.workers.kafka_fakes import FakeProducer, refused
 
 GEOMETRY = KvGeometry(2, 2, 4, 4, 16, KvDtype.FLOAT32)
 LATENCY = LatencyCoefficients(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+LEAD_TIMES = LeadTimeReport(("default",), (0.5,), (60_000,), (80_000,))
 FULL_PATH = FullPathReport(4000, (0.0, 1.5), (2, 1), (1, 0), ("gateway.1.1",))
 
 
@@ -34,6 +36,7 @@ def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) ->
         geometry=GEOMETRY,
         layout=PrefixLayout(1, 2),
         limits=SimpleNamespace(max_prefix_behaviours=512),
+        rules=PrefixRules(uses_query_time=True),
     )
     stats = SimpleNamespace(
         hbm=SimpleNamespace(free=3, evictable=1, capacity=4096, limit=hbm_limit),
@@ -50,6 +53,7 @@ def report(producer: FakeProducer, clock: ManualClock, hbm_limit: int = 4096) ->
             backlog=SimpleNamespace(predicted_us=1_500),
             latency_of_prefixes=SimpleNamespace(coefficients=LATENCY),
             full_path_report=lambda latency: FULL_PATH if latency.coefficients is LATENCY else None,
+            lead_time_report=lambda: LEAD_TIMES,
         ),  # type: ignore[arg-type]
         cache=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         waits=waits,
@@ -86,6 +90,8 @@ def test_a_status_names_the_worker_its_partitions_and_its_capacity() -> None:
         preinfer_queue_us=90,
         latency=LATENCY,
         full_path=FULL_PATH,
+        lead_times=LEAD_TIMES,
+        reuses_prefixes=False,
         ranking_backlog_us=1_500,
         host=socket.gethostname(),
         metrics_url="http://127.0.0.1:9100/metrics",

@@ -22,7 +22,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "demo": CommandSpec("relaygr.cli.demo:demo", "Run the whole relay here, on and off, and compare.", "all"),
     "topics": CommandSpec("relaygr.cli.topics:app", "Create or check the topics; print the rights on them."),
     "worker": CommandSpec("relaygr.cli.worker:app", "Run a worker: pre-infer, cache and rank.", "worker"),
-    "trigger": CommandSpec("relaygr.cli.trigger:trigger", "Run the trigger: decide about pre-infer jobs.", "trigger"),
+    "trigger": CommandSpec("relaygr.cli.trigger:app", "Run the trigger; replay events under policies.", "trigger"),
     "traffic": CommandSpec("relaygr.cli.traffic:traffic", "Drive traffic and print its figures.", "cli,http"),
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Serve the relay over HTTP.", "gateway"),
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),

@@ -1,12 +1,27 @@
-"""`relaygr trigger` runs the trigger as a process until SIGTERM or Ctrl-C."""
+"""`relaygr trigger` runs the trigger as a process until SIGTERM or Ctrl-C; its subcommands compare policies."""
 
 from __future__ import annotations
 
+import typer
+
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.trigger_replay import record, replay
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+for command in (record, replay):
+    app.command()(command)
 
 
-def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
+@app.callback(invoke_without_command=True)
+def trigger(
+    context: typer.Context,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
     """Run the trigger: decide, for each retrieval event, whether a pre-infer job is sent."""
+    if context.invoked_subcommand is not None:
+        return
     import asyncio
     import logging
     import signal
@@ -46,6 +61,7 @@ def trigger(config: ConfigOption = None, bootstrap: BootstrapOption = None, over
         writes=settings.topic(Topic.PREINFER) if own.enabled else "nothing (trigger.enabled is false)",
         follows=settings.topic(Topic.WORKERS),
         group=settings.trigger_group,
+        policy=own.policy,
         partitions=settings.partitions,
         without_status=f"histories of {own.fallback_behaviours} behaviours and more",
         load_limit=settings.admission.load_limit,

@@ -7,6 +7,9 @@
     histories      which cached prefix covers how much of another
     link           the simulated link between the two tiers
     parallel       plays several candidates in parallel
+    recording      files of what a trigger sees: events, ranking requests and statuses
+    trigger        plays a recording under a policy of the trigger
+    risk           plays the requests of a run without the relay under rules of the risk
     bound          an upper bound on the hits of any policy
     tables, plots  print and draw the results
 

@@ -298,4 +298,6 @@ class SimulatedWorker:
             ranking_backlog_us=executor.backlog.predicted_us,
             latency=latency.coefficients,
             full_path=executor.full_path_report(latency),
+            lead_times=executor.lead_time_report(),
+            reuses_prefixes=executor.engine.rules.is_reusable,
         )

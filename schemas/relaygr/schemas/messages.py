@@ -27,6 +27,7 @@ MAX_FEATURES = 64
 MAX_PARTITIONS = 4_096
 MAX_BUDGET_MS = 600_000
 LENGTH_BUCKETS = 24
+MAX_SCENARIOS = 64
 MAX_MISSED_IDS = 128
 MAX_VERSION_NUMBER = 2**53 - 1
 """Exact in every language, JSON's numbers included."""
@@ -463,6 +464,18 @@ class FullPathReport:
 
 
 @record(frozen=True, slots=True)
+class LeadTimeReport:
+    """Times from the start of retrieval to the ranking request, of recent jobs. One entry for each scenario."""
+
+    scenarios: Annotated[tuple[str, ...], ListOf(Text(64), MAX_SCENARIOS), "the scenarios; `default` without a name"]
+    low_shares: Annotated[
+        tuple[float, ...], ListOf(Real(), MAX_SCENARIOS), "P10 of measured / expected time, by the gateway's clock"
+    ]
+    low_us: Annotated[tuple[int, ...], ListOf(UInt("µs"), MAX_SCENARIOS), "P10 of the measured times"]
+    median_us: Annotated[tuple[int, ...], ListOf(UInt("µs"), MAX_SCENARIOS), "their median"]
+
+
+@record(frozen=True, slots=True)
 class WorkerStatus:
     """Worker to triggers and monitors: its partitions, its free memory, its load and its latency model."""
 
@@ -496,6 +509,12 @@ class WorkerStatus:
     host: Annotated[str | None, Text(255), "name of the worker's machine"] = None
     metrics_url: Annotated[
         str | None, Text(255), "the worker's page `/metrics`; a loopback address is meant on the machine `host`"
+    ] = None
+    lead_times: Annotated[LeadTimeReport | None, "lead times that the worker measured; absent: too few lately"] = None
+    reuses_prefixes: Annotated[
+        bool | None,
+        Flag(),
+        "whether a prefix serves later impressions of its user, which the model's rules decide; absent: true",
     ] = None
 
 

@@ -139,6 +139,8 @@ class OwnerBuckets:
     def configure(self, hbm_capacity_bytes: int, share: float, now_us: int) -> None:
         """Sets the owner's capacity and the share of this process."""
         self._capacity_bytes = (1 - self._limits.footprint_reserve) * hbm_capacity_bytes
+        # The ranking requests of partitions that were lost are not this process's any more.
+        self._ranking_us *= share / self._share
         self._share = share
         self._footprint.configure(self._capacity_bytes * share, self._limits.burst_us, now_us)
         self._configure_load(now_us)

@@ -1,14 +1,18 @@
 """The admission policy: whether an impression gets a pre-infer job.
 
     at risk    outside + ratio × margin × full path > ranking budget                      (`relaygr.admission.risk`)
-    feasible   queued pre-infer work + T_prepare <= lead_fraction × (expected ranking - now)
+    feasible   queued pre-infer work + T_prepare <= usable lead time
     footprint  admitted rate × E[bytes × time alive] <= (1 - r) × cache capacity          (Little's law)
     load       admitted rate × E[T_prepare] + ranking rate × E[T_hit or T_full] <= rho
 
+The usable lead time is a low quantile of the measured ones (`relaygr.admission.lead`), or `lead_fraction` of the
+expected one.
+
 An impression is admitted if it is at risk and feasible and both buckets have room. When a bucket is nearly full, the
-impressions that save the most time per byte are preferred. While the owner is unknown or silent, the length of the
-history decides alone. Skipping an impression is always safe: its ranking request takes the full path. The rules come
-from the RelayGR paper, arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
+impressions that save the most time per byte are preferred; for a user who will probably come back, the time saved at
+the next visit counts too. While the owner is unknown or silent, the length of the history decides alone. Skipping an
+impression is always safe: its ranking request takes the full path. The rules come from the RelayGR paper,
+arXiv 2601.01712 (sequence-aware trigger); `docs/trigger.md` has a worked example.
 
 The trigger decides from metadata and estimates what the owner has cached. The worker decides again with buckets of its
 own and the real state of its cache: a prefix in HBM is charged for its tail, a prefix in DRAM for its reload and tail.
@@ -20,10 +24,12 @@ Pure. Only the buckets (`relaygr.admission.buckets`) hold state, and only `decid
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Protocol
 
 from relaygr.admission.latency import LatencyModel
+from relaygr.admission.lead import DEFAULT_SCENARIO, lead_shares_of
 from relaygr.admission.risk import NO_FACTORS, factors_of, risky_us
 from relaygr.schemas.messages import PreInferJob, RetrievalEvent, WorkerStatus
 from relaygr.schemas.record import record
@@ -45,6 +51,12 @@ class DecisionReason(enum.StrEnum):
     LOW_VALUE = "low_value"
     """A bucket is nearly full, and recent impressions saved more time per byte."""
     NO_HISTORY = "no_history"
+    REPEATED = "repeated"
+    """The event of the same request came before."""
+    UNDER_WAY = "under_way"
+    """A live job of the user prepares the same version of the history."""
+    DECLINED = "declined"
+    """Refused by a policy of another package, for reasons of its own."""
     EXPIRED = "expired"
     DISABLED = "disabled"
     UNDECODABLE = "undecodable"
@@ -84,6 +96,9 @@ class ImpressionFacts:
     """None if the message names no history."""
     expected_suffix: int
     expected_candidates: int
+    retrieval_at_us: int | None = None
+    """When the lead time began; None: now."""
+    scenario: str = DEFAULT_SCENARIO
 
     @classmethod
     def of(cls, message: RetrievalEvent | PreInferJob) -> ImpressionFacts:
@@ -94,6 +109,7 @@ class ImpressionFacts:
             history_behaviours=message.history_length,
             expected_suffix=message.expected_suffix,
             expected_candidates=message.expected_candidates,
+            retrieval_at_us=message.retrieval_at_us,
         )
 
 
@@ -116,6 +132,10 @@ class OwnerView:
     """P95 of a ranking request's time outside device work. None: an older worker, which sends only its queue's P99."""
     full_path_ratios: tuple[float, ...] = NO_FACTORS
     """P95 of measured / predicted device time of full inference, by length bucket."""
+    lead_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """A low quantile of measured / expected lead time, by scenario. Absent: too few were measured lately."""
+    reuses_prefixes: bool = True
+    """Whether a prefix serves later impressions of its user, too."""
 
     @classmethod
     def of(cls, status: WorkerStatus) -> OwnerView:
@@ -135,6 +155,8 @@ class OwnerView:
             preinfer_queue_us=status.preinfer_queue_us,
             outside_us=None if report is None else report.outside_us,
             full_path_ratios=NO_FACTORS if report is None else factors_of(report.ratios),
+            lead_shares=lead_shares_of(status.lead_times),
+            reuses_prefixes=status.reuses_prefixes is not False,
         )
 
     def prefix_tokens(self, behaviours: int) -> int:
@@ -169,11 +191,13 @@ class Estimate:
     """From now to the expected ranking request; 0 or less when that time has passed."""
     alive_us: int
     """How long the bytes stay in use: until the expected ranking request plus the margin of the lease."""
+    return_us: float = 0.0
+    """Expected device time that the prefix saves at the user's next visit: chance of a return × (compute - reload)."""
 
     @property
     def saved_us(self) -> float:
-        """Device time that the ranking request saves, at least 0."""
-        return max(0.0, self.full_us - self.hit_us)
+        """Device time that the ranking request saves, and the next visit probably will, at least 0."""
+        return max(0.0, self.full_us - self.hit_us) + self.return_us
 
     @property
     def footprint_byte_us(self) -> float:
@@ -227,14 +251,25 @@ def estimate(
     limits: PolicyLimits,
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
+    return_chance: float = 0.0,
 ) -> Estimate:
-    """The costs of an impression with `behaviours` long-term behaviours on its owner."""
+    """The costs of an impression with `behaviours` long-term behaviours on its owner.
+
+    `return_chance`: that the user comes back while the owner's DRAM holds the prefix.
+    """
     latency = owner.latency
     prefix_tokens = owner.prefix_tokens(behaviours)
     scored_tokens = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
     cached_tokens = 0 if cached.tier is PrefixTier.NONE else min(cached.tokens, prefix_tokens)
     tail_tokens = prefix_tokens - cached_tokens
     prepare_us = latency.append_us(cached_tokens, tail_tokens) if tail_tokens else 0.0
+    return_us = 0.0
+    if (
+        return_chance
+        and owner.reuses_prefixes
+        and prefix_tokens * owner.kv_bytes_per_token <= owner.dram_capacity_bytes
+    ):
+        return_us = return_chance * max(0.0, prepare_us - latency.reload_us(tail_tokens * owner.kv_bytes_per_token))
     if cached.tier is PrefixTier.DRAM:
         prepare_us += latency.reload_us(cached_tokens * owner.kv_bytes_per_token)
     new_tokens = tail_tokens if cached.tier is PrefixTier.HBM else prefix_tokens
@@ -248,6 +283,7 @@ def estimate(
         new_bytes=new_tokens * owner.kv_bytes_per_token,
         lead_us=lead_us,
         alive_us=max(0, lead_us) + limits.lease_margin_us,
+        return_us=return_us,
     )
 
 
@@ -260,9 +296,19 @@ def at_risk(
     return outside_us + full_us > ranking_budget_us
 
 
-def feasible(preinfer_queue_us: float, prepare_us: float, lead_us: float, lead_fraction: float) -> bool:
-    """Whether the prefix can be ready before the ranking request, which may come earlier than expected."""
-    return preinfer_queue_us + prepare_us <= lead_fraction * lead_us
+def usable_lead_us(impression: ImpressionFacts, owner: OwnerView, lead_fraction: float, now_us: int) -> float:
+    """The time from now after which the ranking request comes, but for rare cases. At most the expected one."""
+    lead_us = impression.expected_ranking_at_us - now_us
+    share = owner.lead_shares.get(impression.scenario)
+    if share is None:
+        return lead_fraction * lead_us
+    began_us = now_us if impression.retrieval_at_us is None else min(impression.retrieval_at_us, now_us)
+    return lead_us - (1 - min(share, 1.0)) * (impression.expected_ranking_at_us - began_us)
+
+
+def feasible(preinfer_queue_us: float, prepare_us: float, usable_us: float) -> bool:
+    """Whether the prefix can be ready within the usable lead time."""
+    return preinfer_queue_us + prepare_us <= usable_us
 
 
 def expired(impression: ImpressionFacts, now_us: int) -> bool:
@@ -278,22 +324,21 @@ def decide(
     now_us: int,
     cached: CachedPrefix = NOTHING_CACHED,
     margins: Sequence[float] = NO_FACTORS,
+    return_chance: float = 0.0,
 ) -> Decision:
     """Decides about one impression. Charges `buckets` for an admission, and counts the ranking request in any case.
 
     `owner` None: the owner is unknown or silent, and the length of the history decides. `buckets` None: no limit.
-    `margins`: the corrections of the risk, by length bucket.
+    `margins`: the corrections of the risk, by length bucket. `return_chance`: see `estimate`.
     """
+    if owner is None:
+        return decide_by_length(impression, limits, now_us)
     if expired(impression, now_us):
         return Decision(False, DecisionReason.EXPIRED)
     behaviours = impression.history_behaviours
     if behaviours is None:
         behaviours = limits.assumed_behaviours
-    if owner is None:
-        if behaviours == 0:
-            return Decision(False, DecisionReason.NO_HISTORY)
-        return _by_length(impression, behaviours, limits, now_us)
-    cost = estimate(impression, behaviours, owner, limits, now_us, cached)
+    cost = estimate(impression, behaviours, owner, limits, now_us, cached, return_chance)
     reason = _refused_by(impression, behaviours, owner, cost, buckets, limits, now_us, margins)
     if buckets is not None:
         buckets.count_ranking(cost.hit_us if reason is None else cost.full_us, now_us)
@@ -302,7 +347,15 @@ def decide(
     return Decision(False, reason, cost)
 
 
-def _by_length(impression: ImpressionFacts, behaviours: int, limits: PolicyLimits, now_us: int) -> Decision:
+def decide_by_length(impression: ImpressionFacts, limits: PolicyLimits, now_us: int) -> Decision:
+    """Decides by the length of the history alone."""
+    if expired(impression, now_us):
+        return Decision(False, DecisionReason.EXPIRED)
+    behaviours = impression.history_behaviours
+    if behaviours is None:
+        behaviours = limits.assumed_behaviours
+    if behaviours == 0:
+        return Decision(False, DecisionReason.NO_HISTORY)
     if behaviours < limits.fallback_behaviours:
         return Decision(False, DecisionReason.BELOW_THRESHOLD)
     if impression.expected_ranking_at_us <= now_us:
@@ -324,7 +377,8 @@ def _refused_by(
         return DecisionReason.NO_HISTORY
     if not at_risk(owner, cost.prefix_tokens, cost.scored_tokens, impression.ranking_budget_us, margins):
         return DecisionReason.NOT_AT_RISK
-    if not feasible(owner.preinfer_queue_us, cost.prepare_us, cost.lead_us, limits.lead_fraction):
+    usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
+    if not feasible(owner.preinfer_queue_us, cost.prepare_us, usable_us):
         return DecisionReason.INFEASIBLE
     refusal = None if buckets is None else buckets.admit(cost, now_us)
     return None if refusal is None else _REFUSED[refusal]

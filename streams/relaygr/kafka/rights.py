@@ -74,7 +74,7 @@ _TOPICS: Final[dict[Role, dict[Topic, tuple[str, ...]]]] = {
     },
     Role.TRIGGER: {
         Topic.RETRIEVAL: ("Read",),
-        Topic.PREINFER: ("Write",),
+        Topic.PREINFER: ("Read", "Write"),
         Topic.WORKERS: ("Read",),
         Topic.DEAD_LETTERS: ("Write",),
     },

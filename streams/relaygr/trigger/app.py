@@ -42,6 +42,7 @@ from relaygr.trigger.faust_stream import EventFeed, make_app
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.settings import TriggerSettings
+from relaygr.trigger.tail import JobsTail
 
 log = structlog.get_logger()
 
@@ -157,6 +158,7 @@ class TriggerApp:
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
+        self._tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s)
         self._counts: Tally[DecisionReason] = Tally()
         self._away_since_us: int | None = None
         self._app = make_app(kafka)
@@ -174,6 +176,7 @@ class TriggerApp:
         await _on_daemon_thread(require_broker, self._kafka, self._stopping)
         self._watch.start()
         self._reader.start()
+        self._tail.start()
         await self._app.start()
         self._feeding = asyncio.create_task(self._feed.run(self._events, self._take_reports), name="events")
         self._gauges = asyncio.create_task(self._set_gauges(), name="gauges")
@@ -222,6 +225,7 @@ class TriggerApp:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_on_daemon_thread(self._feed.close), _STOP_S)
         self._reader.stop()
+        self._tail.stop()
         self._watch.stop()
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
@@ -282,6 +286,7 @@ class TriggerApp:
                 self._producer.produce(self._jobs_topic, decision.job, key, on_delivery=self._on_delivery)
             except (BufferError, KafkaException):
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
+                self._forget_job(key)
                 return DecisionReason.NOT_SENT
         elif decision.detail is not None:
             self._dead_letter(message, decision.reason, decision.detail)
@@ -290,11 +295,17 @@ class TriggerApp:
     def _dead_letter(self, message: Message, reason: DecisionReason, detail: str) -> None:
         self._dead_letters.write(message, reason.value, detail)
 
-    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
+    def _on_delivery(self, error: KafkaError | None, job: Message) -> None:
         if error is None:
             self._away_since_us = None
         else:
             self.metrics.undelivered.inc()
+            self._forget_job(_as_bytes(job.key()))
+
+    def _forget_job(self, key: bytes | None) -> None:
+        """A job was not sent: the user's next event must not be held back because of it."""
+        if key is not None:
+            self._handler.unsent(key.decode(errors="replace"))
 
     def _on_client_error(self, error: KafkaError) -> None:
         if error.code() == KafkaError._ALL_BROKERS_DOWN and self._away_since_us is None:
@@ -302,11 +313,14 @@ class TriggerApp:
 
     def _on_partitions(self, partitions: frozenset[int]) -> None:
         self._handler.reassign(partitions)
+        self._tail.follow(partitions)
         self.metrics.partitions.set(len(partitions))
 
     def _take_reports(self) -> None:
         self._producer.poll(0)
         self._dead_letters.poll()
+        for job, partition in self._tail.take():
+            self._handler.restore(job, partition)
 
     async def _set_gauges(self) -> None:
         while True:

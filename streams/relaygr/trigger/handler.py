@@ -5,6 +5,7 @@ No I/O: bytes in, bytes out. The app applies the decision. Not thread-safe.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -17,7 +18,6 @@ from relaygr.admission.policy import (
     ImpressionFacts,
     OwnerView,
     PrefixTier,
-    decide,
 )
 from relaygr.admission.risk import RiskFeedback
 from relaygr.admission.settings import AdmissionSettings
@@ -27,7 +27,9 @@ from relaygr.schemas.messages import PreInferJob, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.record import record
 from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.policies import PolicyCase, make_policy
 from relaygr.trigger.settings import TriggerSettings
+from relaygr.trigger.users import LastJob, Users
 
 
 @record(frozen=True, slots=True)
@@ -64,10 +66,16 @@ class RecentPrefixes:
     def guess(self, owner: OwnerView, user_id: str) -> CachedPrefix:
         """The part of the user's prefix that the owner's DRAM probably holds."""
         known = self._owners.get(owner.worker_id)
-        tokens = 0 if known is None else known.tokens.get(user_id, 0)
+        tokens = 0 if known is None else known.tokens.get(user_id, (0, 0))[0]
         return CachedPrefix(PrefixTier.DRAM, tokens) if tokens else NOTHING_CACHED
 
-    def note(self, owner: OwnerView, user_id: str, tokens: int) -> None:
+    def residence_us(self, owner: OwnerView, now_us: int) -> float:
+        """How long the owner's DRAM probably keeps a prefix that is not used: the age of the oldest one, if some had to
+        go; otherwise infinite."""
+        known = self._owners.get(owner.worker_id)
+        return math.inf if known is None else known.residence_us(now_us)
+
+    def note(self, owner: OwnerView, user_id: str, tokens: int, now_us: int) -> None:
         """Notes the admission of a prefix of `tokens` tokens on `owner`."""
         known = self._owners.get(owner.worker_id)
         if known is None:
@@ -75,23 +83,31 @@ class RecentPrefixes:
             if len(self._owners) > MAX_OWNERS:
                 self._owners.popitem(last=False)
         self._owners.move_to_end(owner.worker_id)
-        known.note(user_id, tokens, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
+        known.note(user_id, tokens, now_us, owner.dram_capacity_bytes // max(1, owner.kv_bytes_per_token))
 
 
 class _Owner:
     """The admitted prefixes of one owner, least recently used first."""
 
-    __slots__ = ("_total", "tokens")
+    __slots__ = ("_is_full", "_total", "tokens")
 
     def __init__(self) -> None:
-        self.tokens: OrderedDict[str, int] = OrderedDict()
+        self.tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Tokens of each user's prefix, and when it was noted."""
         self._total = 0
+        self._is_full = False
 
-    def note(self, user_id: str, tokens: int, capacity_tokens: int) -> None:
-        self._total += tokens - self.tokens.pop(user_id, 0)
-        self.tokens[user_id] = tokens
+    def residence_us(self, now_us: int) -> float:
+        if not self._is_full:
+            return math.inf
+        return now_us - next(iter(self.tokens.values()))[1] if self.tokens else 0.0
+
+    def note(self, user_id: str, tokens: int, now_us: int, capacity_tokens: int) -> None:
+        self._total += tokens - self.tokens.pop(user_id, (0, 0))[0]
+        self.tokens[user_id] = tokens, now_us
         while self.tokens and (self._total > capacity_tokens or len(self.tokens) > MAX_USERS_PER_OWNER):
-            self._total -= self.tokens.popitem(last=False)[1]
+            self._total -= self.tokens.popitem(last=False)[1][0]
+            self._is_full = True
 
 
 class EventHandler:
@@ -106,13 +122,18 @@ class EventHandler:
         clock: Clock,
         on_misjudged: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_misjudged` gets the length bucket of each request that was decided as not at risk and then missed."""
+        """`on_misjudged` gets the length bucket of each request that was decided as not at risk and then missed.
+
+        Raises RelayError if there is no policy of the name in the settings.
+        """
         self._enabled = settings.enabled
         self._limits = settings.limits(admission.lease_margin_ms)
+        self._policy = make_policy(settings.policy, self._limits)
         self._fleet = fleet
         self._partition_count = partition_count
         self._clock = clock
         self._recent = RecentPrefixes()
+        self._users = Users(settings.remembered_users)
         self._buckets = FleetBuckets(admission.bucket_limits())
         self._on_misjudged = on_misjudged
         self.feedback = RiskFeedback(settings.risk_targets())
@@ -144,6 +165,7 @@ class EventHandler:
             return TriggerDecision(decision.reason, job=encode(job_of(event, now_us)), age_us=age_us)
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
+            self.unsent(event.user_id)
             return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
 
     def take_reports(self) -> None:
@@ -168,25 +190,71 @@ class EventHandler:
         """The decision about an event of this partition, at this wall time."""
         owner = self._fleet.owner_of(partition, now_us)
         impression = ImpressionFacts.of(event)
-        if owner is None:
-            return decide(impression, None, None, self._limits, now_us)
-        cached = self._recent.guess(owner, event.user_id)
-        decision = decide(
-            impression,
-            owner,
-            self._buckets.of(owner, now_us),
-            self._limits,
-            now_us,
-            cached,
-            self.feedback.margins,
-        )
-        if decision.estimate is not None:
-            tokens = decision.estimate.prefix_tokens
-            if decision.admit:
-                self._recent.note(owner, event.user_id, tokens)
-            elif decision.reason is DecisionReason.NOT_AT_RISK:
-                self.feedback.judged(event.request_id, tokens, now_us)
+        user_id, users = event.user_id, self._users
+        if users.is_repeat(user_id, event.request_id):
+            return Decision(False, DecisionReason.REPEATED)
+        users.seen(user_id, event.request_id, event.retrieval_at_us)
+        live = users.live_job(user_id, None if owner is None else owner.worker_id, now_us)
+        if live is not None and _prepares(live, event, owner):
+            if owner is not None:
+                self._count_hit(owner, impression, live.prefix_tokens, now_us)
+            return Decision(False, DecisionReason.UNDER_WAY)
+        decision = self._policy.decide(self._case(impression, user_id, owner, live, now_us))
+        tokens = 0 if decision.estimate is None else decision.estimate.prefix_tokens
+        if decision.admit:
+            until_us = event.expected_ranking_at_us + impression.ranking_budget_us + self._limits.lease_margin_us
+            worker_id = None if owner is None else owner.worker_id
+            users.sent(user_id, LastJob(event.history_version, worker_id, tokens, until_us))
+            if owner is not None and tokens:
+                self._recent.note(owner, user_id, tokens, now_us)
+        elif decision.reason is DecisionReason.NOT_AT_RISK:
+            self.feedback.judged(event.request_id, tokens, now_us)
         return decision
+
+    def unsent(self, user_id: str) -> None:
+        """The user's last job did not reach Kafka."""
+        self._users.unsent(user_id)
+
+    def restore(self, job: PreInferJob, partition: int) -> None:
+        """Takes an earlier job, of this process or another, for what is remembered of its user. Oldest job first."""
+        now_us = self._clock.wall_us()
+        owner = self._fleet.owner_of(partition, now_us)
+        impression = ImpressionFacts.of(job)
+        if owner is None or impression.history_behaviours is None or not self._users.precedes(job):
+            return
+        tokens = owner.prefix_tokens(impression.history_behaviours)
+        until_us = job.expires_at_us + self._limits.lease_margin_us
+        self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
+        self._users.sent(job.user_id, LastJob(job.history_version, owner.worker_id, tokens, until_us))
+        self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
+
+    def _case(
+        self, impression: ImpressionFacts, user_id: str, owner: OwnerView | None, live: LastJob | None, now_us: int
+    ) -> PolicyCase:
+        if owner is None:
+            return PolicyCase(impression, now_us)
+        if live is not None and live.prefix_tokens and owner.reuses_prefixes:
+            cached = CachedPrefix(PrefixTier.HBM, live.prefix_tokens)
+        else:
+            cached = self._recent.guess(owner, user_id)
+        within_us = self._recent.residence_us(owner, now_us)
+        chance = self._users.return_chance(user_id, within_us) if owner.dram_capacity_bytes else 0.0
+        buckets = self._buckets.of(owner, now_us)
+        return PolicyCase(impression, now_us, owner, buckets, cached, self.feedback.margins, chance)
+
+    def _count_hit(self, owner: OwnerView, impression: ImpressionFacts, tokens: int, now_us: int) -> None:
+        scored = owner.tokens_per_behaviour * impression.expected_suffix + impression.expected_candidates
+        self._buckets.of(owner, now_us).count_ranking(owner.latency.hit_us(tokens, scored), now_us)
+
+
+def _prepares(live: LastJob, event: RetrievalEvent, owner: OwnerView | None) -> bool:
+    """Whether the live job prepares the prefix of this event, too, and its lease covers the expected request."""
+    return (
+        event.history_version is not None
+        and event.history_version == live.version
+        and event.expected_ranking_at_us <= live.until_us
+        and (owner is None or owner.reuses_prefixes)
+    )
 
 
 def job_of(event: RetrievalEvent, now_us: int) -> PreInferJob:

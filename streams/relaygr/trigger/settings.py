@@ -10,6 +10,7 @@ from relaygr.admission.policy import PolicyLimits
 from relaygr.admission.risk import RiskTargets
 from relaygr.runtime.settings import Section
 from relaygr.schemas.messages import MAX_BEHAVIOURS
+from relaygr.trigger.policies import DEFAULT_POLICY
 
 
 class TriggerSettings(Section):
@@ -19,6 +20,20 @@ class TriggerSettings(Section):
     instance_id: str = Field(
         "trigger-00", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="name of this process in client ids"
     )
+    policy: str = Field(
+        DEFAULT_POLICY,
+        min_length=1,
+        description="who decides about jobs: policy, always, threshold (fallback_behaviours), never, or an entry point "
+        "of the group relaygr.trigger_policies",
+    )
+    remembered_users: Annotated[
+        int,
+        Field(ge=0, le=10_000_000, description="users whose last job and return gaps are remembered; 0: none"),
+    ] = 100_000
+    rebuild_s: Annotated[
+        float,
+        Field(ge=0, le=86_400, description="how far back jobs are read for that when partitions are assigned; 0: not"),
+    ] = 600.0
     fallback_behaviours: Annotated[
         int,
         Field(
@@ -33,7 +48,13 @@ class TriggerSettings(Section):
     ] = 1024
     status_stale_ms: Annotated[int, Field(ge=100, description="age at which the status of a worker is stale")] = 3000
     lead_fraction: Annotated[
-        float, Field(gt=0, le=1, description="share of the expected lead time within which the prefix must be ready")
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="share of the expected lead time within which the prefix must be ready, while few lead times "
+            "were measured",
+        ),
     ] = 0.8
     missed_share: Annotated[
         float,

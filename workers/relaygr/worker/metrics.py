@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from relaygr.admission.latency import PredictionQuality, Stage
+from relaygr.admission.lead import LeadQuantiles
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.schemas.messages import FailureReason, Path
 from relaygr.worker.executor.order import WorkClass
@@ -55,6 +56,35 @@ class PredictionCollector(Collector):
                     ratios.add_metric([stage, quantile], ratio)
         yield ratios
         yield slowdowns
+
+
+class LeadTimeCollector(Collector):
+    """The lead times of recent jobs, read from `read` at each scrape."""
+
+    def __init__(self, read: Callable[[], Mapping[str, LeadQuantiles]], registry: CollectorRegistry = REGISTRY) -> None:
+        """Registers itself."""
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        seconds = GaugeMetricFamily(
+            "relaygr_worker_lead_seconds",
+            "Time from the start of retrieval to the ranking request, of recent jobs, by quantile",
+            labels=["scenario", "quantile"],
+        )
+        shares = GaugeMetricFamily(
+            "relaygr_worker_lead_share",
+            "Measured / expected time from the start of retrieval to the ranking request, by quantile",
+            labels=["scenario", "quantile"],
+        )
+        for scenario, lead in self._read().items():
+            for quantile, lead_us, share in (
+                ("0.1", lead.low_us, lead.low_share), ("0.5", lead.median_us, lead.median_share),
+            ):  # fmt: skip
+                seconds.add_metric([scenario, quantile], lead_us / 1e6)
+                shares.add_metric([scenario, quantile], share)
+        yield seconds
+        yield shares
 
 
 class WorkerMetrics:

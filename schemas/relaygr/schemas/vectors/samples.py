@@ -21,6 +21,7 @@ from relaygr.schemas.messages import (
     History,
     HistoryVersion,
     LatencyCoefficients,
+    LeadTimeReport,
     Outcome,
     Path,
     PrefixSource,
@@ -125,6 +126,12 @@ MESSAGES: dict[str, Any] = {
 }
 MESSAGES["WorkerStatus, full path"] = replace(
     MESSAGES["WorkerStatus"], full_path=FullPathReport(4200, (0.0, 1.25), (0, 7), (0, 2), ("gateway.1.7",))
+)
+
+MESSAGES["WorkerStatus, lead times"] = replace(
+    MESSAGES["WorkerStatus"],
+    lead_times=LeadTimeReport(("default",), (0.75,), (60_000,), (80_000,)),
+    reuses_prefixes=False,
 )
 
 HEADERS: dict[str, Any] = {

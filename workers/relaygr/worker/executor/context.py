@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaygr.admission.latency import Corrector
+from relaygr.admission.lead import LeadTimes
 from relaygr.admission.risk import FullPathObserver
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import Clock
@@ -203,6 +204,7 @@ class ExecutorContext:
     leased: RecentIds = field(default_factory=lambda: RecentIds(REMEMBERED_ANSWERS, REMEMBERED_US))
     """Impressions whose job has prepared their prefix. The poll thread reads it."""
     full_path: FullPathObserver = field(default_factory=FullPathObserver)
+    lead_times: LeadTimes = field(default_factory=LeadTimes)
     last_progress_us: int = 0
     _ranking_passes: list[tuple[int, int]] = field(default_factory=list)
     """Device time and end of each ranking pass that the job admission has not counted yet."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.schemas.messages import FullPathReport
+from relaygr.admission.lead import LeadQuantiles
+from relaygr.schemas.messages import FullPathReport, LeadTimeReport
 from relaygr.worker.cache import Tier
 from relaygr.worker.executor.batches import Batches
 from relaygr.worker.executor.context import DeviceCompletions, ExecutorContext, ExecutorParts
@@ -146,6 +147,14 @@ class Executor:
         report = self._context.full_path.report(latency, self._parts.clock.monotonic_us())
         self._parts.metrics.set_needless(sum(report.needless))
         return report
+
+    def lead_time_report(self) -> LeadTimeReport | None:
+        """The lead times of recent jobs. For the thread that sends it to triggers."""
+        return self._context.lead_times.report(self._parts.clock.monotonic_us())
+
+    def lead_times(self) -> Mapping[str, LeadQuantiles]:
+        """The lead times of the last report, by scenario. From any thread."""
+        return self._context.lead_times.latest
 
     # -- the device thread ---------------------------------------------------------------------------
 

@@ -76,7 +76,8 @@ class Jobs:
             return self._end(work, JobOutcome.EXPIRED)
         impression = (job.user_id, job.request_id)
         self._context.prepared.add(impression, now_us)
-        self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us)
+        stated = job.retrieval_at_us, job.expected_ranking_at_us
+        self._context.arrivals.announce(impression, now_us, work.expected_ranking_us, work.expires_us, stated)
         if job.expected_suffix and not self._context.engine.rules.grows:
             return self._end(work, JobOutcome.NOT_USABLE)
         try:

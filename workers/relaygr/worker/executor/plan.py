@@ -102,6 +102,11 @@ Impression = tuple[str, str]
 """User id and request id."""
 
 
+Announcement = tuple[int, int, int, tuple[int, int] | None]
+"""When the request was announced, when it is expected, and until when; and by the gateway's clock, when its retrieval
+began and when the gateway expected to send it. None for a request that arrived and waits."""
+
+
 class ExpectedArrivals:
     """When ranking requests may arrive. Jobs announce requests; others arrive at a rate. Belongs to the device thread.
 
@@ -110,23 +115,29 @@ class ExpectedArrivals:
     """
 
     def __init__(self) -> None:
-        self.announced: dict[Impression, tuple[int, int, int]] = {}
-        """When the request was announced, when it is expected, and until when."""
-        self.seen: deque[tuple[tuple[int, int, int] | None, int]] = deque(maxlen=1024)
+        self.announced: dict[Impression, Announcement] = {}
+        self.seen: deque[tuple[Announcement | None, int]] = deque(maxlen=1024)
         """Requests that arrived: their announcement, and the time."""
         self._part = 0.5
         self._others = 0.0
         self._others_at_us = 0
 
-    def announce(self, impression: Impression, now_us: int, expected_us: int, until_us: int) -> None:
-        """A job expects this request at `expected_us`, and no longer than `until_us`."""
+    def announce(
+        self,
+        impression: Impression,
+        now_us: int,
+        expected_us: int,
+        until_us: int,
+        stated: tuple[int, int] | None = None,
+    ) -> None:
+        """A job expects this request at `expected_us`, and no longer than `until_us`. `stated`: see `Announcement`."""
         if len(self.announced) >= _MOST_ANNOUNCED:
             del self.announced[next(iter(self.announced))]
-        self.announced[impression] = now_us, max(now_us, expected_us), until_us
+        self.announced[impression] = now_us, max(now_us, expected_us), until_us, stated
 
     def wait(self, impression: Impression, now_us: int, until_us: int) -> None:
         """A request that arrived waits for its history or for a copy, and may go on at any time."""
-        self.announced[impression] = now_us, now_us, until_us
+        self.announced[impression] = now_us, now_us, until_us, None
 
     def next_us(self, now_us: int, without: Collection[Impression] = ()) -> tuple[float, float]:
         """Time until the next announced request may arrive, and mean time between others. Infinite if there is none.
@@ -136,7 +147,7 @@ class ExpectedArrivals:
         while self.seen:
             self._learn(*self.seen.popleft())
         earliest_us, overdue = math.inf, []
-        for impression, (announced_us, expected_us, until_us) in self.announced.items():
+        for impression, (announced_us, expected_us, until_us, _) in self.announced.items():
             if until_us < now_us:
                 overdue.append(impression)
             elif impression not in without:
@@ -147,12 +158,12 @@ class ExpectedArrivals:
         others_us = _RATE_WINDOW_US / self._others if self._others > _EARLY_STEP else math.inf
         return max(0.0, earliest_us - now_us), others_us
 
-    def _learn(self, announcement: tuple[int, int, int] | None, at_us: int) -> None:
+    def _learn(self, announcement: Announcement | None, at_us: int) -> None:
         if announcement is None:
             self._decay(at_us)
             self._others += 1.0
             return
-        announced_us, expected_us, _ = announcement
+        announced_us, expected_us, _, _ = announcement
         if expected_us > announced_us:
             part = (at_us - announced_us) / (expected_us - announced_us)
             moved = self._part + _EARLY_STEP * (_EARLY_SHARE - 1 if part < self._part else _EARLY_SHARE)

@@ -98,6 +98,8 @@ class Requests:
         arrivals = self._context.arrivals
         announcement = arrivals.announced.pop((request.user_id, request.request_id), None)
         arrivals.seen.append((announcement, work.received.received_us))
+        if announcement is not None and announcement[3] is not None:
+            self._context.lead_times.arrived.append((work.received.received_us, request.sent_at_us, *announcement[3]))
         too_long = _too_long(request, self._context.engine.limits)
         if too_long is not None:
             return self._fail(work, FailureReason.TOO_LONG, too_long)

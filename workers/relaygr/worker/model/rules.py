@@ -29,6 +29,11 @@ class PrefixRules:
     uses_query_time: bool = False
     """K,V are valid for one query time only."""
 
+    @property
+    def is_reusable(self) -> bool:
+        """Whether a prefix serves later impressions of its user, too."""
+        return self.grows and not self.uses_query_time
+
 
 class RuleError(ValueError):
     """A call that the model's rules forbid, because its scores would differ from full inference."""

@@ -96,6 +96,8 @@ class StatusReport:
             ranking_backlog_us=executor.backlog.predicted_us,
             latency=latency.coefficients,
             full_path=executor.full_path_report(latency),
+            lead_times=executor.lead_time_report(),
+            reuses_prefixes=engine.rules.is_reusable,
             host=self._host,
             metrics_url=self.metrics_url,
         )

@@ -41,7 +41,7 @@ from relaygr.worker.handler import HandlerSettings, WorkerHandler
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.store import HistoryStore
-from relaygr.worker.metrics import PredictionCollector, WorkerMetrics
+from relaygr.worker.metrics import LeadTimeCollector, PredictionCollector, WorkerMetrics
 from relaygr.worker.process.housekeeping import Housekeeping, StatusReport, StatusSources
 from relaygr.worker.process.memory import AllocatedMemory, trace_header
 from relaygr.worker.process.prepare import Prepared
@@ -199,6 +199,7 @@ class Parts:
         )
         CacheCollector(self.cache.stats)
         PredictionCollector(prepared.corrector.quality)
+        LeadTimeCollector(self.executor.lead_times)
         self._admin: AdminSocket | None = None
 
     def open_admin_socket(self, folder: Path) -> None:

@@ -1,0 +1,93 @@
+"""The lead time: from the start of retrieval to the ranking request, measured by scenario.
+
+A gateway states when it expects to send the ranking request; it knows that only roughly. The worker sees both ends: the
+job copies `retrieval_at_us` and `expected_ranking_at_us` from the retrieval event, and the request says when it was
+sent. All three are of the gateway's clock, so no clocks are compared. Its status reports low quantiles of measured /
+expected lead time, and the trigger shortens the expected lead time of later events by them.
+
+Requests without a job are not measured. If a trigger sends no more jobs because lead times were short, the samples grow
+old, `lead_fraction` holds again, and the next jobs measure anew.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from relaygr.schemas.messages import LeadTimeReport
+from relaygr.schemas.record import record
+
+DEFAULT_SCENARIO: Final = "default"
+"""The scenario of messages that name none."""
+LOW_QUANTILE: Final = 0.1
+HORIZON_US: Final = 60_000_000
+"""Age above which a lead time no longer counts."""
+LEAST_SAMPLES: Final = 32
+_MOST_SAMPLES: Final = 512
+
+
+@record(frozen=True, slots=True)
+class LeadQuantiles:
+    """The lead times of one scenario, measured lately."""
+
+    low_us: int
+    """The 10th percentile."""
+    median_us: int
+    low_share: float
+    """Measured / expected: the 10th percentile."""
+    median_share: float
+
+
+ArrivedRequest = tuple[int, int, int, int]
+"""When the request of a job came (monotonic), was sent, when its retrieval began, and when it was expected; µs."""
+
+
+class LeadTimes:
+    """Observes the lead times of one worker's jobs.
+
+    The device thread adds to `arrived`, which costs no call in Python. One thread calls `report`; any thread may read
+    `latest`.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: deque[ArrivedRequest] = deque(maxlen=_MOST_SAMPLES)
+        self.latest: Mapping[str, LeadQuantiles] = {}
+        """By scenario, as of the last report; without those of which few were measured lately."""
+
+    def _quantiles(self, now_us: int) -> LeadQuantiles | None:
+        pairs = [
+            (max(0, sent_us - retrieval_us), expected_us - retrieval_us)
+            for at_us, sent_us, retrieval_us, expected_us in self.arrived.copy()
+            if now_us - at_us <= HORIZON_US and expected_us > retrieval_us
+        ]
+        if len(pairs) < LEAST_SAMPLES:
+            return None
+        times = sorted(measured_us for measured_us, _ in pairs)
+        shares = sorted(measured_us / expected_us for measured_us, expected_us in pairs)
+        low, middle = int(LOW_QUANTILE * len(pairs)), len(pairs) // 2
+        return LeadQuantiles(times[low], times[middle], shares[low], shares[middle])
+
+    def report(self, now_us: int) -> LeadTimeReport | None:
+        """The part of the status; None while nothing is known."""
+        quantiles = self._quantiles(now_us)
+        # Messages name no scenario yet. With one, each scenario gets its own `arrived`.
+        found = self.latest = {} if quantiles is None else {DEFAULT_SCENARIO: quantiles}
+        if not found:
+            return None
+        return LeadTimeReport(
+            scenarios=tuple(found),
+            low_shares=tuple(each.low_share for each in found.values()),
+            low_us=tuple(each.low_us for each in found.values()),
+            median_us=tuple(each.median_us for each in found.values()),
+        )
+
+
+def lead_shares_of(report: LeadTimeReport | None) -> Mapping[str, float]:
+    """The low quantile of measured / expected lead time, by scenario. Negative ones are left out."""
+    if report is None:
+        return {}
+    pairs = zip(report.scenarios, report.low_shares, strict=False)
+    return {scenario: share for scenario, share in pairs if share >= 0}

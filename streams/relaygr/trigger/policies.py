@@ -1,0 +1,144 @@
+"""The trigger's policies by name: `trigger.policy` chooses one, and `relaygr trigger replay` compares them.
+
+| name | jobs |
+|---|---|
+| `policy` | for requests at risk, within the owner's footprint and load (`relaygr.admission.policy`) |
+| `always` | for every event with a history |
+| `threshold` | for histories of `trigger.fallback_behaviours` and more |
+| `never` | none |
+
+An installed package brings another one by an entry point of the group `relaygr.trigger_policies`: its value is a
+callable that takes `PolicyLimits` and returns a `TriggerPolicy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import Final, Protocol
+
+from relaygr.admission.policy import (
+    NOTHING_CACHED,
+    Buckets,
+    CachedPrefix,
+    Decision,
+    DecisionReason,
+    Estimate,
+    ImpressionFacts,
+    OwnerView,
+    PolicyLimits,
+    decide,
+    decide_by_length,
+    estimate,
+    expired,
+)
+from relaygr.admission.risk import NO_FACTORS
+from relaygr.runtime.errors import RelayError
+from relaygr.schemas.record import record
+
+GROUP: Final = "relaygr.trigger_policies"
+DEFAULT_POLICY: Final = "policy"
+
+
+@record(frozen=True, slots=True)
+class PolicyCase:
+    """One impression, and what the trigger knows about its user and its owner."""
+
+    impression: ImpressionFacts
+    now_us: int
+    owner: OwnerView | None = None
+    """None: unknown, or silent."""
+    buckets: Buckets | None = None
+    """The owner's buckets; None without an owner."""
+    cached: CachedPrefix = NOTHING_CACHED
+    margins: Sequence[float] = NO_FACTORS
+    """The corrections of the risk, by length bucket."""
+    return_chance: float = 0.0
+    """The chance that the user comes back while the owner's DRAM holds the prefix."""
+
+
+class TriggerPolicy(Protocol):
+    """Decides about impressions, one after the other. Repeats and jobs under way are decided before it is asked."""
+
+    def decide(self, case: PolicyCase) -> Decision:
+        """Whether a job is sent. It charges `case.buckets` for one if it keeps to them."""
+
+
+class _Default:
+    def __init__(self, limits: PolicyLimits) -> None:
+        self._limits = limits
+
+    def decide(self, case: PolicyCase) -> Decision:
+        return decide(
+            case.impression, case.owner, case.buckets, self._limits, case.now_us, case.cached, case.margins,
+            case.return_chance,
+        )  # fmt: skip
+
+
+class _Always:
+    def __init__(self, limits: PolicyLimits) -> None:
+        self._limits = limits
+
+    def decide(self, case: PolicyCase) -> Decision:
+        if expired(case.impression, case.now_us):
+            return Decision(False, DecisionReason.EXPIRED)
+        if not _behaviours(case, self._limits):
+            return Decision(False, DecisionReason.NO_HISTORY)
+        return Decision(True, DecisionReason.ADMITTED, _estimate(case, self._limits))
+
+
+class _Threshold:
+    def __init__(self, limits: PolicyLimits) -> None:
+        self._limits = limits
+
+    def decide(self, case: PolicyCase) -> Decision:
+        decision = decide_by_length(case.impression, self._limits, case.now_us)
+        return Decision(decision.admit, decision.reason, _estimate(case, self._limits))
+
+
+class _Never:
+    def __init__(self, limits: PolicyLimits) -> None:
+        pass
+
+    def decide(self, case: PolicyCase) -> Decision:  # noqa: ARG002
+        return Decision(False, DecisionReason.DISABLED)
+
+
+def _behaviours(case: PolicyCase, limits: PolicyLimits) -> int:
+    known = case.impression.history_behaviours
+    return limits.assumed_behaviours if known is None else known
+
+
+def _estimate(case: PolicyCase, limits: PolicyLimits) -> Estimate | None:
+    if case.owner is None:
+        return None
+    return estimate(case.impression, _behaviours(case, limits), case.owner, limits, case.now_us, case.cached)
+
+
+PolicyFactory = Callable[[PolicyLimits], TriggerPolicy]
+_OWN: Final[dict[str, PolicyFactory]] = {
+    DEFAULT_POLICY: _Default,
+    "always": _Always,
+    "threshold": _Threshold,
+    "never": _Never,
+}
+
+
+def policy_names() -> list[str]:
+    """Our policies, then those of installed packages. Ours cannot be replaced."""
+    return [*_OWN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(_OWN))]
+
+
+def make_policy(name: str, limits: PolicyLimits) -> TriggerPolicy:
+    """The policy of this name. Raises RelayError if there is none, or if its package cannot be loaded."""
+    own = _OWN.get(name)
+    if own is not None:
+        return own(limits)
+    found = next((entry for entry in entry_points(group=GROUP) if entry.name == name), None)
+    if found is None:
+        raise RelayError(f"There is no trigger policy {name!r}: give one of {', '.join(policy_names())}.")
+    try:
+        made: TriggerPolicy = found.load()(limits)
+    except Exception as error:
+        raise RelayError(f"The trigger policy {name!r} ({found.value}) cannot be loaded: {error!r}.") from error
+    return made

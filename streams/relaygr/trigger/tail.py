@@ -1,0 +1,126 @@
+"""Reads the newest jobs of partitions that were just assigned, for what the trigger remembers of its users.
+
+The jobs topic says what was sent, by whichever process. Its tail takes the place of a changelog: nothing has to be
+written for it, and no topic kept. A thread reads it while events are decided already; the deciding thread takes the
+jobs in small portions.
+
+The right to read the jobs is not needed for anything else. Without it, the users are remembered from new events on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Final
+
+import structlog
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from relaygr.kafka.client_errors import cause_of
+from relaygr.kafka.clients import make_assigned_consumer
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import DecodeError, decode
+from relaygr.schemas.messages import PreInferJob
+from relaygr.schemas.topics import Topic
+
+log = structlog.get_logger()
+
+PORTION: Final = 32
+"""Jobs that the deciding thread takes at once: about a millisecond."""
+_MOST_WAITING: Final = 4096
+"""Jobs that wait to be taken. Of more, the oldest are dropped."""
+_POLL_S: Final = 0.2
+_REQUEST_TIMEOUT_S: Final = 5.0
+_READ_S: Final = 30.0
+
+
+class JobsTail:
+    """`follow` names the partitions of this process; `take` gives their earlier jobs, a portion at a time."""
+
+    def __init__(self, kafka: KafkaSettings, clock: Clock, client_id: str, rebuild_s: float) -> None:
+        """Reads the jobs of the last `rebuild_s` seconds; 0: none. No network until `start`."""
+        self._kafka = kafka
+        self._topic = kafka.topic(Topic.PREINFER)
+        self._clock = clock
+        self._client_id = client_id
+        self._rebuild_us = round(rebuild_s * 1e6)
+        self._partitions: frozenset[int] = frozenset()
+        self._asked: queue.SimpleQueue[frozenset[int] | None] = queue.SimpleQueue()
+        self._jobs: deque[tuple[PreInferJob, int]] = deque(maxlen=_MOST_WAITING)
+        self._stopping = threading.Event()
+        self._asked_for = self._read_so_far = 0
+        """Groups of partitions. The first is counted by the thread of `follow`, the second by the reader."""
+        self._thread = threading.Thread(target=self._run, name="jobs-tail", daemon=True)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every partition so far was read, and all of its jobs taken."""
+        return self._asked_for == self._read_so_far and not self._jobs
+
+    def start(self) -> None:
+        if self._rebuild_us:
+            self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Returns when the thread has ended, or after `timeout_s`."""
+        self._stopping.set()
+        self._asked.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def follow(self, partitions: frozenset[int]) -> None:
+        """These are the partitions of this process from now on: the tails of new ones will be read."""
+        new, self._partitions = partitions - self._partitions, partitions
+        if new and self._rebuild_us:
+            self._asked_for += 1
+            self._asked.put(new)
+
+    def take(self) -> list[tuple[PreInferJob, int]]:
+        """At most `PORTION` jobs with their partitions, those of each partition in order."""
+        jobs = self._jobs
+        return [jobs.popleft() for _ in range(min(PORTION, len(jobs)))]
+
+    def _run(self) -> None:
+        while (partitions := self._asked.get()) is not None and not self._stopping.is_set():
+            try:
+                self._read(partitions)
+            except KafkaException as error:
+                log.warning("earlier jobs are not read", cause=cause_of(error.args[0]))
+            self._read_so_far += 1
+
+    def _read(self, partitions: frozenset[int]) -> None:
+        # The client reports the end of each partition.
+        consumer = make_assigned_consumer(self._kafka, self._client_id, options={"enable.partition.eof": True})
+        try:
+            since_ms = (self._clock.wall_us() - self._rebuild_us) // 1000
+            asked = [TopicPartition(self._topic, partition, since_ms) for partition in sorted(partitions)]
+            places = consumer.offsets_for_times(asked, timeout=_REQUEST_TIMEOUT_S)
+            open_partitions = {place.partition for place in places if place.offset >= 0}
+            if open_partitions:
+                consumer.assign([place for place in places if place.offset >= 0])
+                self._read_to_end(consumer, open_partitions)
+        finally:
+            consumer.close()
+
+    def _read_to_end(self, consumer: Consumer, partitions: set[int]) -> None:
+        count, until_us = 0, self._clock.monotonic_us() + round(_READ_S * 1e6)
+        while partitions and not self._stopping.is_set() and self._clock.monotonic_us() < until_us:
+            message = consumer.poll(_POLL_S)
+            if message is None:
+                continue
+            error, partition = message.error(), message.partition()
+            assert partition is not None
+            if error is None:
+                try:
+                    self._jobs.append((decode(PreInferJob, message.value()), partition))
+                    count += 1
+                except DecodeError:
+                    continue
+            elif error.code() == KafkaError._PARTITION_EOF:
+                partitions.discard(partition)
+            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                log.warning("earlier jobs are not read", cause="this user has no right to read the topic of the jobs")
+                return
+        log.info("earlier jobs read", jobs=count)
