@@ -13,15 +13,18 @@ import pytest
 from confluent_kafka import Consumer, Message, TopicPartition
 from prometheus_client import CollectorRegistry
 
+from relaygr.admission.settings import AdmissionSettings
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.clock import SystemClock
+from relaygr.runtime.clock import ManualClock, SystemClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
 from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.headers import DEAD_LETTER_REASON
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
 from relaygr.trigger.app import TriggerApp
+from relaygr.trigger.fleet import Fleet
+from relaygr.trigger.handler import EventHandler
 from relaygr.trigger.settings import TriggerSettings
 from tests.bad_header import send_bad_header
 
@@ -76,8 +79,14 @@ class Bench:
         self._producer = make_producer(kafka, ProducerKind.DURABLE, "test-writer")
 
     def write(self, topic: Topic, key: bytes | None, value: bytes | None, partition: int | None = None) -> None:
+        self.produce(topic, key, value, partition)
+        self.flush()
+
+    def produce(self, topic: Topic, key: bytes | None, value: bytes | None, partition: int | None = None) -> None:
         place = {} if partition is None else {"partition": partition}
         self._producer.produce(self.kafka.topic(topic), value, key, **place)  # type: ignore[arg-type]
+
+    def flush(self) -> None:
         assert self._producer.flush(10) == 0
 
     def send(self, message: RetrievalEvent) -> None:
@@ -262,3 +271,114 @@ async def test_a_trigger_that_is_stopped_has_decided_every_event_whose_offset_it
             await after.decided(30 - decided)
         jobs = await after.read(Topic.PREINFER, 30)
     assert len({job.key() for job in jobs}) == 30
+
+
+@pytest.mark.asyncio
+async def test_a_trigger_that_starts_again_knows_the_jobs_of_the_one_before(kafka_settings: KafkaSettings) -> None:
+    settings = TriggerSettings(status_stale_ms=100_000)
+    sent = event("user-1", 4000)
+    async with running(kafka_settings, settings) as bench:
+        status = worker_status(kafka_settings, SystemClock().wall_us())
+        bench.write(Topic.WORKERS, b"worker-00", encode(status))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, SystemClock().wall_us()) is not None)
+        bench.send(sent)
+        assert await bench.decided(1) == {"admitted": 1}
+        await bench.read(Topic.PREINFER, 1)
+    async with running(kafka_settings, settings) as bench:
+        await wait_for(lambda: bench.app.tail.is_idle)
+        bench.send(sent)
+        bench.send(replace(sent, request_id="gateway.1.2"))
+        bench.send(event("user-2", 4000))
+        assert await bench.decided(3) == {"repeated": 1, "under_way": 1, "admitted": 1}
+
+
+START_US = SystemClock().wall_us()
+INTERVAL_US = 2_000
+WAVES = 120
+WAVE_EVENTS = 120
+
+
+class EventClock(SystemClock):
+    """Wall time that advances with the events that the processes have decided.
+
+    So what they may admit does not depend on the speed of this machine, or on how long a rebalance takes.
+    """
+
+    def __init__(self) -> None:
+        self.apps: list[TriggerApp] = []
+
+    @property
+    def decided(self) -> int:
+        return sum(sum(app.decision_counts().values()) for app in self.apps)
+
+    def wall_us(self) -> int:
+        return START_US + INTERVAL_US * self.decided
+
+
+def budget_event(number: int) -> RetrievalEvent:
+    """A pre-infer of 25 ms: the events ask for twelve times the device."""
+    return replace(event(f"user-{number}", 2500), expected_ranking_at_us=START_US + 60_000_000)
+
+
+def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions: int) -> int:
+    """The jobs of one process without a broker."""
+    clock = ManualClock(wall_us=START_US)
+    fleet = Fleet(settings.status_stale_ms)
+    fleet.apply(status.worker_id, status, START_US)
+    handler = EventHandler(settings, AdmissionSettings(), fleet, partitions, clock)
+    handler.reassign(frozenset(range(partitions)))
+    admitted = 0
+    for number in range(WAVES * WAVE_EVENTS):
+        sent = budget_event(number)
+        partition = partition_for(sent.user_id.encode(), partitions)
+        admitted += handler.admit(sent, partition, clock.wall_us()).admit
+        clock.advance_us(INTERVAL_US)
+    return admitted
+
+
+@pytest.mark.asyncio
+async def test_processes_that_join_and_leave_admit_as_much_as_one(kafka_settings: KafkaSettings) -> None:
+    clock = EventClock()
+    settings = TriggerSettings(status_stale_ms=100_000_000, rebuild_s=0)
+    status = replace(worker_status(kafka_settings, START_US), hbm_capacity_bytes=2**40)
+    async with contextlib.AsyncExitStack() as stack:
+        running_now: list[contextlib.AsyncExitStack] = []
+
+        async def join() -> Bench:
+            own = await stack.enter_async_context(contextlib.AsyncExitStack())
+            running_now.append(own)
+            name = settings.model_copy(update={"instance_id": f"trigger-{len(running_now)}"})
+            app = TriggerApp(kafka_settings, name, clock=clock, registry=CollectorRegistry())
+            clock.apps.append(app)
+            stop = asyncio.Event()
+            task = asyncio.create_task(app.run(stop))
+
+            async def end() -> None:
+                stop.set()
+                async with asyncio.timeout(20):
+                    await task
+
+            own.push_async_callback(end)
+            return Bench(kafka_settings, app)
+
+        bench = await join()
+        await wait_for(lambda: bench.app.readiness().ready)
+        bench.write(Topic.WORKERS, b"worker-00", encode(status))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, START_US) is not None)
+        for wave in range(WAVES):
+            # The waves go on while the group rebalances.
+            if wave in (30, 60):
+                await join()
+            elif wave == 90:
+                await running_now[0].aclose()
+            for number in range(wave * WAVE_EVENTS, (wave + 1) * WAVE_EVENTS):
+                sent = budget_event(number)
+                bench.produce(Topic.RETRIEVAL, sent.user_id.encode(), encode(sent))
+            bench.flush()
+            wanted = (wave + 1) * WAVE_EVENTS
+            await wait_for(lambda wanted=wanted: clock.decided >= wanted)  # type: ignore[misc]
+        counts = [app.decision_counts() for app in clock.apps]
+    alone = admitted_by_one(settings, status, kafka_settings.partitions)
+    assert sum(sum(each.values()) for each in counts) == WAVES * WAVE_EVENTS
+    assert len([each for each in counts if each.get("admitted", 0)]) == 3
+    assert sum(each.get("admitted", 0) for each in counts) == pytest.approx(alone, rel=0.05)

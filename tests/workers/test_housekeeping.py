@@ -6,6 +6,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import structlog
+
+from relaygr.admission.latency import PredictionQuality, Stage
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
@@ -48,6 +51,8 @@ class World:
             pause=lambda *_: self.paused.append("paused"), resume=lambda *_: self.paused.append("resumed")
         )
         self.executor: Any = SimpleNamespace(ranking_outstanding=0, preinfer_backlog_us=0, ranking_outstanding_bytes=0)
+        self.quality: dict[Stage, PredictionQuality] = {}
+        self.executor.prediction_quality = self.quality.get
         sources = StatusSources(None, loop, self.executor, self.cache, None)  # type: ignore[arg-type]
         gauge = SimpleNamespace(set=lambda value: None)
         self.housekeeping = Housekeeping(
@@ -89,6 +94,16 @@ def test_prefixes_of_a_partition_that_moved_away_are_dropped_after_a_stated_time
     world.after(3)
     assert world.partitions == {0, 1}
     assert world.forgotten == {2, 3}, "their histories are deleted too"
+
+
+def test_a_worker_says_once_that_its_predictions_are_off_and_once_that_they_are_right_again() -> None:
+    world = World()
+    with structlog.testing.capture_logs() as logs:
+        for ratio, count in ((1.0, 512), (2.0, 5), (2.0, 512), (2.0, 512), (1.2, 512)):
+            world.quality[Stage.FULL] = PredictionQuality(1.0, ratio, ratio, ratio, count=count)
+            world.after(10)
+    assert [(line["log_level"], line["stage"]) for line in logs] == [("warning", "full"), ("info", "full")]
+    assert logs[0]["predicted_over_measured"] == 2.0
 
 
 def test_a_partition_that_comes_back_in_time_keeps_its_prefixes() -> None:

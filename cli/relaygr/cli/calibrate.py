@@ -98,8 +98,8 @@ def _print(console: Console, calibration: Calibration) -> None:
             _ms(point.duration_us),
             _ms(hit_us),
             f"{point.duration_us / hit_us:.1f}",
-            _ms(model.full_us(n, m)),
-            _ms(model.hit_us(n, m)),
+            _fitted(model.full_us(n, m), point.duration_us),
+            _fitted(model.hit_us(n, m), hit_us),
         )
     console.print(table)
     c = calibration.coefficients
@@ -110,6 +110,11 @@ def _print(console: Console, calibration: Calibration) -> None:
         f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)",
         soft_wrap=True,
     )
+
+
+def _fitted(fitted_us: float, measured_us: float) -> str:
+    """The fitted time, and how far it is off."""
+    return f"{_ms(fitted_us)} ({fitted_us / measured_us - 1:+.0%})"
 
 
 def _ms(duration_us: float) -> str:

@@ -119,7 +119,8 @@ def replay(
     """Compare policies on recorded events, with the settings `trigger.*` and `admission.*`.
 
     Wasted: no request used the prefix. Needless: the request would have been in time without it. Missed: the request
-    was not in time. All follow from the latency models that the workers reported.
+    was not in time. Prepared: HBM that the jobs fill; jobs: their device time; device: with that of the requests. All
+    follow from the latency models that the workers reported.
     """
     settings = command_settings(config, overrides=overrides)
     lines = read_recording(events)
@@ -137,13 +138,14 @@ def replay(
         return
     console = Console(highlight=False)
     span_s = (lines[-1].at_us - lines[0].at_us) / 1e6
-    console.print(f"{events}: {results[0].events:,} events, {results[0].requests:,} requests in {span_s:,.0f} s")
+    found = f"{results[0].events:,} events, {results[0].requests:,} requests in {span_s:,.0f} s"
+    console.print(f"{events}: {found}", soft_wrap=True)
     console.print(_table(results))
 
 
 def _table(results: list[PolicyResult]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("policy", "admitted", "wasted", "needless", "missed", "prepared", "jobs", "rankings", "device"):
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("policy", "admitted", "wasted", "needless", "missed", "prepared", "jobs", "device"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for result in results:
         table.add_row(
@@ -154,7 +156,6 @@ def _table(results: list[PolicyResult]) -> Table:
             f"{result.missed:,} ({result.missed / max(1, result.requests):.1%})",
             f"{result.prepared_bytes / 2**20:,.1f} MiB",
             f"{result.prepare_us / 1e6:,.2f} s",
-            f"{result.ranking_us / 1e6:,.2f} s",
             f"{result.device_us / 1e6:,.2f} s",
         )
     return table

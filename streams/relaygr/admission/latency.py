@@ -26,7 +26,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -283,8 +283,16 @@ class PredictionQuality:
     """Predicted / measured: the 10th percentile."""
     ratio_p50: float
     ratio_p90: float
+    count: int = field(default=0, kw_only=True)
+    """The measurements that this looks at."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether predictions are wrong by half or more in the median, although the correction has had its time."""
+        return self.count >= RECENT_MEASUREMENTS // 4 and not 1 / OFF_RATIO <= self.ratio_p50 <= OFF_RATIO
 
 
+OFF_RATIO = 1.5
 RECENT_MEASUREMENTS = 512
 """The measurements of each stage that `Corrector.quality` looks at."""
 _LEAST_RATIO = 1e-6
@@ -338,7 +346,7 @@ class Corrector:
             return None
         slowdowns, ratios = np.array(recent).T
         p10, p50, p90 = (float(value) for value in np.percentile(ratios, (10, 50, 90)))
-        return PredictionQuality(float(np.median(slowdowns)), p10, p50, p90)
+        return PredictionQuality(float(np.median(slowdowns)), p10, p50, p90, count=len(recent))
 
     def observe(self, stage: Stage, calibrated_us: float, measured_us: float) -> None:
         """Takes the measured time of finished work, and the time that `calibrated` (not `model`) predicts for it."""

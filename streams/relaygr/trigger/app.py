@@ -158,7 +158,7 @@ class TriggerApp:
         self._reader = FleetReader(
             kafka, self.fleet, self._clock, f"{name}-fleet", on_bad=self.metrics.bad_statuses.inc
         )
-        self._tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s)
+        self.tail = JobsTail(kafka, self._clock, f"{name}-tail", settings.rebuild_s)
         self._counts: Tally[DecisionReason] = Tally()
         self._away_since_us: int | None = None
         self._app = make_app(kafka)
@@ -176,7 +176,7 @@ class TriggerApp:
         await _on_daemon_thread(require_broker, self._kafka, self._stopping)
         self._watch.start()
         self._reader.start()
-        self._tail.start()
+        self.tail.start()
         await self._app.start()
         self._feeding = asyncio.create_task(self._feed.run(self._events, self._take_reports), name="events")
         self._gauges = asyncio.create_task(self._set_gauges(), name="gauges")
@@ -225,7 +225,7 @@ class TriggerApp:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_on_daemon_thread(self._feed.close), _STOP_S)
         self._reader.stop()
-        self._tail.stop()
+        self.tail.stop()
         self._watch.stop()
         await asyncio.to_thread(self._producer.flush, _FLUSH_S)
         await asyncio.to_thread(self._dead_letters.flush, _FLUSH_S)
@@ -313,13 +313,13 @@ class TriggerApp:
 
     def _on_partitions(self, partitions: frozenset[int]) -> None:
         self._handler.reassign(partitions)
-        self._tail.follow(partitions)
+        self.tail.follow(partitions)
         self.metrics.partitions.set(len(partitions))
 
     def _take_reports(self) -> None:
         self._producer.poll(0)
         self._dead_letters.poll()
-        for job, partition in self._tail.take():
+        for job, partition in self.tail.take():
             self._handler.restore(job, partition)
 
     async def _set_gauges(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from relaygr.admission.latency import LatencyModel
+from relaygr.admission.latency import LatencyModel, PredictionQuality, Stage
 from relaygr.admission.lead import LeadQuantiles
 from relaygr.schemas.messages import FullPathReport, LeadTimeReport
 from relaygr.worker.cache import Tier
@@ -147,6 +147,10 @@ class Executor:
         report = self._context.full_path.report(latency, self._parts.clock.monotonic_us())
         self._parts.metrics.set_needless(sum(report.needless))
         return report
+
+    def prediction_quality(self, stage: Stage) -> PredictionQuality | None:
+        """How good the predictions of a stage were lately. From any thread."""
+        return self._parts.corrector.quality(stage)
 
     def lead_time_report(self) -> LeadTimeReport | None:
         """The lead times of recent jobs. For the thread that sends it to triggers."""

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 from confluent_kafka import KafkaException, Producer
 
+from relaygr.admission.latency import Stage
 from relaygr.consumer import ConsumerLoop
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import encode
@@ -31,6 +32,7 @@ log = structlog.get_logger()
 
 _MOVED_INTERVAL_US: Final = 1_000_000
 _SCAN_INTERVAL_US: Final = 1_000_000
+_QUALITY_INTERVAL_US: Final = 10_000_000
 _STOP_S: Final = 2.0
 
 _PAUSES_AT: Final = 0.75
@@ -190,6 +192,8 @@ class Housekeeping:
         self._moved_prefix_us = int(config.worker.moved_prefix_s * 1e6)
         self._moved_at_us = 0
         self._status_at_us = 0
+        self._quality_at_us = 0
+        self._off: frozenset[Stage] = frozenset()
         self._ranking_paused = False
 
     def take_over(self, partitions: frozenset[int]) -> None:
@@ -214,8 +218,26 @@ class Housekeeping:
             self._status.publish()
             self._metrics.outstanding.set(self._executor.ranking_outstanding)
             self._metrics.preinfer_queue_seconds.set(self._executor.preinfer_backlog_us / 1e6)
+        if now_us >= self._quality_at_us:
+            self._quality_at_us = now_us + _QUALITY_INTERVAL_US
+            self._watch_predictions()
         self.warm_up.tick(now_us)
         self._bound_backlog()
+
+    def _watch_predictions(self) -> None:
+        """Says once when the predictions of a stage are off, and when they are right again."""
+        found = {stage: quality for stage in Stage if (quality := self._executor.prediction_quality(stage)) is not None}
+        off = frozenset(stage for stage, quality in found.items() if quality.is_off)
+        for stage in off - self._off:
+            log.warning(
+                "predicted device times are off",
+                stage=stage.value,
+                predicted_over_measured=round(found[stage].ratio_p50, 2),
+                advice="measure the device again: relaygr calibrate",
+            )
+        for stage in self._off - off:
+            log.info("predicted device times are right again", stage=stage.value)
+        self._off = off
 
     def _demote_others(self, partitions: frozenset[int]) -> None:
         """Runs on a thread of its own, since it visits every user in the cache."""
