@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relaygr.admission.lead import LEAST_SAMPLES
 from relaygr.admission.risk import length_bucket
 from relaygr.schemas.messages import FullPathReport, Path
 from tests.worlds.executor import HIT_US, TOKEN_US, ExecutorWorld
@@ -56,7 +57,27 @@ def test_the_ratio_is_of_measured_and_predicted_full_inference() -> None:
     for number in range(40):
         world.rank(f"u{number}", world.store.put(f"u{number}", LENGTH), f"r{number}")
         world.run()
-    assert 0.95 <= report(world).ratios[BUCKET] <= 1.05
+    ratio = report(world).ratios[BUCKET]
+    assert 0.95 <= ratio <= 1.05
+    shown = world.registry.get_sample_value("relaygr_worker_full_path_ratio", {"tokens": str(1 << (BUCKET - 1))})
+    assert shown == ratio
+
+
+def test_lead_times_are_those_from_retrieval_to_the_request_of_each_job() -> None:
+    world = ExecutorWorld(hbm_pages=1024, preinfer_queue_max=1024)
+    for number in range(LEAST_SAMPLES):
+        version = world.store.put(f"u{number}", 100)
+        world.job(f"u{number}", version, f"r{number}", lead_us=100_000)
+        world.idle_until(world.clock.monotonic_us() + 60_000)
+        world.rank(f"u{number}", version, f"r{number}")
+        # A request without a job has no known beginning.
+        world.rank(f"u{number}", version, f"other{number}")
+        world.run()
+    sent = world.executor.lead_time_report()
+    assert sent is not None
+    assert (sent.scenarios, sent.low_us, sent.median_us) == (("default",), (60_000,), (60_000,))
+    assert sent.low_shares == (0.6,)
+    assert world.executor.lead_times()["default"].median_share == 0.6
 
 
 def test_the_time_outside_device_work_counts_the_way_the_queue_and_the_reply_margin() -> None:

@@ -85,10 +85,10 @@ class LatencyModel:
         # A sum is finite only if every value is: one test for all of them, since each observation makes a model.
         if min(values) >= 0 and math.isfinite(sum(values)):
             return
-        for field in fields(self.coefficients):
-            value = getattr(self.coefficients, field.name)
+        for each in fields(self.coefficients):
+            value = getattr(self.coefficients, each.name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"latency coefficient {field.name} is {value}; it must be finite and at least 0")
+                raise ValueError(f"latency coefficient {each.name} is {value}; it must be finite and at least 0")
 
     def _values(self) -> tuple[float, ...]:
         c = self.coefficients

@@ -4,9 +4,9 @@
                                                                 |      `--> relaygr.dead-letters
                                                              Fleet <--FleetReader-- relaygr.workers
 
-* The agent has concurrency 1 and its effects are idempotent: an event that is delivered twice makes two jobs with the
-  same request id, and the worker drops the second. An event that is lost in a crash costs one pre-infer, never a
-  ranking.
+* The agent has concurrency 1 and its effects are idempotent: an event that is delivered twice makes one job; after a
+  crash it may make two with the same request id, and the worker drops the second. An event that is lost in a crash
+  costs one pre-infer, never a ranking.
 * faust runs in our process and event loop (`relaygr.trigger.faust_stream`). Our own clients read the events and send
   the jobs, with the settings and the partitioner of all our clients. Delivery reports are taken after each poll.
 * After a lost connection to the broker, the clients reconnect by themselves, and a gauge shows the outage.

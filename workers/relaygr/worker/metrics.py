@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -134,6 +134,12 @@ class WorkerMetrics:
             "Requests ranked after a pre-infer job that full inference would have answered in time, by prediction",
             registry=registry,
         )
+        self._full_path_ratio = Gauge(
+            "relaygr_worker_full_path_ratio",
+            "P95 of measured / predicted device time of full inference, by the fewest prefix tokens of a length bucket",
+            ["tokens"],
+            registry=registry,
+        )
         self._joined = Counter(
             "relaygr_worker_prefix_joined_total",
             "Ranking requests that joined the computation of their prefix: begun (pending) or still queued (overtaken)",
@@ -207,6 +213,12 @@ class WorkerMetrics:
 
     def job_started(self, after_us: int) -> None:
         self._job_start_seconds.observe(max(0, after_us) / 1e6)
+
+    def set_full_path_ratios(self, ratios: Sequence[float]) -> None:
+        """By length bucket; 0 for unknown ones."""
+        for bucket, ratio in enumerate(ratios):
+            if ratio > 0:
+                self._full_path_ratio.labels(str(1 << (bucket - 1) if bucket else 0)).set(ratio)
 
     def set_needless(self, total: int) -> None:
         """The total of needlessly prepared requests so far."""

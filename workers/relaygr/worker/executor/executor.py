@@ -146,6 +146,7 @@ class Executor:
         """How full inference ends here, with predictions of `latency`. For one thread, which sends it to triggers."""
         report = self._context.full_path.report(latency, self._parts.clock.monotonic_us())
         self._parts.metrics.set_needless(sum(report.needless))
+        self._parts.metrics.set_full_path_ratios(report.ratios)
         return report
 
     def prediction_quality(self, stage: Stage) -> PredictionQuality | None:
