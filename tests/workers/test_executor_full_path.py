@@ -67,8 +67,10 @@ def test_lead_times_are_those_from_retrieval_to_the_request_of_each_job() -> Non
     world = ExecutorWorld(hbm_pages=1024, preinfer_queue_max=1024)
     for number in range(LEAST_SAMPLES):
         version = world.store.put(f"u{number}", 100)
+        comes_us = world.clock.monotonic_us() + 60_000
         world.job(f"u{number}", version, f"r{number}", lead_us=100_000)
-        world.idle_until(world.clock.monotonic_us() + 60_000)
+        world.run()
+        world.idle_until(comes_us)
         world.rank(f"u{number}", version, f"r{number}")
         # A request without a job has no known beginning.
         world.rank(f"u{number}", version, f"other{number}")
