@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
+from relaygr.kafka.clients import ProducerKind, make_producer
+from relaygr.kafka.settings import KafkaSettings
 from relaygr.replay.recording import (
     RankingLine,
     RecordedLine,
@@ -21,9 +23,12 @@ from relaygr.replay.recording import (
     read_recording,
 )
 from relaygr.replay.trigger import PolicyResult, replay_trigger
+from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import HistoryVersion, RankingRequest, RetrievalEvent
+from relaygr.schemas.codec import encode
 from relaygr.schemas.messages import Behaviours, History
+from relaygr.schemas.topics import Topic
 from relaygr.trigger.settings import TriggerSettings
 from tests.streams.test_trigger_handler import NOW_US, STATUS
 
@@ -209,3 +214,33 @@ def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
         RecordingWriter(file, b"k" * 16).status(status(0).status)
     assert "has no retrieval event" in run(str(path)).output
     assert "no trigger policy 'nope'" in run(str(written(path)), "--policy", "nope").output
+
+
+@pytest.mark.slow
+def test_what_the_topics_hold_is_recorded_and_replayed(kafka_settings: KafkaSettings, tmp_path: Path) -> None:
+    kafka = kafka_settings
+    producer = make_producer(kafka, ProducerKind.DURABLE, "test-writer")
+    now_us = SystemClock().wall_us()
+    writes = [(Topic.WORKERS, b"worker-00", encode(replace(STATUS, written_at_us=now_us - SECOND_US)))]
+    for number, length in enumerate((LONG, SHORT)):
+        (line, _) = visit(number, now_us - NOW_US, length, user="ann")
+        assert isinstance(line, RetrievalLine)
+        sent_us = now_us + SECOND_US
+        suffix = Behaviours(np.zeros(0, np.int64), np.zeros(0, np.uint16), np.zeros(0, np.int64))
+        request = RankingRequest(line.event.request_id, "ann", sent_us, sent_us, 0, np.arange(100), suffix)
+        event = replace(line.event, expected_ranking_at_us=sent_us)
+        writes += [(Topic.RETRIEVAL, b"ann", encode(event)), (Topic.RANKING, b"ann", encode(request))]
+    writes.append((Topic.RETRIEVAL, b"ann", b"garbage"))
+    for topic, key, value in writes:
+        producer.produce(kafka.topic(topic), value, key)
+    assert producer.flush(10) == 0
+    path = tmp_path / "events.jsonl"
+    changed = (f"topic_prefix={kafka.topic_prefix}", f"group_prefix={kafka.group_prefix}")
+    options = [part for each in changed for part in ("--set", each)]
+    command = ["trigger", "record", str(path), "--bootstrap", kafka.bootstrap, *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "2 of retrieval, 2 of ranking, 1 of workers" in done.output
+    (result,) = json.loads(run(str(path), "--policy", "policy", "--json").stdout)
+    assert (result["events"], result["requests"], result["missed"]) == (2, 2, 0)
+    assert result["decisions"] == {"admitted": 1, "not_at_risk": 1}

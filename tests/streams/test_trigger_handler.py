@@ -16,7 +16,7 @@ from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.messages import LENGTH_BUCKETS, FullPathReport, LeadTimeReport
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.handler import EventHandler, TriggerDecision, job_of
+from relaygr.trigger.handler import LONGEST_LIFE_US, EventHandler, TriggerDecision, job_of
 from relaygr.trigger.settings import TriggerSettings
 
 PARTITIONS = 12
@@ -223,6 +223,14 @@ def test_a_lease_that_ends_before_the_next_request_holds_back_nothing() -> None:
     later.event(0)
     far_us = later.clock.wall_us() + 1_000_000
     assert later.event(10, expected_ranking_at_us=far_us) is DecisionReason.ADMITTED
+
+
+def test_a_gateway_whose_clock_is_far_ahead_holds_back_its_user_for_a_minute_at_most() -> None:
+    later = Later()
+    far = {"expected_ranking_at_us": NOW_US + 10**15}
+    assert [later.event(0, **far), later.event(10, **far)] == [DecisionReason.ADMITTED] * 2
+    later.clock.advance_us(LONGEST_LIFE_US)
+    assert later.event(300) is DecisionReason.ADMITTED
 
 
 def test_another_version_gets_a_job_that_is_charged_for_its_tail() -> None:

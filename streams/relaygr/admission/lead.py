@@ -74,7 +74,8 @@ class LeadTimes:
         """The part of the status; None while nothing is known."""
         quantiles = self._quantiles(now_us)
         # Messages name no scenario yet. With one, each scenario gets its own `arrived`.
-        found = self.latest = {} if quantiles is None else {DEFAULT_SCENARIO: quantiles}
+        found: dict[str, LeadQuantiles] = {} if quantiles is None else {DEFAULT_SCENARIO: quantiles}
+        self.latest = found
         if not found:
             return None
         return LeadTimeReport(

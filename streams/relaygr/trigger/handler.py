@@ -46,6 +46,8 @@ class TriggerDecision:
 
 
 MAX_USERS_PER_OWNER = 100_000
+LONGEST_LIFE_US = 60_000_000
+"""Workers hold a job no longer, even if its gateway's clock or unit of time is wrong."""
 MAX_OWNERS = 64
 """The largest number of owners that are kept. With more owners, some jobs are charged in full."""
 
@@ -202,7 +204,7 @@ class EventHandler:
         decision = self._policy.decide(self._case(impression, user_id, owner, live, now_us))
         tokens = 0 if decision.estimate is None else decision.estimate.prefix_tokens
         if decision.admit:
-            until_us = event.expected_ranking_at_us + impression.ranking_budget_us + self._limits.lease_margin_us
+            until_us = self._lease_ends_us(impression, now_us)
             worker_id = None if owner is None else owner.worker_id
             users.sent(user_id, LastJob(event.history_version, worker_id, tokens, until_us))
             if owner is not None and tokens:
@@ -223,10 +225,15 @@ class EventHandler:
         if owner is None or impression.history_behaviours is None or not self._users.precedes(job):
             return
         tokens = owner.prefix_tokens(impression.history_behaviours)
-        until_us = job.expires_at_us + self._limits.lease_margin_us
+        until_us = self._lease_ends_us(impression, job.decided_at_us)
         self._users.seen(job.user_id, job.request_id, job.retrieval_at_us)
         self._users.sent(job.user_id, LastJob(job.history_version, owner.worker_id, tokens, until_us))
         self._recent.note(owner, job.user_id, tokens, job.decided_at_us)
+
+    def _lease_ends_us(self, impression: ImpressionFacts, decided_us: int) -> int:
+        """When the lease of a job that was decided then ends at the latest."""
+        expires_us = impression.expected_ranking_at_us + impression.ranking_budget_us
+        return min(expires_us, decided_us + LONGEST_LIFE_US) + self._limits.lease_margin_us
 
     def _case(
         self, impression: ImpressionFacts, user_id: str, owner: OwnerView | None, live: LastJob | None, now_us: int
