@@ -294,8 +294,8 @@ async def test_a_trigger_that_starts_again_knows_the_jobs_of_the_one_before(kafk
 
 START_US = SystemClock().wall_us()
 INTERVAL_US = 2_000
-WAVES = 120
 WAVE_EVENTS = 120
+LEAST_WAVES, MOST_WAVES = 30, 3_000
 
 
 class EventClock(SystemClock):
@@ -317,10 +317,10 @@ class EventClock(SystemClock):
 
 def budget_event(number: int) -> RetrievalEvent:
     """A pre-infer of 25 ms: the events ask for twelve times the device."""
-    return replace(event(f"user-{number}", 2500), expected_ranking_at_us=START_US + 60_000_000)
+    return replace(event(f"user-{number}", 2500), expected_ranking_at_us=START_US + 1_000_000_000)
 
 
-def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions: int) -> int:
+def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions: int, events: int) -> int:
     """The jobs of one process without a broker."""
     clock = ManualClock(wall_us=START_US)
     fleet = Fleet(settings.status_stale_ms)
@@ -328,7 +328,7 @@ def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions:
     handler = EventHandler(settings, AdmissionSettings(), fleet, partitions, clock)
     handler.reassign(frozenset(range(partitions)))
     admitted = 0
-    for number in range(WAVES * WAVE_EVENTS):
+    for number in range(events):
         sent = budget_event(number)
         partition = partition_for(sent.user_id.encode(), partitions)
         admitted += handler.admit(sent, partition, clock.wall_us()).admit
@@ -336,49 +336,69 @@ def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions:
     return admitted
 
 
-@pytest.mark.asyncio
-async def test_processes_that_join_and_leave_admit_as_much_as_one(kafka_settings: KafkaSettings) -> None:
-    clock = EventClock()
-    settings = TriggerSettings(status_stale_ms=100_000_000, rebuild_s=0)
-    status = replace(worker_status(kafka_settings, START_US), hbm_capacity_bytes=2**40)
-    async with contextlib.AsyncExitStack() as stack:
-        running_now: list[contextlib.AsyncExitStack] = []
+class Group:
+    """Trigger processes of one group that join and leave, and events in waves, each of which waits for its decisions."""
 
-        async def join() -> Bench:
-            own = await stack.enter_async_context(contextlib.AsyncExitStack())
-            running_now.append(own)
-            name = settings.model_copy(update={"instance_id": f"trigger-{len(running_now)}"})
-            app = TriggerApp(kafka_settings, name, clock=clock, registry=CollectorRegistry())
-            clock.apps.append(app)
-            stop = asyncio.Event()
-            task = asyncio.create_task(app.run(stop))
+    def __init__(self, kafka: KafkaSettings, settings: TriggerSettings, stack: contextlib.AsyncExitStack) -> None:
+        self.clock = EventClock()
+        self._kafka = kafka
+        self._settings = settings
+        self._stack = stack
+        self._ends: dict[TriggerApp, tuple[asyncio.Event, asyncio.Task[None]]] = {}
+        self.sent = 0
 
-            async def end() -> None:
-                stop.set()
-                async with asyncio.timeout(20):
-                    await task
+    async def join(self) -> Bench:
+        """A process starts; it owns no partitions yet."""
+        name = self._settings.model_copy(update={"instance_id": f"trigger-{len(self.clock.apps)}"})
+        app = TriggerApp(self._kafka, name, clock=self.clock, registry=CollectorRegistry())
+        self.clock.apps.append(app)
+        stop = asyncio.Event()
+        self._ends[app] = stop, asyncio.create_task(app.run(stop))
+        self._stack.push_async_callback(self.leave, app)
+        return Bench(self._kafka, app)
 
-            own.push_async_callback(end)
-            return Bench(kafka_settings, app)
+    async def leave(self, app: TriggerApp) -> None:
+        """The process ends. May be called again."""
+        stop, task = self._ends[app]
+        stop.set()
+        async with asyncio.timeout(20):
+            await task
 
-        bench = await join()
-        await wait_for(lambda: bench.app.readiness().ready)
-        bench.write(Topic.WORKERS, b"worker-00", encode(status))
-        await wait_for(lambda: bench.app.fleet.owner_of(0, START_US) is not None)
-        for wave in range(WAVES):
-            # The waves go on while the group rebalances.
-            if wave in (30, 60):
-                await join()
-            elif wave == 90:
-                await running_now[0].aclose()
-            for number in range(wave * WAVE_EVENTS, (wave + 1) * WAVE_EVENTS):
+    async def waves(self, bench: Bench, members: int) -> None:
+        """Sends events until each of so many processes owns partitions, and a while longer."""
+        for wave in range(MOST_WAVES):
+            for number in range(self.sent, self.sent + WAVE_EVENTS):
                 sent = budget_event(number)
                 bench.produce(Topic.RETRIEVAL, sent.user_id.encode(), encode(sent))
             bench.flush()
-            wanted = (wave + 1) * WAVE_EVENTS
-            await wait_for(lambda wanted=wanted: clock.decided >= wanted)  # type: ignore[misc]
-        counts = [app.decision_counts() for app in clock.apps]
-    alone = admitted_by_one(settings, status, kafka_settings.partitions)
-    assert sum(sum(each.values()) for each in counts) == WAVES * WAVE_EVENTS
-    assert len([each for each in counts if each.get("admitted", 0)]) == 3
-    assert sum(each.get("admitted", 0) for each in counts) == pytest.approx(alone, rel=0.05)
+            self.sent += WAVE_EVENTS
+            await wait_for(lambda: self.clock.decided >= self.sent)
+            owned = [len(app.partitions) for app in self.clock.apps if not self._ends[app][1].done()]
+            if wave >= LEAST_WAVES and sum(map(bool, owned)) == members and sum(owned) == self._kafka.partitions:
+                return
+        raise AssertionError(f"{members} processes own {owned} partitions after {MOST_WAVES} waves")
+
+
+@pytest.mark.asyncio
+async def test_processes_that_join_and_leave_admit_as_much_as_one(kafka_settings: KafkaSettings) -> None:
+    settings = TriggerSettings(status_stale_ms=100_000_000, rebuild_s=0)
+    status = replace(worker_status(kafka_settings, START_US), hbm_capacity_bytes=2**40)
+    async with contextlib.AsyncExitStack() as stack:
+        group = Group(kafka_settings, settings, stack)
+        bench = await group.join()
+        await wait_for(lambda: bench.app.readiness().ready)
+        bench.write(Topic.WORKERS, b"worker-00", encode(status))
+        await wait_for(lambda: bench.app.fleet.owner_of(0, START_US) is not None)
+        await group.waves(bench, 1)
+        await group.join()
+        await group.waves(bench, 2)
+        await group.join()
+        await group.waves(bench, 3)
+        await group.leave(bench.app)
+        await group.waves(bench, 2)
+        counts = [app.decision_counts() for app in group.clock.apps]
+    decided = sum(sum(each.values()) for each in counts)
+    assert decided >= group.sent
+    assert all(each["admitted"] for each in counts)
+    alone = admitted_by_one(settings, status, kafka_settings.partitions, decided)
+    assert sum(each["admitted"] for each in counts) == pytest.approx(alone, rel=0.05)

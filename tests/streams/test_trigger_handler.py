@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr.admission.policy import DecisionReason
+from relaygr.admission.policy import LONGEST_LIFE_US, DecisionReason
 from relaygr.admission.settings import AdmissionSettings
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas import HistoryVersion, LatencyCoefficients, PreInferJob, RetrievalEvent, WorkerState, WorkerStatus
@@ -16,7 +16,7 @@ from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.messages import LENGTH_BUCKETS, FullPathReport, LeadTimeReport
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import Fleet
-from relaygr.trigger.handler import LONGEST_LIFE_US, EventHandler, TriggerDecision, job_of
+from relaygr.trigger.handler import EventHandler, TriggerDecision, job_of
 from relaygr.trigger.settings import TriggerSettings
 
 PARTITIONS = 12

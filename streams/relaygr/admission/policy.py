@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Protocol
+from typing import Final, Protocol
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.admission.lead import DEFAULT_SCENARIO, lead_shares_of
@@ -65,6 +65,10 @@ class DecisionReason(enum.StrEnum):
     """Admitted, but the producer did not accept the job."""
     ERROR = "error"
     """A bug in the trigger. The event is in dead letters, the traceback in the log."""
+
+
+LONGEST_LIFE_US: Final = 60_000_000
+"""Workers hold a job no longer, even if its gateway's clock or unit of time is wrong."""
 
 
 class PrefixTier(enum.StrEnum):
@@ -282,7 +286,7 @@ def estimate(
         prepare_us=prepare_us,
         new_bytes=new_tokens * owner.kv_bytes_per_token,
         lead_us=lead_us,
-        alive_us=max(0, lead_us) + limits.lease_margin_us,
+        alive_us=min(max(0, lead_us), LONGEST_LIFE_US) + limits.lease_margin_us,
         return_us=return_us,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from relaygr.admission.buckets import FleetBuckets
 from relaygr.admission.policy import (
+    LONGEST_LIFE_US,
     NOTHING_CACHED,
     CachedPrefix,
     Decision,
@@ -46,8 +47,6 @@ class TriggerDecision:
 
 
 MAX_USERS_PER_OWNER = 100_000
-LONGEST_LIFE_US = 60_000_000
-"""Workers hold a job no longer, even if its gateway's clock or unit of time is wrong."""
 MAX_OWNERS = 64
 """The largest number of owners that are kept. With more owners, some jobs are charged in full."""
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import structlog
 
+from relaygr.admission.policy import LONGEST_LIFE_US
 from relaygr.worker.cache import Handle, Hit, PendingPrefix, Purpose, WasteReason
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.prefixes import Prefixes
@@ -21,9 +22,6 @@ from relaygr.worker.executor.work import JobOutcome, JobWork, PrefixWork, Resolv
 from relaygr.worker.history.resolve import HistoryMismatchError, wanted_by
 
 log = structlog.get_logger()
-
-LONGEST_LIFE_US = 60_000_000
-"""The longest time that a job waits or leases, even if its publisher's clock or unit of time is wrong."""
 
 
 class Jobs:
