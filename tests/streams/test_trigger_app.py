@@ -337,7 +337,7 @@ def admitted_by_one(settings: TriggerSettings, status: WorkerStatus, partitions:
 
 
 class Group:
-    """Trigger processes of one group that join and leave, and events in waves, each of which waits for its decisions."""
+    """Trigger processes of one group, which join and leave, and events in waves."""
 
     def __init__(self, kafka: KafkaSettings, settings: TriggerSettings, stack: contextlib.AsyncExitStack) -> None:
         self.clock = EventClock()
