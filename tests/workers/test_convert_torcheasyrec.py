@@ -74,6 +74,23 @@ def test_what_the_tensors_and_the_pipeline_hold_needs_no_option(tmp_path: Path) 
     assert "does not take --heads" in " ".join(useless.output.split())
 
 
+def test_without_a_tensor_the_bits_of_actions_are_those_of_the_pipeline(tmp_path: Path) -> None:
+    """The conversion asked for --action-weight, which it then refused."""
+    source = make_torcheasyrec()
+    (name,) = (name for name in source.weights if name.endswith("_combined_action_weights"))
+    with_tensor = convert(source.save(tmp_path / "a"), SourceKind.TORCHEASYREC, options_of(source, tmp_path))
+    del source.weights[name]
+    folder = source.save(tmp_path / "b")
+    converted = convert(folder, SourceKind.TORCHEASYREC, options_of(source, tmp_path))
+    assert converted.config == with_tensor.config
+    assert converted.config.dlrm_inputs is not None and converted.config.dlrm_inputs.action_weights == (1, 2, 4)
+    pipeline = folder.parent / "pipeline.config"
+    text = pipeline.read_text().replace("action_weights: [1, 2]", "").replace("watchtime_to_action_weights: [4]", "")
+    pipeline.write_text(text)
+    with pytest.raises(RelayError, match="add action_weights to its simple_action_encoder"):
+        convert(folder, SourceKind.TORCHEASYREC, options_of(source, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

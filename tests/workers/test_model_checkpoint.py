@@ -20,6 +20,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.checkpoint import (
+    WEIGHTS_FILE,
     compute_digests,
     compute_revision,
     expected_tensors,
@@ -339,3 +340,42 @@ def test_an_item_file_names_the_line_that_is_no_number(tmp_path: Path) -> None:
     np.save(tmp_path / "floats.npy", np.array([0.5]))
     with pytest.raises(RelayError, match="float64"):
         read_item_ids(tmp_path / "floats.npy")
+
+
+def test_an_id_beyond_64_bits_with_a_sign_is_refused_and_not_wrapped(tmp_path: Path) -> None:
+    largest = 2**63 - 1
+    np.save(tmp_path / "largest.npy", np.array([largest, 5], np.uint64))
+    assert read_item_ids(tmp_path / "largest.npy").tolist() == [5, largest]
+    np.save(tmp_path / "larger.npy", np.array([5, largest + 1], np.uint64))
+    with pytest.raises(RelayError, match=f"contains the id {largest + 1}"):
+        read_item_ids(tmp_path / "larger.npy")
+
+
+@pytest.mark.parametrize("moment", ["before the weights", "between both files"])
+def test_a_save_that_is_interrupted_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The new weights under the old configuration had the right shapes, and scored wrongly."""
+    old, new = small_config(normalizer=100.0), small_config(normalizer=50.0)
+    before = save_checkpoint(tmp_path, old, random_checkpoint(old, 0).tensors)
+    tensors = random_checkpoint(new, 1).tensors
+    replace_file, names = Path.replace, {"before the weights": WEIGHTS_FILE, "between both files": CONFIG_FILE}
+
+    def die(source: Path, target: Path) -> Path:
+        if target.name == names[moment]:
+            raise KeyboardInterrupt
+        return replace_file(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, new, tensors)
+    loaded = load_checkpoint(tmp_path)
+    if moment == "before the weights":
+        assert (loaded.revision, loaded.config) == (before.revision, old)
+    else:
+        assert (loaded.revision, loaded.config) == (compute_revision(new, tensors), new)
+    assert verify_checkpoint(tmp_path, trust=False).changed == ()
+    after = save_checkpoint(tmp_path, new, tensors)
+    assert load_checkpoint(tmp_path).revision == after.revision
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]

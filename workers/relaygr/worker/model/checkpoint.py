@@ -13,6 +13,7 @@ A file without digests, of another tool, is read whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -45,6 +46,7 @@ _WHOLE_SUFFIX = ".rows"
 _REVISION_BYTES = 16
 _SHOWN = 8
 _STAMP_KEY = "relaygr"
+_PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 _SECOND_NS = 10**9
 _BLOCK_ELEMENTS = 2**24
 
@@ -90,6 +92,8 @@ class _Stamp:
 
     time_s: int
     digests: Mapping[str, str]
+    config: str = ""
+    """The digest of the configuration that was saved with the tensors; files of earlier releases have none."""
 
     def is_of(self, path: Path) -> bool:
         """Whether the file has the recorded time. Copying tools may round it to seconds."""
@@ -110,6 +114,7 @@ class Verification:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Raises RelayError if a file is missing or broken, disagrees with the configuration, or was changed."""
+    finish_save(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     tensors: dict[str, torch.Tensor] = {}
@@ -137,6 +142,7 @@ def verify_checkpoint(folder: Path, *, trust: bool) -> Verification:
 
     Raises RelayError if a file is missing or broken, or cannot be given the time.
     """
+    finish_save(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     if not expected_tensors(config) and not path.exists():
@@ -199,21 +205,27 @@ _STORED_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "I64": 8}
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], _Stamp | None]:
     """The tensors, mapped, and the record of them; None if another tool wrote the file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            record = (file.metadata() or {}).get(_STAMP_KEY)
-        tensors = load_file(path)
+        tensors, stamp = load_file(path), _read_stamp(path)
     except (OSError, SafetensorError) as error:
         raise RelayError(f"{path} cannot be read: {error}.") from error
-    if record is None:
-        return tensors, None
-    try:
-        values = json.loads(record)
-        stamp = _Stamp(int(values["time_s"]), {str(name): str(digest) for name, digest in values["digests"].items()})
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RelayError(f"{path} has a broken record of its digests: {error}.") from error
-    if set(stamp.digests) != set(tensors):
+    if stamp is not None and set(stamp.digests) != set(tensors):
         raise RelayError(f"{path} has digests of other tensors than it contains.")
     return tensors, stamp
+
+
+def _read_stamp(path: Path) -> _Stamp | None:
+    """The record in the header; None if another tool wrote the file."""
+    with safe_open(path, framework="pt") as file:
+        record = (file.metadata() or {}).get(_STAMP_KEY)
+    if record is None:
+        return None
+    try:
+        values = json.loads(record)
+        digests = {str(name): str(digest) for name, digest in values["digests"].items()}
+        stamp = _Stamp(int(values["time_s"]), digests, str(values.get("config", "")))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RelayError(f"{path} has a broken record of its digests: {error}.") from error
+    return stamp
 
 
 def _changed(recorded: Mapping[str, str], computed: Mapping[str, str]) -> list[str]:
@@ -234,7 +246,10 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
     digests = compute_digests(tensors)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Each file gets its name only when it is complete, the weights first: a reader never sees half a checkpoint.
+        # Each file gets its name only when both are complete, the weights first: `finish_save` gives the configuration
+        # its name if this process ends in between.
+        partial_config = folder / _PARTIAL_CONFIG
+        partial_config.write_text(config.to_json(), encoding="utf-8")
         if tensors:
             partial = folder / f".{WEIGHTS_FILE}.partial"
             partial.unlink(missing_ok=True)
@@ -242,7 +257,7 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
             mode = partial.stat().st_mode & 0o777
             # A time before the present second: whoever changes the file later gives it another time.
             written_ns = time.time_ns() - _SECOND_NS
-            stamp = _Stamp(written_ns // _SECOND_NS, digests)
+            stamp = _Stamp(written_ns // _SECOND_NS, digests, _text_digest(config.to_json()))
             record = {_STAMP_KEY: json.dumps(asdict(stamp), sort_keys=True)}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, record)
             # safetensors replaces the file by one of mode 0600; a worker may run as another user than the operator.
@@ -251,12 +266,32 @@ def save_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, tor
             partial.replace(folder / WEIGHTS_FILE)
         else:
             (folder / WEIGHTS_FILE).unlink(missing_ok=True)
-        partial = folder / f".{CONFIG_FILE}.partial"
-        partial.write_text(config.to_json(), encoding="utf-8")
-        partial.replace(folder / CONFIG_FILE)
+        # A reader may have done it.
+        with contextlib.suppress(FileNotFoundError):
+            partial_config.replace(folder / CONFIG_FILE)
     except (OSError, SafetensorError) as error:
         raise RelayError(f"{folder} cannot be written: {error}.") from error
     return Checkpoint(config, tensors, _revision(config, tensors, digests))
+
+
+def finish_save(folder: Path) -> None:
+    """Ends a `save_checkpoint` that was interrupted after it had named the weights. Raises RelayError."""
+    partial = folder / _PARTIAL_CONFIG
+    try:
+        if not partial.exists():
+            return
+        stamp = _read_stamp(folder / WEIGHTS_FILE)
+        if stamp is not None and stamp.config == _text_digest(partial.read_text(encoding="utf-8")):
+            partial.replace(folder / CONFIG_FILE)
+    except FileNotFoundError:
+        # The save goes on, and has named the file itself; or it was interrupted before there were weights.
+        return
+    except (OSError, UnicodeDecodeError, SafetensorError) as error:
+        raise RelayError(f"{folder} holds an interrupted save, which cannot be finished: {error}.") from error
+
+
+def _text_digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=_REVISION_BYTES).hexdigest()
 
 
 def random_checkpoint(config: ModelConfig, seed: int, item_ids: NDArray[np.int64] | None = None) -> Checkpoint:

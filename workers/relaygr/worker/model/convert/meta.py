@@ -6,6 +6,7 @@ Sizes come from shapes. Heads, N, and the names of tasks and contextual features
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
         "hidden": takings.shape(f"{names.content}.0.weight")[0],
         "norm_eps": MLP_EPS,
         "item_features": item_features,
-        **take_actions(takings, names, options),
+        **take_actions(takings, names, lambda: _told_bits(options)),
     }
     return {
         "inputs": "dlrm",
@@ -177,15 +178,20 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, width:
     }
 
 
-def take_actions(takings: Takings, names: MetaSource, options: ConvertOptions) -> dict[str, Any]:
+def _told_bits(options: ConvertOptions) -> Sequence[int]:
+    options.require("action_weights")
+    return options.action_weights
+
+
+def take_actions(takings: Takings, names: MetaSource, told_bits: Callable[[], Sequence[int]]) -> dict[str, Any]:
+    """`told_bits`: the bit of each kind of action, for a source without a tensor of them. It may raise RelayError."""
     if not takings.has(names.action_table):
         return {}
     if takings.has(names.action_weights):
         weights = [int(weight) for weight in takings.peek(names.action_weights)]
         takings.unused(names.action_weights, "the bits of actions are in the configuration")
     else:
-        options.require("action_weights")
-        weights = list(options.action_weights)
+        weights = list(told_bits())
     takings.take(names.action_table, "action_bits.weight")
     takings.take(names.action_candidates, "action_bits.candidates", FLATTENED)
     take_mlp(takings, names.action_mlp, "action_bits")

@@ -79,14 +79,19 @@ class Message:
         return next(iter(reversed(self.texts(name))), otherwise)
 
     def number(self, name: str, otherwise: float) -> float:
-        text = self.text(name, str(otherwise))
+        return self._number(name, self.text(name, str(otherwise)))
+
+    def numbers(self, name: str) -> list[float]:
+        return [self._number(name, text) for text in self.texts(name)]
+
+    def flag(self, name: str, *, otherwise: bool) -> bool:
+        return self.text(name, str(otherwise)).lower() in ("true", "1", "t")
+
+    def _number(self, name: str, text: str) -> float:
         try:
             return float(text)
         except ValueError:
             raise RelayError(f"{self._origin}: {name} is {text!r}, not a number.") from None
-
-    def flag(self, name: str, *, otherwise: bool) -> bool:
-        return self.text(name, str(otherwise)).lower() in ("true", "1", "t")
 
 
 def read_pipeline(path: Path) -> Message:
@@ -162,6 +167,8 @@ class _Parts:
     candidate: list[str]
     tables: dict[str, str]
     """Feature -> name of its embedding table."""
+    bits: list[int]
+    """The bit of each kind of action: those of the actions, then those of the watch time."""
     notes: list[str]
 
 
@@ -231,7 +238,10 @@ def _parts(pipeline: Message) -> tuple[_Parts, list[str]]:
     notes: list[str] = []
     tables = _tables(pipeline, [name for of_group in features.values() for name in of_group], problems, notes)
     encoder = preprocessor.find("action_encoder") or Message("")
+    bits: list[int] = []
     for simple in encoder.messages("simple_action_encoder"):
+        for name in ("action_weights", "watchtime_to_action_weights"):
+            bits += [int(bit) for bit in simple.numbers(name)]
         for threshold, bit in zip(
             simple.texts("watchtime_to_action_thresholds"), simple.texts("watchtime_to_action_weights"), strict=False
         ):
@@ -247,7 +257,7 @@ def _parts(pipeline: Message) -> tuple[_Parts, list[str]]:
         problems.append("uih and candidate look their features up in different tables, or in another order")
     tower = dlrm.message("fusion_mtl_tower")
     return _Parts(
-        dlrm, stu, hstu.message("positional_encoder"), tower, contextual, history, candidate, tables, notes
+        dlrm, stu, hstu.message("positional_encoder"), tower, contextual, history, candidate, tables, bits, notes
     ), problems
 
 
@@ -346,11 +356,20 @@ def _inputs(takings: Takings, names: MetaSource, options: ConvertOptions, parts:
             "table_dim": width,
             "hidden": takings.shape(f"{names.content}.0.weight")[0],
             "norm_eps": MLP_EPS,
-            **take_actions(takings, names, options),
+            **take_actions(takings, names, lambda: _bits(parts)),
         },
         "vocabulary_size": items.count,
         "contextual_features": described,
     }
+
+
+def _bits(parts: _Parts) -> list[int]:
+    if not parts.bits:
+        raise RelayError(
+            "No tensor holds the bits of the actions, and pipeline.config does not name them: add action_weights to "
+            "its simple_action_encoder."
+        )
+    return parts.bits
 
 
 def _rows_of_items(table: Table, name: str, options: ConvertOptions, count: int) -> torch.Tensor:
