@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from relaygr.admission.latency import (
     RECENT_MEASUREMENTS,
     AppendPoint,
+    BatchPoint,
     Corrector,
     LatencyModel,
     RankPoint,
@@ -20,6 +21,7 @@ from relaygr.admission.latency import (
     fit,
     fit_append,
     fit_full,
+    fit_shared,
     non_negative_least_squares,
 )
 from relaygr.schemas.messages import LatencyCoefficients
@@ -43,6 +45,41 @@ def test_more_tokens_never_take_less_time(model: LatencyModel, n: int, m: int, m
     assert model.hit_us(n + more, m) >= model.hit_us(n, m)
     assert model.hit_us(n, m + more) >= model.hit_us(n, m)
     assert model.reload_us(n + more) >= model.reload_us(n)
+
+
+sizes = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=8)
+
+
+@given(models, sizes, st.none() | coefficient)
+def test_a_batch_takes_no_longer_than_its_requests_one_by_one_and_no_less_than_one_of_them(
+    model: LatencyModel, batch: list[tuple[int, int]], shared_us: float | None
+) -> None:
+    model = replace(model, shared_us=shared_us)
+    alone = [model.hit_us(*size) for size in batch]
+    assert alone[0] <= model.batch_us(batch) <= sum(alone) * (1 + 1e-9)
+    assert model.batch_us(batch[:1]) == alone[0]
+    assert model.batch_us([]) == 0.0
+    assert model.batch_us([*batch, (0, 1)]) >= model.batch_us(batch)
+
+
+@given(models, coefficient, st.floats(0.1, 8), st.floats(0, 1e4))
+def test_what_a_batch_shares_is_corrected_like_the_fixed_part_of_a_hit(
+    model: LatencyModel, shared_us: float, factor: float, extra_us: float
+) -> None:
+    model = replace(model, shared_us=shared_us)
+    corrected = model.scaled({Stage.HIT: factor}, {Stage.HIT: extra_us})
+    saved = corrected.hit_us(900, 40) - corrected.further_us(900, 40)
+    assert saved == pytest.approx(min(shared_us * factor + extra_us, corrected.hit_us(900, 40)), rel=1e-6, abs=1e-3)
+
+
+def test_what_a_batch_shares_is_the_median_of_the_measured_batches() -> None:
+    def point(saved_us: float) -> BatchPoint:
+        return BatchPoint(100, 24, 8, duration_us=8 * 500 - 7 * saved_us, alone_us=500)
+
+    assert [point(saved).saved_us for saved in (0, 120)] == [0, 120]
+    assert fit_shared([point(120), point(150), point(90)]) == 120
+    assert fit_shared([point(-30)]) == 0.0, "a batch that is slower shares nothing"
+    assert fit_shared([]) is None
 
 
 def test_an_append_on_nothing_is_a_pre_infer() -> None:

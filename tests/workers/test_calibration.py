@@ -21,15 +21,20 @@ from relaygr.worker.calibration import Calibration, calibrate, describe, latency
 from relaygr.worker.device import CpuDevice
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter
+from relaygr.worker.model import layer_parts
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.engine import NullEngine
 from relaygr.worker.model.interface import PrefixChunk, RankInputs, RankOutputs
+from relaygr.worker.model.layer_parts import onednn_is_faster
 from relaygr.worker.model.options import ComputeDtype, Family
+from relaygr.worker.process.prepare import _compute_as_calibrated
+from tests.workers.engine_kinds import HAS_ONEDNN
 from tests.worlds.model import make_world, small_config
 
 pytestmark = pytest.mark.slow
 
 KNOWN = LatencyCoefficients(0.0, 0.0, 0.0, 90.0, 2.0, 0.001, 300.0, 0.5, 0.002, 0.0, 0.0)
+SHARED_US = 200.0
 
 
 class TimedEngine(NullEngine):
@@ -40,7 +45,7 @@ class TimedEngine(NullEngine):
         super().__init__(random_checkpoint(config, 0), CpuDevice(), KvDtype.FLOAT32, 64)
         self.now_ns = 0
         self.longest = self.rests = 0
-        self._model = LatencyModel(KNOWN)
+        self._model = LatencyModel(KNOWN, SHARED_US)
 
     def pre_infer(self, chunk: PrefixChunk) -> None:
         super().pre_infer(chunk)
@@ -48,8 +53,8 @@ class TimedEngine(NullEngine):
         self.now_ns += int(self._model.append_us(chunk.start, chunk.end - chunk.start) * 1000)
 
     def rank(self, batch: Sequence[RankInputs]) -> list[RankOutputs]:
-        scored = batch[0].suffix_tokens + batch[0].num_candidates
-        self.now_ns += int(self._model.hit_us(batch[0].prefix_tokens, scored) * 1000)
+        sizes = [(request.prefix_tokens, request.suffix_tokens + request.num_candidates) for request in batch]
+        self.now_ns += int(self._model.batch_us(sizes) * 1000)
         return super().rank(batch)
 
     def read_clock(self) -> int:
@@ -102,7 +107,41 @@ def test_tails_of_grown_prefixes_are_measured_and_every_pass_that_a_request_begi
     tails = {(point.cached_tokens, point.new_tokens) for point in measured.append if point.new_tokens < 64}
     assert tails == {(tokens - tail, tail) for tokens in (64, 128, 256, 512) for tail in (8, 32)}
     lengths, rounds, warm_up = 4, 9, 1
-    assert engine.rests == (lengths * rounds + warm_up) * (1 + 2 + 3), "one prefix, two tails and three rankings each"
+    each, batches = 1 + 2 + 3, 3
+    assert engine.rests == (lengths * rounds + warm_up) * each + batches * rounds + warm_up, (
+        "one prefix, two tails, three rankings, and a batch where the arena has room for two such prefixes"
+    )
+
+
+def test_what_the_requests_of_a_batch_share_is_measured(timed: Calibration) -> None:
+    assert {(point.prefix_tokens, point.requests) for point in timed.batch} == {
+        (64, 8), (128, 8), (256, 8), (512, 8), (1024, 4), (2048, 2)
+    }  # fmt: skip
+    assert timed.model.shared_us == pytest.approx(SHARED_US, rel=0.01)
+
+
+@pytest.mark.parametrize("choice", [True, False])
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
+def test_a_standby_leaves_the_products_to_the_library_that_was_calibrated(
+    choice: bool, timed: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process measures for itself otherwise, and two measurements may disagree."""
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", not choice)
+    _compute_as_calibrated(tmp_path / "missing.json")
+    assert onednn_is_faster() is not choice
+    path = tmp_path / "calibration.json"
+    save_calibration(replace(timed, machine=replace(timed.machine, uses_onednn=choice)), path)
+    _compute_as_calibrated(path)
+    assert onednn_is_faster() is choice and describe(TimedEngine()).uses_onednn is choice
+
+
+def test_a_calibration_of_an_earlier_release_says_nothing_of_batches(timed: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(timed, path)
+    file = json.loads(path.read_text())
+    del file["calibration"]["batch"], file["calibration"]["machine"]["uses_onednn"]
+    path.write_text(json.dumps(file))
+    assert latency_for(TimedEngine(), path) == LatencyModel(timed.coefficients)
 
 
 def test_full_inference_is_its_chunks_and_its_ranking(timed: Calibration) -> None:
@@ -192,6 +231,7 @@ def test_a_calibration_is_read_back_as_it_was_written(timed: Calibration, tmp_pa
         ("kv_dtype", KvDtype.BFLOAT16),
         ("compute_dtype", ComputeDtype.BFLOAT16),
         ("backend", "triton from graphs"),
+        ("uses_onednn", not onednn_is_faster()),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from relaygr.admission.latency import LatencyModel
 from relaygr.schemas.messages import LatencyCoefficients
-from relaygr.worker.executor.plan import Chunking, Route, plan_ranking, plan_truncation
+from relaygr.worker.executor.plan import BatchPlan, BatchRequest, Chunking, Route, plan_ranking, plan_truncation
 
 PAGE = 16
 WHOLE = Chunking(1e9, 10**9, PAGE)
@@ -92,3 +92,82 @@ def test_a_truncation_is_the_longest_in_whole_pages_that_fits(
     assert abs(plan.predicted_us - full_us(plan.prefix_tokens)) <= 1
     more = plan.prefix_tokens + chunking.page_tokens
     assert more >= prefix or full_us(more) > remaining_us - 1e-6
+
+
+batch_requests = st.builds(
+    lambda alone, saved, rows, by: BatchRequest(alone, alone * (1 - saved), rows, by),
+    st.floats(1, 1e5),
+    st.floats(0, 1),
+    st.integers(1, 3000),
+    st.integers(0, 10**6),
+)
+
+
+def taken(requests: list[BatchRequest], max_rows: int = 4096, *, must_pay: bool = True) -> list[BatchRequest]:
+    """The requests of the first pass, if the others wait behind."""
+    plan, batch = BatchPlan(0.0, max_rows), []
+    for place, request in enumerate(requests):
+        if not plan.take(request, len(requests) - place - 1, must_pay=must_pay):
+            break
+        batch.append(request)
+    assert plan.requests == len(batch)
+    return batch
+
+
+def pass_us(batch: list[BatchRequest]) -> float:
+    return batch[0].alone_us + sum(request.further_us for request in batch[1:])
+
+
+@given(st.lists(batch_requests, min_size=1, max_size=12), st.booleans())
+def test_no_request_of_a_batch_is_late_because_of_another(requests: list[BatchRequest], must_pay: bool) -> None:
+    batch = taken(requests, must_pay=must_pay)
+    assert batch == requests[: len(batch)], "in order, and always the first"
+    assert batch[0] is requests[0]
+    if len(batch) > 1:
+        assert pass_us(batch) <= min(request.answer_by_us for request in batch) + 1e-3
+        assert sum(request.rows for request in batch) <= 4096
+
+
+@given(st.lists(batch_requests, min_size=2, max_size=12))
+def test_a_batch_lowers_the_mean_time_of_all_that_wait(requests: list[BatchRequest]) -> None:
+    """All but the batch then run one by one. The last request that joined made the sum of all times smaller."""
+    batch = taken(requests)
+
+    def sum_us(together: int) -> float:
+        ends_us = pass_us(requests[:together])
+        total_us = together * ends_us
+        for request in requests[together:]:
+            ends_us += request.alone_us
+            total_us += ends_us
+        return total_us
+
+    if len(batch) > 1:
+        assert sum_us(len(batch)) <= sum_us(len(batch) - 1) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("saved_us", "queued", "together"),
+    [
+        pytest.param(45, 2, 1, id="two short requests: the first would wait for longer than the second gains"),
+        pytest.param(45, 3, 2, id="a third one gains, too"),
+        pytest.param(45, 16, 8, id="sixteen short ones"),
+        pytest.param(9, 8, 1, id="eight long ones"),
+        pytest.param(9, 16, 2, id="sixteen long ones"),
+        pytest.param(90, 4, 4, id="a device that four requests do not fill"),
+        pytest.param(0, 32, 1, id="nothing is shared"),
+    ],
+)
+def test_short_requests_are_batched_and_long_ones_only_from_a_long_queue(
+    saved_us: float, queued: int, together: int
+) -> None:
+    request = BatchRequest(100.0, 100.0 - saved_us, 24, 10**6)
+    assert len(taken([request] * queued)) == together
+    assert len(taken([request] * queued, must_pay=False)) == queued
+
+
+def test_time_that_other_work_needs_is_left() -> None:
+    request = BatchRequest(100.0, 10.0, 24, 10**6)
+    plan = BatchPlan(1_000.0, 4096)
+    plan.end_before(1_110.0)
+    assert [plan.take(request, 5, must_pay=True) for _ in range(3)] == [True, True, False]
+    assert (plan.ends_us, plan.must_end_us, plan.slack_us) == (1_110.0, 1_110.0, 0.0)

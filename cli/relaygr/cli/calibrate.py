@@ -107,7 +107,7 @@ def _print(console: Console, calibration: Calibration) -> None:
         f"T_full = {c.a0:.0f} + {c.a1:.3g} (n+m) + {c.a2:.3g} (n+m)²   "
         f"T_pre = {c.b0:.0f} + {c.b1:.3g} n + {c.b2:.3g} n²   T_append: + {c.b3:.3g} for each cached token\n"
         f"T_hit = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n+m) + {c.c3:.3g} n   "
-        f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)",
+        f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)\n" + _batches(calibration),
         soft_wrap=True,
     )
 
@@ -115,6 +115,13 @@ def _print(console: Console, calibration: Calibration) -> None:
 def _fitted(fitted_us: float, measured_us: float) -> str:
     """The fitted time, and how far it is off."""
     return f"{_ms(fitted_us)} ({fitted_us / measured_us - 1:+.0%})"
+
+
+def _batches(calibration: Calibration) -> str:
+    shared_us = calibration.model.shared_us
+    if shared_us is None:
+        return "Batches were not measured."
+    return f"Each request of a batch but the first takes {shared_us:.0f} µs less than alone."
 
 
 def _ms(duration_us: float) -> str:

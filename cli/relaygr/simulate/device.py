@@ -179,10 +179,8 @@ class SimulatedEngine:
         return self._latency.append_us(chunk.start, chunk.end - chunk.start) * self._prefixes.next()
 
     def _batch_us(self, batch: Sequence[SimulatedRequest]) -> float:
-        total_us = -self._latency.coefficients.c0 * (len(batch) - 1)
-        for request in batch:
-            total_us += self._latency.hit_us(request.prefix_tokens, request.scored_tokens)
-        return total_us * self._hits.next()
+        sizes = [(request.prefix_tokens, request.scored_tokens) for request in batch]
+        return self._latency.batch_us(sizes) * self._hits.next()
 
 
 class SharedHistories:

@@ -4,14 +4,17 @@
     T_pre(n)        = b0 + b1 n + b2 n²               pre-infer of a whole prefix
     T_append(n, k)  = b0 + b1 k + b2 k (2n+k) + b3 n  k new tokens on n cached ones; T_append(0, k) = T_pre(k)
     T_hit(n, m)     = c0 + c1 m + c2 m (n+m) + c3 n   ranking on a cached prefix
+    T_batch         = sum of T_hit - (requests-1) s   one ranking pass of several requests
     T_reload(bytes) = d0 + d1 bytes                   a copy from DRAM to HBM
 
 n: prefix tokens, m: suffix tokens + candidates, k: new prefix tokens; all times in µs of device time.
 The linear terms are the projections, the quadratic terms the attention: each of k new rows attends to n + k/2 keys on
 average (hence k (2n+k) / 2), each of the m rows of a ranking to n + m keys. b3 and c3 are the cost of reading the K,V
 of the cached tokens, which does not depend on the number of rows. Splitting a prefix into appends costs b0 and this
-reading for each additional chunk: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0 + b3 x. Background: RelayGR,
-arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
+reading for each additional chunk: T_append(0, x) + T_append(x, y) = T_append(0, x+y) + b0 + b3 x. The requests of a
+batch share the calls and the reading of the weights: each but the first saves s, which does not depend on its length,
+so batches pay for short work. s is a worker's own figure, which its status does not carry; without it s is c0.
+Background: RelayGR, arXiv 2601.01712 (at-risk test and pre-infer budget), and `docs/trigger.md`.
 
 Every coefficient is at least 0, so each time is monotone in each of its arguments. The fits guarantee this, and
 `LatencyModel` refuses other coefficients. `Corrector` adapts the model to a device whose speed drifts.
@@ -24,6 +27,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import field, fields
@@ -67,6 +71,23 @@ class AppendPoint:
 
 
 @record(frozen=True, slots=True)
+class BatchPoint:
+    """One measured ranking pass of several requests of one size, and that of one such request alone."""
+
+    prefix_tokens: int
+    scored_tokens: int
+    """Of each request."""
+    requests: int
+    duration_us: float
+    alone_us: float
+
+    @property
+    def saved_us(self) -> float:
+        """What each request but the first saves; below 0 if the batch is slower."""
+        return (self.requests * self.alone_us - self.duration_us) / (self.requests - 1)
+
+
+@record(frozen=True, slots=True)
 class ReloadPoint:
     """One measured copy from DRAM to HBM."""
 
@@ -79,8 +100,12 @@ class LatencyModel:
     """Predicted device times in µs. Raises ValueError for a coefficient that is negative or not finite."""
 
     coefficients: LatencyCoefficients
+    shared_us: float | None = None
+    """s: what each request of a batch but the first saves; None: not measured."""
 
     def __post_init__(self) -> None:
+        if self.shared_us is not None and not (math.isfinite(self.shared_us) and self.shared_us >= 0):
+            raise ValueError(f"shared_us is {self.shared_us}; it must be finite and at least 0")
         values = self._values()
         # A sum is finite only if every value is: one test for all of them, since each observation makes a model.
         if min(values) >= 0 and math.isfinite(sum(values)):
@@ -116,6 +141,17 @@ class LatencyModel:
         attended = c.c2 * scored_tokens * (prefix_tokens + scored_tokens)
         return c.c0 + c.c1 * scored_tokens + attended + c.c3 * prefix_tokens
 
+    def further_us(self, prefix_tokens: int, scored_tokens: int) -> float:
+        """What a request adds to a batch that has at least one other."""
+        shared_us = self.coefficients.c0 if self.shared_us is None else self.shared_us
+        return max(0.0, self.hit_us(prefix_tokens, scored_tokens) - shared_us)
+
+    def batch_us(self, sizes: Sequence[tuple[int, int]]) -> float:
+        """One ranking pass of requests of these sizes: prefix tokens, and suffix tokens + candidates."""
+        if not sizes:
+            return 0.0
+        return self.hit_us(*sizes[0]) + sum(self.further_us(*size) for size in sizes[1:])
+
     def reload_us(self, size_bytes: int) -> float:
         """A copy of `size_bytes` from DRAM to HBM."""
         return self.coefficients.d0 + self.coefficients.d1 * size_bytes
@@ -146,7 +182,9 @@ class LatencyModel:
                 c.a0 * full + more_full, c.a1 * full, c.a2 * full, c.b0 * pre + more_pre, c.b1 * pre, c.b2 * pre,
                 c.c0 * hit + more_hit, c.c1 * hit, c.c2 * hit, c.d0 * reload + more_reload, c.d1 * reload, c.c3 * hit,
                 c.b3 * pre,
-            )
+            ),
+            # The extra is one of each pass, so the requests of a batch share it, too.
+            None if self.shared_us is None else self.shared_us * hit + more_hit,
         )  # fmt: skip
 
 
@@ -185,6 +223,11 @@ def fit_hit(points: Sequence[RankPoint]) -> tuple[float, float, float, float]:
     rows = [(1.0, m, m * (n + m), n) for n, m in sizes]
     c0, c1, c2, c3 = _fit(rows, [point.duration_us for point in points])
     return c0, c1, c2, c3
+
+
+def fit_shared(points: Sequence[BatchPoint]) -> float | None:
+    """s of T_batch: the median over the points, at least 0; None without points."""
+    return max(0.0, statistics.median(point.saved_us for point in points)) if points else None
 
 
 def fit_reload(points: Sequence[ReloadPoint]) -> tuple[float, float]:

@@ -6,6 +6,8 @@ each point. One measurement of a length gives points of every kind: each chunk i
 ranking afterwards is a hit, and the sum is full inference, which runs the same two calls. `relaygr.admission.latency`
 fits the points.
 
+Batches of short requests are measured beside one such request alone, for what the requests of a batch share.
+
 The engine must be bound to an arena whose first pages, enough for the longest prefix, may be overwritten: a worker
 calibrates before its cache holds prefixes.
 
@@ -28,7 +30,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from relaygr.admission.latency import AppendPoint, LatencyModel, RankPoint, ReloadPoint, fit
+from relaygr.admission.latency import (
+    AppendPoint,
+    BatchPoint,
+    LatencyModel,
+    RankPoint,
+    ReloadPoint,
+    fit,
+    fit_shared,
+)
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.kv import KvDtype
@@ -48,6 +58,7 @@ _MUST_AGREE = (
     "page_tokens",
     "compute_dtype",
     "backend",
+    "uses_onednn",
 )
 """Fields in which a calibration and the engine that uses it must agree."""
 
@@ -59,6 +70,8 @@ _TAIL_TOKENS = (8, 32)
 """Tails of prefixes that grew since they were cached, as most pre-infers of returning users are."""
 _SHORTEST = 64
 _CANDIDATES = (16, 128, 512)
+_BATCH = 8
+"""Requests of a measured batch, at most."""
 _RELOAD_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _FEWEST_LENGTHS = 3
 _MAX_ROUNDS = 9
@@ -83,6 +96,8 @@ class MachineDescription:
     backend: str
     """The attention implementation, and whether it runs from captured graphs. Plain torch, which is used where the
     device's kernels are missing, takes several times as long."""
+    uses_onednn: bool | None = None
+    """Whether oneDNN computes the float32 products of a CPU. None: not a CPU, or a file of an earlier release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +112,12 @@ class Calibration:
     append: tuple[AppendPoint, ...]
     hit: tuple[RankPoint, ...]
     reload: tuple[ReloadPoint, ...]
+    batch: tuple[BatchPoint, ...] = ()
+    """None in files of earlier releases."""
 
     @property
     def model(self) -> LatencyModel:
-        return LatencyModel(self.coefficients)
+        return LatencyModel(self.coefficients, fit_shared(self.batch))
 
 
 class _File(BaseModel):
@@ -114,6 +131,8 @@ def describe(engine: Engine) -> MachineDescription:
     """The present machine and engine."""
     import torch
 
+    from relaygr.worker.model.layer_parts import onednn_is_faster
+
     return MachineDescription(
         model_revision=engine.revision,
         device=engine.device.name,
@@ -125,6 +144,7 @@ def describe(engine: Engine) -> MachineDescription:
         page_tokens=engine.geometry.page_tokens,
         compute_dtype=engine.compute_dtype,
         backend=engine.backend,
+        uses_onednn=onednn_is_faster() if engine.device.is_cpu else None,
     )
 
 
@@ -180,6 +200,7 @@ class _CalibrationRun:
         self._append: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._hit: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._full: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._batch: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
 
     def lengths(self) -> list[int]:
         """Prefix lengths in tokens, each twice the one before, up to the longest that the model takes."""
@@ -199,11 +220,21 @@ class _CalibrationRun:
             if new_tokens < tokens:
                 tail = self._meter.append(tokens - new_tokens, new_tokens)
                 self._append[tail.cached_tokens, tail.new_tokens].append(tail.duration_us)
-        for count in self._candidates:
-            hit = self._meter.rank(tokens, count)
+        hits = [self._meter.rank(tokens, count) for count in self._candidates]
+        for hit in hits:
             size = hit.prefix_tokens, hit.scored_tokens
             self._hit[size].append(hit.duration_us)
             self._full[size].append(whole_us + hit.duration_us)
+        self._measure_batch(tokens, hits[0])
+
+    def _measure_batch(self, tokens: int, alone: RankPoint) -> None:
+        """Measures several of the requests with the fewest candidates together, each on its own prefix."""
+        pages_for = self._engine.geometry.pages_for
+        requests = min(_BATCH, pages_for(self._meter.longest_tokens) // max(1, pages_for(tokens)))
+        if requests > 1:
+            together_us = self._meter.rank(tokens, self._candidates[0], requests).duration_us
+            size = alone.prefix_tokens, alone.scored_tokens, requests
+            self._batch[size].append((together_us, alone.duration_us))
 
     def measure_reload(self) -> list[ReloadPoint]:
         """Measures copies of several sizes."""
@@ -214,6 +245,10 @@ class _CalibrationRun:
         full = [RankPoint(n, m, statistics.median(times)) for (n, m), times in sorted(self._full.items())]
         append = [AppendPoint(n, k, statistics.median(times)) for (n, k), times in sorted(self._append.items())]
         hit = [RankPoint(n, m, statistics.median(times)) for (n, m), times in sorted(self._hit.items())]
+        batch = [
+            BatchPoint(*size, *(statistics.median(column) for column in zip(*times, strict=True)))
+            for size, times in sorted(self._batch.items())
+        ]
         return Calibration(
             machine=describe(self._engine),
             measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -222,6 +257,7 @@ class _CalibrationRun:
             append=tuple(append),
             hit=tuple(hit),
             reload=tuple(reload),
+            batch=tuple(batch),
         )
 
 
@@ -262,7 +298,8 @@ def latency_for(engine: Engine, path: Path) -> LatencyModel:
     here = describe(engine)
     for name in _MUST_AGREE:
         measured, present = getattr(calibration.machine, name), getattr(here, name)
-        if measured != present:
+        # A file of an earlier release does not say who computed the products.
+        if measured != present and not (name == "uses_onednn" and measured is None):
             raise RelayError(
                 f"{path} was measured with {name} {measured}, but this worker has {present}: run `relaygr calibrate` "
                 "again, or remove the setting, so that the worker calibrates at its start."

@@ -1,8 +1,9 @@
 """Ranking passes: which ready requests are ranked together, and which chunk of pre-infer runs in the same forward.
 
 A batch takes ready requests in the order of their latest start, as long as none of them misses its deadline because of
-the others. If the earliest of its deadlines leaves time, the next chunk of pre-infer runs in the same forward
-(`worker.mix_chunks`). A few candidates do not fill an accelerator, so both together take little longer than one.
+the others, and the batch pays (`plan.BatchPlan`). If the earliest of its deadlines leaves time, the next chunk of
+pre-infer runs in the same forward (`worker.mix_chunks`). A few candidates do not fill an accelerator, so both together
+take little longer than one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import structlog
 from relaygr.admission.latency import Stage
 from relaygr.worker.executor.context import ExecutorContext
 from relaygr.worker.executor.order import PACE_SAMPLE_US, WorkClass
+from relaygr.worker.executor.plan import BatchPlan, BatchRequest
 from relaygr.worker.executor.prefixes import Chunk, Prefixes
 from relaygr.worker.executor.requests import Requests
 from relaygr.worker.executor.work import PrefixWork, RankingWork
@@ -27,9 +29,7 @@ class _Batch:
     """The requests of one forward. Times are predicted, in µs on the worker's monotonic clock."""
 
     works: list[RankingWork]
-    ends_us: float
-    must_end_us: float
-    """When the first of the batch, or of the requests that stay in the queue, would be late."""
+    plan: BatchPlan
 
 
 class Batches:
@@ -47,7 +47,7 @@ class Batches:
         by itself now, because the forward with both failed.
         """
         batch = self._take(now_us, first)
-        return self._rank(batch, batch.must_end_us - batch.ends_us) if batch.works else None
+        return self._rank(batch, batch.plan.slack_us) if batch.works else None
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
@@ -99,9 +99,10 @@ class Batches:
         settings, queue = self._parts.settings, self._context.scheduler.ranking
         backlog = self._context.scheduler.backlog
         answer_us = backlog.answer_us
-        batch = _Batch([], float(now_us), float("inf"))
+        latency = self._parts.corrector.model
+        must_pay = latency.shared_us is not None and backlog.patience >= 1.0
+        batch = _Batch([], BatchPlan(float(now_us), settings.max_batch_rows))
         passed_over: list[PrefixWork | RankingWork] = []
-        rows = 0
         if first is not None:
             queue.remove(first)
         while max(len(batch.works), len(passed_over)) < settings.max_batch_requests:
@@ -111,7 +112,7 @@ class Batches:
             if isinstance(work, PrefixWork):
                 # The prefix continues right after this batch. A longer batch could make it too late.
                 passed_over.append(work)
-                batch.must_end_us = min(batch.must_end_us, work.latest_start_us)
+                batch.plan.end_before(work.latest_start_us)
                 continue
             # The last request in the queue delays no other, and may be cut finer.
             caution = backlog.caution if backlog.total_us else 1.0
@@ -119,21 +120,22 @@ class Batches:
                 backlog.missed()
                 self._requests.reject(work)
                 continue
-            # The fixed part of a pass is paid once. Results are written one after the other.
-            shared_us = self._parts.corrector.model.coefficients.c0 if batch.works else 0.0
-            ends_us = batch.ends_us + (work.predicted_us - shared_us) * caution + answer_us
-            must_end_us = min(batch.must_end_us, work.answer_by_us)
-            rows += work.scored_tokens
-            if batch.works and (ends_us > must_end_us or rows > settings.max_batch_rows):
+            # Results are written one after the other.
+            request = BatchRequest(
+                alone_us=work.predicted_us * caution + answer_us,
+                further_us=latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us,
+                rows=work.scored_tokens,
+                answer_by_us=work.answer_by_us,
+            )
+            if not batch.plan.take(request, len(queue), must_pay=must_pay):
                 passed_over.append(work)
                 break
             batch.works.append(work)
-            batch.ends_us, batch.must_end_us = ends_us, must_end_us
         for other in passed_over:
             queue.push(other)
         waiting = queue.peek()
         if waiting is not None:
-            batch.must_end_us = min(batch.must_end_us, waiting.latest_start_us)
+            batch.plan.end_before(waiting.latest_start_us)
         return batch
 
     def _forward_mixed(
@@ -172,8 +174,5 @@ class Batches:
 
     def _calibrated_us(self, batch: list[RankingWork]) -> float:
         """The calibrated time of one forward of these requests."""
-        model = self._parts.corrector.calibrated
-        total_us = -model.coefficients.c0 * (len(batch) - 1)
-        for work in batch:
-            total_us += model.hit_us(work.ranked_prefix_tokens, work.scored_tokens)
-        return total_us
+        sizes = [(work.ranked_prefix_tokens, work.scored_tokens) for work in batch]
+        return self._parts.corrector.calibrated.batch_us(sizes)

@@ -232,8 +232,8 @@ class Requests:
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
         latency, own_us = self._parts.corrector.model, self._backlog.own_us[work.path]
         work.predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
-        # The fixed part of a pass is paid once a batch.
-        work.remaining_us = work.predicted_us + own_us - latency.coefficients.c0
+        # Under load a request is one of a batch.
+        work.remaining_us = latency.further_us(prefix_tokens, scored_tokens) + own_us
         work.latest_start_us = work.answer_by_us - int(work.predicted_us + own_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
