@@ -274,6 +274,7 @@ def test_a_loaded_engine_is_the_one_that_was_saved(tmp_path: Path) -> None:
     [
         ("meta", ComputeDtype.FLOAT32),
         ("meta", ComputeDtype.BFLOAT16),
+        ("meta", ComputeDtype.INT8),
         ("research", ComputeDtype.FLOAT32),
         ("soft-max with every mask option", ComputeDtype.FLOAT32),
         ("dlrm-v3", ComputeDtype.FLOAT32),

@@ -18,7 +18,7 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.checkpoint import Checkpoint, random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
-from relaygr.worker.model.layer_parts import added_product, onednn_is_faster, product
+from relaygr.worker.model.layer_parts import added_product, measure_onednn, onednn_is_faster, product, use_onednn
 from relaygr.worker.model.options import ComputeDtype
 from tests.workers.engine_kinds import HAS_ONEDNN, KINDS
 
@@ -66,7 +66,15 @@ def test_torch_computes_the_products_if_it_was_built_without_onednn(monkeypatch:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
     monkeypatch.setattr(layer_parts, "onednn_product", missing)
-    assert onednn_is_faster.__wrapped__() is False
+    assert measure_onednn() is False
+
+
+def test_a_process_may_take_over_the_choice_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_parts._Choice, "uses_onednn", None)
+    monkeypatch.setattr(layer_parts, "measure_onednn", lambda: True)
+    assert onednn_is_faster() is True
+    use_onednn(False)
+    assert onednn_is_faster() is False
 
 
 def copied(checkpoint: Checkpoint, compute_dtype: ComputeDtype = ComputeDtype.FLOAT32) -> int:

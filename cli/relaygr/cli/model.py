@@ -1,6 +1,7 @@
 """`relaygr model`: `init` makes a random checkpoint, `convert` converts one of another implementation, `compare` checks
 its scores against those of its source, `show` describes one, `verify` reads its weights whole, `bench` measures its
-times on this machine, and `check-dram` the effect of a DRAM tier in fewer bits on its scores.
+times on this machine, `check-dram` the effect of a DRAM tier in fewer bits on its scores, and `check-compute` that of
+products in fewer bits.
 
 Commands import torch only when they run, so that `--help` answers without it.
 """
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.cli.model_bench import bench_command
-from relaygr.cli.model_check_dram import check_dram_command
+from relaygr.cli.model_check import check_compute_command, check_dram_command
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
 from relaygr.cli.texts import parse_task, show_size
@@ -36,6 +37,7 @@ app.command("convert")(convert_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
 app.command("check-dram")(check_dram_command)
+app.command("check-compute")(check_compute_command)
 
 EXIT_UNVERIFIED = 1
 
@@ -207,6 +209,10 @@ def read_item_ids(path: Path) -> NDArray[np.int64]:
                 raise RelayError(f"{path} is an archive, not one row of integers.")
             if ids.dtype.kind not in "iu" or ids.ndim != 1:
                 raise RelayError(f"{path} contains {ids.dtype} {list(ids.shape)}, not one row of integers.")
+            if ids.dtype.kind == "u" and ids.size and int(ids.max()) > np.iinfo(np.int64).max:
+                raise RelayError(
+                    f"{path} contains the id {ids.max()}; the largest item id is {np.iinfo(np.int64).max}."
+                )
             found = ids.astype(np.int64)
         else:
             with path.open(encoding="utf-8") as lines:

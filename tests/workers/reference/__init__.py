@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.checkpoint import Checkpoint
 from relaygr.worker.model.options import Family
-from tests.workers.reference.layers import ReferenceAttention, decoder_layer, hstu_layer
+from tests.workers.reference.layers import Product, ReferenceAttention, decoder_layer, hstu_layer
 from tests.workers.reference.mask import bias_of, mask_of
 from tests.workers.reference.scores import read_out
 from tests.workers.reference.sequence import embed, sequence_of
@@ -42,10 +42,11 @@ def full_inference(
     query_time_ms: int = 0,
     dtype: torch.dtype = torch.float64,
     round_kv: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    product: Product = torch.matmul,
 ) -> ReferenceOutputs:
     """Scores of the candidates after the history (prefix and suffix together), computed in `dtype`.
 
-    `round_kv` is the rounding of K and V by storing.
+    `round_kv` is the rounding of K and V by storing, `product` that of rows and the layers' weights.
     """
     config = checkpoint.config
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
@@ -61,7 +62,7 @@ def full_inference(
             if name.startswith(f"layers.{index}.")
         }
         attention = ReferenceAttention(config, mask, bias_of(config, own, sequence), round_kv)
-        x = layer(config, own, x, attention)
+        x = layer(config, own, x, attention, product)
         keys.append(attention.keys)
         values.append(attention.values)
     return ReferenceOutputs(read_out(config, tensors, x[x.shape[0] - candidates.size :], sequence), keys, values)

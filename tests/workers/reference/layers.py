@@ -11,6 +11,8 @@ from relaygr.worker.model.options import Activated, OutputForm
 from tests.workers.reference.small import layer_norm, silu
 
 Tensors = dict[str, torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""rows @ weight"""
 
 
 class ReferenceAttention:
@@ -51,11 +53,13 @@ class ReferenceAttention:
         return torch.softmax(scores.masked_fill(~self._mask, float("-inf")), dim=-1)
 
 
-def hstu_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention) -> torch.Tensor:
+def hstu_layer(
+    config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention, product: Product
+) -> torch.Tensor:
     """One HSTU layer."""
     eps = config.norm_eps
     normal = layer_norm(x, tensors.get("input_norm.weight"), tensors.get("input_norm.bias"), eps)
-    z = normal @ tensors["projection.weight"]
+    z = product(normal, tensors["projection.weight"])
     if config.projection_bias:
         z = z + tensors["projection.bias"]
     width, key_width = config.num_heads * config.hidden_dim, config.num_heads * config.attention_dim
@@ -75,23 +79,23 @@ def hstu_layer(config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention
         OutputForm.U_NA_UNORM: (u, normal, u * normal),
         OutputForm.UNORM: (u * normal,),
     }[config.output_form]
-    y = x + torch.cat(read, dim=1) @ tensors["output.weight"]
+    y = x + product(torch.cat(read, dim=1), tensors["output.weight"])
     return y + tensors["output.bias"] if config.output_bias else y
 
 
 def decoder_layer(
-    config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention
+    config: ModelConfig, tensors: Tensors, x: torch.Tensor, attention: ReferenceAttention, product: Product
 ) -> torch.Tensor:
     """One soft-max layer."""
     eps, key_width = config.norm_eps, config.num_heads * config.attention_dim
     normal = layer_norm(x, tensors.get("input_norm.weight"), tensors.get("input_norm.bias"), eps)
-    z = normal @ tensors["projection.weight"]
+    z = product(normal, tensors["projection.weight"])
     if config.projection_bias:
         z = z + tensors["projection.bias"]
     q, k, v = z[:, :key_width], z[:, key_width : 2 * key_width], z[:, 2 * key_width :]
-    x = x + torch.cat(attention.heads(q, k, v, attention.softmax), dim=1) @ tensors["output.weight"]
+    x = x + product(torch.cat(attention.heads(q, k, v, attention.softmax), dim=1), tensors["output.weight"])
     if config.output_bias:
         x = x + tensors["output.bias"]
     normal = layer_norm(x, tensors.get("mlp_norm.weight"), tensors.get("mlp_norm.bias"), eps)
-    hidden = silu(normal @ tensors["mlp.0.weight"] + tensors["mlp.0.bias"])
-    return x + hidden @ tensors["mlp.1.weight"] + tensors["mlp.1.bias"]
+    hidden = silu(product(normal, tensors["mlp.0.weight"]) + tensors["mlp.0.bias"])
+    return x + product(hidden, tensors["mlp.1.weight"]) + tensors["mlp.1.bias"]

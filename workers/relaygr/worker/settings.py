@@ -50,8 +50,17 @@ class WorkerSettings(Section):
         None, description="element type of stored K,V; none: bfloat16 on an accelerator that has it, float32 on a CPU"
     )
     compute_dtype: ComputeDtype | None = Field(
-        None, description="element type of the model's products; none: as for kv_dtype"
+        None,
+        description="element type of the model's products; none: as for kv_dtype. int8 is for CPUs with VNNI, covers the "
+        "layers' weights, scores are approximate, and the error is checked at start",
     )
+    compute_max_score_error: Annotated[
+        float, Field(gt=0, description="largest score error by compute_dtype int8, relative to the largest score")
+    ] = 0.01
+    compute_min_topk_overlap: Annotated[
+        float,
+        Field(gt=0, le=1, description="smallest part of the 10 best candidates that must stay with compute_dtype int8"),
+    ] = 0.95
     cuda_graphs: bool = Field(
         False, description="run forwards of sizes seen before from captured CUDA graphs; not measured on hardware yet"
     )

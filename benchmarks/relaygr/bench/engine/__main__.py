@@ -54,6 +54,7 @@ def main(
     element_types = {
         "float32": (ComputeDtype.FLOAT32, KvDtype.FLOAT32),
         "bfloat16": (ComputeDtype.BFLOAT16, KvDtype.BFLOAT16),
+        "int8": (ComputeDtype.INT8, KvDtype.FLOAT32),
     }
     console = Console(highlight=False)
     set_threads(threads)

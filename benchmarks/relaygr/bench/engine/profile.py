@@ -16,7 +16,7 @@ _PARTS = (
     ("projections", ("aten::addmm", "aten::addmm_", "aten::mm", "aten::linear")),
     ("attention: products", ("attend_kernel", "aten::bmm", "aten::baddbmm", "scaled_dot_product", "hstu")),
     # Projections, and attention's products of a large tile.
-    ("products by oneDNN", ("mkldnn::_linear_pointwise",)),
+    ("products by oneDNN", ("mkldnn::_linear_pointwise", "onednn::qlinear_pointwise")),
     ("SiLU", ("aten::silu", "aten::sigmoid")),
     ("norms and gates", ("norm_kernel", "layer_norm", "aten::mul", "aten::addcmul", "aten::add")),
     (

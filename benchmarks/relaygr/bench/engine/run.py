@@ -18,6 +18,7 @@ from relaygr.bench.rows import now
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import EngineMeter, bind_own_arena, matrix_peak_gflops, rest_between_requests
+from relaygr.worker.model.attention.spec import torch_dtype
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import build_engine
@@ -43,8 +44,8 @@ class EngineVariant:
 
     @property
     def matrix_dtype(self) -> torch.dtype:
-        """The type of the matrix products, and of the product that measures the peak."""
-        return torch.float32 if self.compute_dtype is ComputeDtype.FLOAT32 else torch.bfloat16
+        """The type of the matrix products, and of the product that measures the peak: float32 for int8."""
+        return torch_dtype(self.compute_dtype.of_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ import torch
 
 from relaygr.worker.device.interface import Device, Event, MemoryInfo, Stream
 
+_INT8_INSTRUCTIONS = ("avx512_vnni", "avx_vnni", "amx_int8")
+"""Any of them multiplies int8 and adds into int32. Older instructions add into int16, which overflows."""
+
 
 class _DoneEvent(Event):
     def done(self) -> bool:
@@ -62,6 +65,11 @@ class CpuDevice(Device):
 
     def synchronize(self) -> None:
         return None
+
+    @property
+    def has_int8_products(self) -> bool:
+        found = torch.cpu.get_capabilities()
+        return any(found.get(name, False) for name in _INT8_INSTRUCTIONS)
 
     def memory(self) -> MemoryInfo:
         memory = psutil.virtual_memory()

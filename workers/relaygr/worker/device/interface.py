@@ -160,6 +160,11 @@ class Device(ABC):
         """Free and total memory now."""
 
     @property
+    def has_int8_products(self) -> bool:
+        """Whether the device has instructions for products in int8 with exact sums, and the engine uses them."""
+        return False
+
+    @property
     def compute_units(self) -> int:
         """The number of multiprocessors of the device; 1 if it does not report one."""
         return 1

@@ -10,6 +10,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype
@@ -46,7 +47,8 @@ def load_engine(
 
     `kv_dtype`, `compute_dtype`: None is the device's default (`default_dtypes`). `threads`: CPU threads of one
     operator, process-wide; None keeps torch's default. `device_table_bytes`: larger tables stay in host memory. Raises
-    RelayError if the checkpoint is missing or broken, or the device is missing.
+    RelayError if the checkpoint is missing or broken, if the device is missing, or if it has no instructions for
+    products in int8.
     """
     if threads is not None:
         set_threads(threads)
@@ -61,6 +63,8 @@ def load_engine(
         products=compute.value,
         products_from="the device" if compute_dtype is None else "the settings",
     )
+    if compute is ComputeDtype.INT8:
+        _require_int8(opened)
     return build_engine(load_checkpoint(path), opened, kv, page_tokens, compute, graphs, device_table_bytes)
 
 
@@ -69,6 +73,17 @@ def default_dtypes(device: Device) -> tuple[KvDtype, ComputeDtype]:
     if device.prefers_bfloat16:
         return KvDtype.BFLOAT16, ComputeDtype.BFLOAT16
     return KvDtype.FLOAT32, ComputeDtype.FLOAT32
+
+
+def _require_int8(device: Device) -> None:
+    """Raises RelayError. Without these instructions the sums of products in int8 may overflow, and are slow."""
+    if device.has_int8_products:
+        return
+    instead = "float32" if device.is_cpu else "float32 or bfloat16"
+    raise RelayError(
+        f"compute_dtype int8 needs a CPU with VNNI (avx512_vnni, avx_vnni or amx_int8), and {device.name} "
+        f"({device.description}) is none: set worker.compute_dtype to {instead}."
+    )
 
 
 def build_engine(

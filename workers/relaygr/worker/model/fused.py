@@ -85,7 +85,7 @@ class FusedNorm:
 def input_norm(
     weight: torch.Tensor | None, bias: torch.Tensor | None, projection: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> RowFunction:
-    """The norm before the product with `projection` [D, ...]. It returns rows of `dtype`."""
+    """The norm before the product with `projection` [D, ...]. It returns rows of `dtype`, float32 for int8."""
     width = projection.shape[0]
 
     def tried() -> FusedNorm:
@@ -94,7 +94,7 @@ def input_norm(
         return norm
 
     plain = LayerNorm(weight, bias, width, eps)
-    if dtype is torch.float32:
+    if dtype in (torch.float32, torch.int8):
         return plain
     return if_it_runs("input norm", projection.device, tried) or (lambda x: plain(x).to(dtype))
 

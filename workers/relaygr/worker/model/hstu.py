@@ -90,10 +90,8 @@ class Projection:
         self, options: LayerOptions, weight: torch.Tensor, bias: torch.Tensor | None, activates_u: bool
     ) -> None:
         """`activates_u` false: the layer's output applies SiLU to U."""
-        dtype = options.compute_dtype
-        self._product = product(
-            weight.to(dtype), (weight.new_zeros(weight.shape[1]) if bias is None else bias).to(dtype)
-        )
+        bias = weight.new_zeros(weight.shape[1]) if bias is None else bias
+        self._product = product(weight, bias, options.compute_dtype)
         self._heads = options.num_heads
         u = options.num_heads * options.hidden_dim
         qk = options.num_heads * options.attention_dim
@@ -102,7 +100,7 @@ class Projection:
         self._activated = slice(0 if activates_u else u, end)
 
     def __call__(self, x: torch.Tensor) -> Projected:
-        """x [rows, D] of the compute type."""
+        """x [rows, D] of the compute type; float32 for int8."""
         z = self._product(x)
         F.silu(z[:, self._activated], inplace=True)
         u, v, q, k = torch.split(z, self._split, dim=1)

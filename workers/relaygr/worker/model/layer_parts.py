@@ -7,11 +7,13 @@ Weights of the dense modules are [in, out]; rows are [rows, width].
 
 Norms compute in float32, whatever the type of the matrix products around them. A narrow type rounds the arguments of
 each product, and never a sum: neither torch's products nor the residual stream accumulate in it.
+
+A product in int8 (oneDNN, CPU) gives each row and each column of the weight a scale of its own: their largest absolute
+value is 127. The sums are whole numbers, hence exact. So the result of a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,8 +78,25 @@ _PACKED_ROWS = 256
 """Rows for which oneDNN chooses the layout of a weight. Fewer rows are as fast with this layout as with their own."""
 
 
-@functools.cache
+class _Choice:
+    """Whether oneDNN computes the float32 products of this process; None: not decided yet."""
+
+    uses_onednn: bool | None = None
+
+
+def use_onednn(choice: bool) -> None:
+    """Takes over another process's choice, so that both compute the same. Engines that exist keep theirs."""
+    _Choice.uses_onednn = choice and torch.backends.mkldnn.is_available()
+
+
 def onednn_is_faster() -> bool:
+    """Whether oneDNN computes this process's float32 products on the CPU, by `use_onednn` or by a measurement."""
+    if _Choice.uses_onednn is None:
+        _Choice.uses_onednn = measure_onednn()
+    return _Choice.uses_onednn
+
+
+def measure_onednn() -> bool:
     """Whether oneDNN's float32 products are faster on this CPU than torch's own, which MKL or another BLAS computes.
 
     On an AMD CPU with AVX-512, oneDNN reached twice MKL's rate. It takes about 50 ms to measure.
@@ -99,35 +118,82 @@ def onednn_is_faster() -> bool:
 
 _PACKED_UNIT = 64
 """oneDNN rounds both sides of a weight up to at most a multiple of this."""
+_COLUMN_BYTES = 12
+"""Of a column of a weight in int8: its scale, its zero point, and the sum that oneDNN keeps."""
 
 
 def copy_bytes(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> int:
     """The most memory for the copy that a product of this type makes of its float32 weight [K, N]; 0 without a copy."""
-    if dtype is not torch.float32:
+    if dtype is torch.bfloat16:
         return math.prod(shape) * dtype.itemsize
-    if not _is_packed(dtype, device_type):
+    if dtype is torch.float32 and not _is_packed(device_type):
         return 0
-    return math.prod(-(-side // _PACKED_UNIT) * _PACKED_UNIT for side in shape) * dtype.itemsize
+    rows, columns = (-(-side // _PACKED_UNIT) * _PACKED_UNIT for side in shape)
+    return rows * columns * dtype.itemsize + (columns * _COLUMN_BYTES if dtype is torch.int8 else 0)
 
 
-def _is_packed(dtype: torch.dtype, device_type: str) -> bool:
-    return device_type == "cpu" and dtype is torch.float32 and onednn_is_faster()
+def _is_packed(device_type: str) -> bool:
+    return device_type == "cpu" and onednn_is_faster()
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """A copy of weight [K, N] in oneDNN's layout; None if torch's own product is to be used."""
-    if not _is_packed(weight.dtype, weight.device.type):
+    """A copy of weight [K, N] float32 in oneDNN's layout; None if torch's own product is to be used."""
+    if not _is_packed(weight.device.type):
         return None
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous(), _PACKED_ROWS)
     return packed
 
 
-def product(weight: torch.Tensor, bias: torch.Tensor) -> RowFunction:
-    """The function from rows to rows @ weight + bias, all of one type."""
+def product(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype = torch.float32) -> RowFunction:
+    """The function from rows to rows @ weight + bias, all of type `dtype`; rows and result are float32 for int8.
+
+    `weight` and `bias` are float32.
+    """
+    if dtype is torch.int8:
+        whole = Int8Weight(weight)
+        return lambda rows: whole(rows, bias)
+    if dtype is not torch.float32:
+        narrow, narrow_bias = weight.to(dtype), bias.to(dtype)
+        return lambda rows: torch.addmm(narrow_bias, rows, narrow)
     packed = _packed(weight)
     if packed is None:
         return lambda rows: torch.addmm(bias, rows, weight)
     return lambda rows: onednn_product(rows, packed, bias)
+
+
+LARGEST = 127.0
+LARGEST_WEIGHT = 127.0
+"""Older CPUs add pairs of products into int16, without overflow only up to 63: tests use that there."""
+_SMALLEST_SCALE = 1e-30
+"""The scale of numbers that are all 0."""
+
+
+def quantised(numbers: torch.Tensor, dim: int, largest: float = LARGEST) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as int8 from -largest to largest, and the scales of its rows [M, 1] (dim 1) or columns [1, N] (dim 0).
+
+    A number is about its int8 times its scale. The scale of numbers that are not all finite is not finite.
+    """
+    scales = torch.linalg.vector_norm(numbers, math.inf, dim=dim, keepdim=True).div_(largest).clamp_(_SMALLEST_SCALE)
+    return (numbers / scales).round_().to(torch.int8), scales
+
+
+class Int8Weight:
+    """A weight [K, N] in int8, in oneDNN's layout."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        numbers, scales = quantised(weight, 0, LARGEST_WEIGHT)
+        self._packed = torch.ops.onednn.qlinear_prepack(numbers.t().contiguous(), None)
+        self._scales, self._zeros = scales.flatten(), torch.zeros(weight.shape[1], dtype=torch.int32)
+
+    def __call__(self, rows: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """added + rows @ weight as a new tensor [M, N]. `added` is [N] or [M, N]."""
+        if not rows.shape[0]:
+            return rows.new_empty(0, self._scales.shape[0])
+        numbers, scales = quantised(rows, 1)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            numbers, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return torch.addcmul(added, sums, scales, out=sums)
 
 
 class NarrowProduct:
@@ -148,9 +214,19 @@ def full_product(weight: torch.Tensor) -> AddedProduct:
     return lambda y, rows: torch.ops.mkldnn._linear_pointwise.binary(rows, y, packed, None, "add")
 
 
+def int8_product(weight: torch.Tensor) -> AddedProduct:
+    """The product in int8 of float32 rows."""
+    whole = Int8Weight(weight)
+    return lambda y, rows: whole(rows, y)
+
+
 def added_product(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> AddedProduct:
     """The product for a compute type, with a bias if one is given."""
-    made: AddedProduct = full_product(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
+    made: AddedProduct
+    if dtype is torch.int8:
+        made = int8_product(weight)
+    else:
+        made = full_product(weight) if dtype is torch.float32 else NarrowProduct(weight, dtype)
     return made if bias is None else lambda y, rows: made(y, rows).add_(bias)
 
 

@@ -69,9 +69,9 @@ class DecoderLayer:
 
         self._input_norm, self._mlp_norm = norm_before(projection, "input_norm"), norm_before(wide, "mlp_norm")
         bias = projection.new_zeros(projection.shape[1]) if bias is None else bias
-        self._projection = product(projection.to(compute_dtype), bias.to(compute_dtype))
+        self._projection = product(projection, bias, compute_dtype)
         self._output = added_product(weights["output.weight"], compute_dtype, weights.get("output.bias"))
-        self._wide = product(wide.to(compute_dtype), weights["mlp.0.bias"].to(compute_dtype))
+        self._wide = product(wide, weights["mlp.0.bias"], compute_dtype)
         self._narrow = added_product(weights["mlp.1.weight"], compute_dtype, weights["mlp.1.bias"])
 
     def __call__(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:

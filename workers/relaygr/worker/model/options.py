@@ -202,10 +202,18 @@ class ComputeDtype(enum.StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    """The products of rows with the layers' weights, on the CPU; attention is float32."""
+
+    @property
+    def of_rows(self) -> ComputeDtype:
+        """The type of the rows around the products, and of attention. A product in int8 quantises its rows itself."""
+        return ComputeDtype.FLOAT32 if self is ComputeDtype.INT8 else self
 
     @property
     def size_bytes(self) -> int:
-        return 4 if self is ComputeDtype.FLOAT32 else 2
+        """Of one element of the rows around the products."""
+        return 2 if self is ComputeDtype.BFLOAT16 else 4
 
 
 class Preset(enum.StrEnum):

@@ -4,11 +4,13 @@ A prepared worker has loaded its model, warmed up its device, opened its history
 has read no topic, and has changed no file that an active worker with the same id uses.
 
 A primary worker calibrates while it has the device to itself. A standby shares the device with an active worker, which
-would make its measurements wrong: it uses the calibration that the active worker left in the shared folder.
+would make its measurements wrong: it uses the calibration that the active worker left in the shared folder, and leaves
+its products to the same library.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -23,15 +25,16 @@ from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import Topic
 from relaygr.worker.cache.trace.recorder import require_writable
-from relaygr.worker.calibration import calibrate, latency_for, save_calibration
-from relaygr.worker.dram_check import require_precision
+from relaygr.worker.calibration import calibrate, latency_for, load_calibration, save_calibration
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
 from relaygr.worker.memory import MemoryPlan, process_bytes, require_host_memory
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.interface import Engine
+from relaygr.worker.model.layer_parts import use_onednn
 from relaygr.worker.process.handover import Handover, attach
 from relaygr.worker.process.memory import AllocatedMemory, allocate_memory, arena_shape, plan_memory
+from relaygr.worker.score_error import require_compute_precision, require_precision
 from relaygr.worker.settings import StandbyMemory, WorkerConfig, WorkerSettings
 from relaygr.worker.shared.arena import make_room
 from relaygr.worker.shared.lock import ArenaLock
@@ -71,6 +74,9 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
     kafka, settings = config.kafka, config.worker
     store = _open_files(settings)
     own_bytes = process_bytes()
+    calibrated = settings.calibration or (folder / _CALIBRATION_FILE if is_standby else None)
+    if calibrated is not None:
+        _compute_as_calibrated(calibrated)
     engine = load_engine(
         settings.model,
         settings.device,
@@ -81,6 +87,7 @@ def prepare(config: WorkerConfig, folder: Path, lock: ArenaLock, *, is_standby: 
         settings.cuda_graphs,
         int(settings.device_table_bytes),
     )
+    _check_compute(engine, settings)
     _check_dram(engine, settings)
     plan = plan_memory(engine, settings, own_bytes, keeps_prefixes=keeps_prefixes)
     shape = arena_shape(engine, settings) if keeps_prefixes else None
@@ -134,6 +141,24 @@ def _check_dram(engine: Engine, settings: WorkerSettings) -> None:
         )
 
 
+def _check_compute(engine: Engine, settings: WorkerSettings) -> None:
+    """Raises RelayError if products in int8 change scores by more than the settings allow."""
+    error = require_compute_precision(
+        engine,
+        settings.model,
+        settings.compute_max_score_error,
+        settings.compute_min_topk_overlap,
+        int(settings.device_table_bytes),
+    )
+    if error is not None:
+        log.info(
+            "scores by products in int8 are approximate",
+            max_score_error=round(error.max_score_error, 6),
+            mean_score_error=round(error.mean_score_error, 6),
+            top10_overlap=round(error.topk_overlap, 4),
+        )
+
+
 def _connect(producer: Producer, config: WorkerConfig) -> None:
     """Fetches metadata before the first message needs it. Raises RelayError if the broker does not answer."""
     try:
@@ -171,6 +196,14 @@ def _warm_up(engine: Engine) -> None:
             meter.prefix(length, length)
             for candidates in _CANDIDATES:
                 meter.rank(length, min(candidates, engine.limits.max_candidates))
+
+
+def _compute_as_calibrated(path: Path) -> None:
+    """Leaves the products to the library that computed them in a calibration; without one, this process measures."""
+    with contextlib.suppress(RelayError):
+        choice = load_calibration(path).machine.uses_onednn
+        if choice is not None:
+            use_onednn(choice)
 
 
 def _calibration_of_active(engine: Engine, path: Path) -> LatencyModel:

@@ -39,7 +39,6 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.calibration import latency_for
-from relaygr.worker.dram_check import require_precision
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.memory import HEADROOM, forward_bytes, is_out_of_memory
 from relaygr.worker.model.attention.spec import torch_dtype
@@ -49,6 +48,7 @@ from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.interface import Engine, PrefixChunk
 from relaygr.worker.process.parts import Parts
 from relaygr.worker.process.prepare import Prepared
+from relaygr.worker.score_error import require_compute_precision, require_precision
 from relaygr.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -311,12 +311,11 @@ def _require_fit(folder: Path, present: Engine, settings: WorkerSettings) -> Non
 
 
 def _require_memory_for_weights(folder: Path, present: Engine, settings: WorkerSettings) -> None:
-    """Both models are in memory until the swap."""
-    wanted = resident_bytes(
-        folder,
-        int(settings.device_table_bytes),
-        torch_dtype(present.compute_dtype),
-        present.device.torch_device.type,
+    """Both models are in memory until the swap. A model with products in int8 is compared with itself in float32."""
+    types = {present.compute_dtype, present.compute_dtype.of_rows}
+    wanted = sum(
+        resident_bytes(folder, int(settings.device_table_bytes), torch_dtype(dtype), present.device.torch_device.type)
+        for dtype in types
     )
     available = int(psutil.virtual_memory().available * HEADROOM)
     if not present.device.is_cpu:
@@ -358,17 +357,23 @@ def _try(engine: Engine) -> None:
 
 
 def _require_precision(engine: Engine, settings: WorkerSettings) -> None:
-    """Raises ReloadRefusedError if the DRAM tier's element type is too inexact for this model."""
-    if not settings.dram_bytes:
-        return
+    """Raises ReloadRefusedError if products in int8 or the DRAM tier's type are too inexact for this model."""
     try:
-        require_precision(
+        require_compute_precision(
             engine,
             settings.model,
-            settings.dram_kv_dtype,
-            settings.dram_max_score_error,
-            settings.dram_min_topk_overlap,
+            settings.compute_max_score_error,
+            settings.compute_min_topk_overlap,
+            int(settings.device_table_bytes),
         )
+        if settings.dram_bytes:
+            require_precision(
+                engine,
+                settings.model,
+                settings.dram_kv_dtype,
+                settings.dram_max_score_error,
+                settings.dram_min_topk_overlap,
+            )
     except RelayError as error:
         raise ReloadRefusedError(ReloadOutcome.UNFIT, str(error)) from error
 

@@ -11,7 +11,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.options import ComputeDtype
 
-_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def torch_dtype(dtype: KvDtype | ComputeDtype) -> torch.dtype:
@@ -91,5 +91,5 @@ def spec_of(config: ModelConfig, compute_dtype: ComputeDtype) -> AttentionSpec:
         min_full_attn_len=config.min_full_attn_len,
         target_group_size=config.target_group_size,
         has_bias=config.relative_bias is not None,
-        compute_dtype=torch_dtype(compute_dtype),
+        compute_dtype=torch_dtype(compute_dtype.of_rows),
     )

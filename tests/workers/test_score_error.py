@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import relaygr.worker.dram_check
+import relaygr.worker.score_error
 from relaygr.cli.model import app
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.arena import block_pages, coding_bytes
-from relaygr.worker.dram_check import SampleUser, made_sample, measure_dram_error, require_precision
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype, KvGeometry
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import ModelConfig
@@ -23,6 +22,7 @@ from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ContextualFeature
 from relaygr.worker.process.memory import allocate_memory, plan_memory
 from relaygr.worker.process.reloading import ReloadOutcome, ReloadRefusedError, load_beside
+from relaygr.worker.score_error import SampleUser, made_sample, measure_dram_error, require_precision
 from relaygr.worker.settings import WorkerSettings
 from tests.worlds.model import small_config
 
@@ -105,14 +105,14 @@ class TestLimits:
     def test_scores_that_are_not_numbers_are_beyond_the_limits(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rank, calls = relaygr.worker.dram_check._rank, []
+        rank, calls = relaygr.worker.score_error._rank, []
 
         def once_not_a_number(*arguments: Any) -> Any:
             scores = rank(*arguments)
             calls.append(scores)
             return scores * np.nan if len(calls) == 4 else scores
 
-        monkeypatch.setattr(relaygr.worker.dram_check, "_rank", once_not_a_number)
+        monkeypatch.setattr(relaygr.worker.score_error, "_rank", once_not_a_number)
         with pytest.raises(RelayError, match="too inexact for this model"):
             require_precision(engine_of(model), model, DramKvDtype.INT8, 1e9, 0.01)
 

@@ -1,14 +1,18 @@
-"""The score error of an inexact DRAM tier: scores on K,V that were encoded and decoded, compared with exact scores.
+"""The score error of inexact settings: a DRAM tier in fewer bits, and products in int8.
 
-A worker with an inexact `worker.dram_kv_dtype` measures the error before it starts. It refuses to start if the error
-exceeds `worker.dram_max_score_error` or the overlap is below `worker.dram_min_topk_overlap`. `relaygr model check-dram`
-measures the same on your own histories. Generated histories have random items of the model's vocabulary, and random
-actions and features: they exercise the model's arithmetic, but do not resemble real users.
+    K,V that were encoded and decoded     compared with    exact K,V, of the same engine
+    products in int8                      compared with    products in float32, of another engine
+
+A worker with such a setting measures the error before it starts. It refuses to start if the error or the overlap is
+beyond the setting's limits (`worker.dram_max_score_error`, `worker.compute_max_score_error`, ...). `relaygr model
+check-dram` and `check-compute` measure the same on your own histories. Generated histories have random items of the
+model's vocabulary, and random actions and features: they exercise the model's arithmetic, but do not resemble real
+users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +25,21 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.cache.codec import make_codec
 from relaygr.worker.kv import DramGeometry, DramKvDtype
-from relaygr.worker.model.checkpoint import WEIGHTS_FILE
+from relaygr.worker.model.checkpoint import WEIGHTS_FILE, load_checkpoint
 from relaygr.worker.model.config import ModelConfig, read_config
+from relaygr.worker.model.engine import build_engine
 from relaygr.worker.model.inputs.lookup import IDS_TENSOR
 from relaygr.worker.model.interface import Engine, PrefixChunk
+from relaygr.worker.model.options import ComputeDtype
 
 TOP_K = 10
 MADE_USERS = 4
 MADE_BEHAVIOURS = 1024
 MADE_CANDIDATES = 100
 _BEGIN_MS = 1_700_000_000_000
+
+Scores = NDArray[np.float32]
+"""[candidates, tasks]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class SampleUser:
 
 
 @dataclass(frozen=True, slots=True)
-class DramError:
+class ScoreError:
     """Score errors relative to the largest score of the same user and task, and the mean share of the TOP_K candidates
     of each user and task that stays in the TOP_K.
     """
@@ -53,15 +62,46 @@ class DramError:
     mean_score_error: float
     topk_overlap: float
 
+    def is_within(self, max_score_error: float, min_topk_overlap: float) -> bool:
+        """Whether the error is within the limits. One that is not a number is not."""
+        return self.max_score_error <= max_score_error and self.topk_overlap >= min_topk_overlap
+
 
 def measure_dram_error(
     engine: Engine, dtype: DramKvDtype, users: Sequence[SampleUser], candidates: NDArray[np.int64]
-) -> DramError:
+) -> ScoreError:
     """Ranks `candidates` for each user on exact K,V, then on encoded and decoded K,V.
 
     Binds the engine to a new arena, so the caller must bind it again. Raises ValueError without users or candidates,
     TooLongError beyond the model's limits.
     """
+    arena, pages = _own_arena(engine, users, candidates)
+
+    def scores(user: SampleUser) -> tuple[Scores, Scores]:
+        exact = _compute_and_rank(engine, user, pages, candidates)
+        _through_dram(arena, DramGeometry(engine.geometry, dtype))
+        return exact, _rank(engine, user, pages, candidates)
+
+    return _error_of((scores(user) for user in users), candidates)
+
+
+def measure_compute_error(
+    engine: Engine, exact: Engine, users: Sequence[SampleUser], candidates: NDArray[np.int64]
+) -> ScoreError:
+    """Ranks `candidates` for each user by `exact`, then by `engine`: two engines of one model.
+
+    Binds both to new arenas. Raises as `measure_dram_error` does.
+    """
+    _, pages = _own_arena(engine, users, candidates)
+    _own_arena(exact, users, candidates)
+    pairs = ([_compute_and_rank(each, user, pages, candidates) for each in (exact, engine)] for user in users)
+    return _error_of(((expected, found) for expected, found in pairs), candidates)
+
+
+def _own_arena(
+    engine: Engine, users: Sequence[SampleUser], candidates: NDArray[np.int64]
+) -> tuple[torch.Tensor, NDArray[np.int32]]:
+    """Binds the engine to a new arena with the pages of the longest prefix."""
     if not users or candidates.size == 0:
         raise ValueError("nothing to measure: no users, or no candidates")
     geometry = engine.geometry
@@ -69,16 +109,18 @@ def measure_dram_error(
     pages = np.arange(max(1, geometry.pages_for(most_tokens)), dtype=np.int32)
     arena = engine.device.empty_bytes(pages.size, geometry.page_bytes).zero_()
     engine.bind(arena)
+    return arena, pages
+
+
+def _error_of(pairs: Iterable[tuple[Scores, Scores]], candidates: NDArray[np.int64]) -> ScoreError:
+    """The error of the second scores of each user."""
     errors, overlaps = [], []
-    for user in users:
-        exact = _compute_and_rank(engine, user, pages, candidates)
-        _through_dram(arena, DramGeometry(geometry, dtype))
-        decoded = _rank(engine, user, pages, candidates)
+    for exact, inexact in pairs:
         largest = np.abs(exact).max(0)
-        errors.append(np.abs(decoded - exact) / np.where(largest > 0, largest, 1.0))
-        overlaps += [_overlap(exact[:, task], decoded[:, task]) for task in range(exact.shape[1])]
-    return DramError(
-        users=len(users),
+        errors.append(np.abs(inexact - exact) / np.where(largest > 0, largest, 1.0))
+        overlaps += [_overlap(exact[:, task], inexact[:, task]) for task in range(exact.shape[1])]
+    return ScoreError(
+        users=len(errors),
         candidates=int(candidates.size),
         max_score_error=float(np.max([error.max() for error in errors])),
         mean_score_error=float(np.mean([error.mean() for error in errors])),
@@ -88,7 +130,7 @@ def measure_dram_error(
 
 def require_precision(
     engine: Engine, model: Path, dtype: DramKvDtype, max_score_error: float, min_topk_overlap: float
-) -> DramError | None:
+) -> ScoreError | None:
     """Measures the error on generated histories; None if the tier is exact. Raises RelayError beyond the limits.
 
     Binds the engine to a new arena, so the caller must bind it again.
@@ -97,16 +139,54 @@ def require_precision(
         return None
     users, candidates = made_sample(model)
     error = measure_dram_error(engine, dtype, users, candidates)
-    # Not `error > limit`, which is false for NaN.
-    if error.max_score_error <= max_score_error and error.topk_overlap >= min_topk_overlap:
+    if error.is_within(max_score_error, min_topk_overlap):
         return error
     raise RelayError(
-        f"worker.dram_kv_dtype {dtype} is too inexact for this model: scores change by up to "
-        f"{error.max_score_error:.2%} of the largest ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
-        f"the top {TOP_K} stay ({min_topk_overlap:.1%} required), for {error.users} generated users. Set "
+        f"worker.dram_kv_dtype {dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
         f"worker.dram_kv_dtype to {'bfloat16 or same' if dtype is DramKvDtype.INT8 else 'same'}. Or measure the error "
         "on your own histories with `relaygr model check-dram`, and set worker.dram_max_score_error and "
         "worker.dram_min_topk_overlap."
+    )
+
+
+def require_compute_precision(
+    engine: Engine, model: Path, max_score_error: float, min_topk_overlap: float, device_table_bytes: int
+) -> ScoreError | None:
+    """Measures the error of products in int8 on generated histories; None for other products.
+
+    The model is loaded once more meanwhile, for products in float32. Raises RelayError beyond the limits. Binds the
+    engine to a new arena.
+    """
+    if engine.compute_dtype is not ComputeDtype.INT8:
+        return None
+    error = measure_compute_error(engine, exact_engine(engine, model, device_table_bytes), *made_sample(model))
+    if error.is_within(max_score_error, min_topk_overlap):
+        return error
+    raise RelayError(
+        f"worker.compute_dtype {engine.compute_dtype} {_beyond(error, max_score_error, min_topk_overlap)} Set "
+        "worker.compute_dtype to float32. Or measure the error on your own histories with `relaygr model "
+        "check-compute`, and set worker.compute_max_score_error and worker.compute_min_topk_overlap."
+    )
+
+
+def exact_engine(engine: Engine, model: Path, device_table_bytes: int) -> Engine:
+    """The engine of the same checkpoint folder with products in float32."""
+    geometry = engine.geometry
+    return build_engine(
+        load_checkpoint(model),
+        engine.device,
+        geometry.dtype,
+        geometry.page_tokens,
+        ComputeDtype.FLOAT32,
+        device_table_bytes=device_table_bytes,
+    )
+
+
+def _beyond(error: ScoreError, max_score_error: float, min_topk_overlap: float) -> str:
+    return (
+        "is too inexact for this model: scores change by up to "
+        f"{error.max_score_error:.2%} of the largest ({max_score_error:.2%} allowed), and {error.topk_overlap:.1%} of "
+        f"the top {TOP_K} stay ({min_topk_overlap:.1%} required), for {error.users} generated users."
     )
 
 
@@ -147,16 +227,14 @@ def known_items(model: Path, config: ModelConfig) -> NDArray[np.int64]:
 
 def _compute_and_rank(
     engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]
-) -> NDArray[np.float32]:
+) -> Scores:
     inputs = engine.prefix_inputs(user.features, user.behaviours, query_time_ms=_query_time_ms(user))
     if inputs.tokens:
         engine.pre_infer(PrefixChunk(inputs, 0, inputs.tokens, pages))
     return _rank(engine, user, pages, candidates)
 
 
-def _rank(
-    engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def _rank(engine: Engine, user: SampleUser, pages: NDArray[np.int32], candidates: NDArray[np.int64]) -> Scores:
     request = engine.rank_inputs(
         engine.layout.tokens(len(user.behaviours)),
         pages,
@@ -186,7 +264,7 @@ def _through_dram(arena: torch.Tensor, geometry: DramGeometry) -> None:
     codec.decode(stored, pages)
 
 
-def _overlap(exact: NDArray[np.float32], decoded: NDArray[np.float32]) -> float:
+def _overlap(exact: NDArray[np.float32], inexact: NDArray[np.float32]) -> float:
     count = min(TOP_K, exact.size)
-    best = [set(np.argsort(-scores, kind="stable")[:count].tolist()) for scores in (exact, decoded)]
+    best = [set(np.argsort(-scores, kind="stable")[:count].tolist()) for scores in (exact, inexact)]
     return len(best[0] & best[1]) / count

@@ -1,0 +1,144 @@
+"""`relaygr model check-dram MODEL` and `check-compute MODEL`: the score error that inexact settings cause for a model.
+
+The commands import torch only when they run, so that `--help` answers without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaygr.interactions.reading import read_interactions
+from relaygr.runtime.errors import RelayError
+from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+from relaygr.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from relaygr.worker.model.interface import Engine
+    from relaygr.worker.score_error import SampleUser, ScoreError
+
+EXIT_ABOVE = 1
+CANDIDATES = 100
+_DEFAULTS = WorkerSettings.model_fields
+
+Model = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+Interactions = Annotated[
+    Path | None, typer.Option(help="Interaction log with the histories to rank.", show_default="random histories")
+]
+Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="4 random, 100 from a log")]
+
+
+def check_dram_command(
+    model: Model,
+    dram_kv_dtype: Annotated[
+        DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
+    ] = DramKvDtype.INT8,
+    interactions: Interactions = None,
+    users: Users = None,
+    kv_dtype: Annotated[
+        KvDtype | None, typer.Option(help="Element type of K,V on the device.", show_default="that of the device")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.dram_max_score_error.")] = float(
+        _DEFAULTS["dram_max_score_error"].default
+    ),
+    min_topk_overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.dram_min_topk_overlap.")
+    ] = float(_DEFAULTS["dram_min_topk_overlap"].default),
+) -> None:
+    """Measure how much an inexact DRAM tier changes a model's scores. The exit code is 1 beyond the limits."""
+    from relaygr.worker.model.engine import load_engine
+    from relaygr.worker.score_error import measure_dram_error
+
+    engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
+    error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users))
+    times = engine.geometry.page_bytes / DramGeometry(engine.geometry, dram_kv_dtype).page_bytes
+    _print(
+        f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {times:.2f} times as many prefixes in the "
+        "same memory",
+        error,
+        max_score_error,
+        min_topk_overlap,
+    )
+    if not error.is_within(max_score_error, min_topk_overlap):
+        raise typer.Exit(EXIT_ABOVE)
+
+
+def check_compute_command(
+    model: Model,
+    compute_dtype: Annotated[
+        ComputeDtype, typer.Option(help="Element type of matrix products, compared with float32.")
+    ] = ComputeDtype.INT8,
+    interactions: Interactions = None,
+    users: Users = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
+    ] = None,
+    max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.compute_max_score_error.")] = float(
+        _DEFAULTS["compute_max_score_error"].default
+    ),
+    min_topk_overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.compute_min_topk_overlap.")
+    ] = float(_DEFAULTS["compute_min_topk_overlap"].default),
+) -> None:
+    """Measure how much products in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
+    from relaygr.worker.model.engine import load_engine
+    from relaygr.worker.score_error import measure_compute_error
+
+    engine, exact = (
+        load_engine(model, device, page_tokens=DEFAULT_PAGE_TOKENS, compute_dtype=dtype)
+        for dtype in (compute_dtype, ComputeDtype.FLOAT32)
+    )
+    error = measure_compute_error(engine, exact, *_sample(model, engine, interactions, users))
+    _print(f"products in {compute_dtype}, compared with float32", error, max_score_error, min_topk_overlap)
+    if not error.is_within(max_score_error, min_topk_overlap):
+        raise typer.Exit(EXIT_ABOVE)
+
+
+def _sample(
+    model: Path, engine: Engine, interactions: Path | None, users: int | None
+) -> tuple[list[SampleUser], np.ndarray]:
+    """The users to rank, and the candidates: of the log, or random without one."""
+    from relaygr.worker.score_error import made_sample
+
+    if interactions is None:
+        return made_sample(model, users or 4)
+    return _read_sample(interactions, engine, users or 100)
+
+
+def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUser], np.ndarray]:
+    """Random users of a log with their newest behaviours, and random items of the log as candidates."""
+    from relaygr.worker.score_error import SampleUser
+
+    read, random = read_interactions(path), np.random.default_rng(0)
+    if not read.users:
+        raise RelayError(f"{path} contains no interactions.")
+    chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
+    longest = engine.limits.max_prefix_behaviours
+    items = np.unique(read.behaviours.items)
+    candidates = random.choice(items, min(CANDIDATES, engine.limits.max_candidates, items.size), replace=False)
+    features = np.empty(0, np.int64)
+    return [SampleUser(features, read.of(int(index))[-longest:]) for index in chosen], candidates
+
+
+def _print(what: str, error: ScoreError, max_score_error: float, min_topk_overlap: float) -> None:
+    from relaygr.worker.score_error import TOP_K
+
+    console = Console(highlight=False)
+    console.print(f"{what}; {error.users} users, {error.candidates} candidates each", soft_wrap=True)
+    table = Table("", "measured", "limit")
+    table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
+    table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
+    table.add_row(
+        f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
+    )
+    console.print(table)
+    console.print("Changes are relative to the largest score of the same user and task.", soft_wrap=True)
