@@ -174,12 +174,12 @@ class PagedEngine(BaseEngine):
         # of its K and V.
         narrow = 2 * c.embedding_dim + values + max(c.projection_width, c.mlp_dim or 0) + 2 * (keys + values)
         narrow += c.output_width
-        if self.compute_dtype is ComputeDtype.INT8:
-            # The rows of a product divided by their scales, and as int8.
-            full += 1.25 * max(c.embedding_dim, c.output_width, c.mlp_dim or 0)
         rows = max_chunk_tokens + max_batch_rows
         max_tokens = self.layout.tokens(c.max_prefix_behaviours + c.max_suffix_behaviours) + c.max_candidates
-        layers = rows * (int(full * _FLOAT_BYTES) + narrow * self.compute_dtype.size_bytes)
+        layers = rows * (full * _FLOAT_BYTES + narrow * self.compute_dtype.size_bytes)
+        if self.compute_dtype is ComputeDtype.INT8:
+            # The rows of a product divided by their scales, and as int8.
+            layers += rows * (_FLOAT_BYTES + 1) * max(c.embedding_dim, c.output_width, c.mlp_dim or 0)
         layers += self._attention.scratch_bytes(rows, max_tokens)
         # Embedding ends before the layers begin, and then keeps only the rows.
         layers = max(layers, rows * input_row_elements(c) * _FLOAT_BYTES)
