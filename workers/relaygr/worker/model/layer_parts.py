@@ -180,7 +180,11 @@ def quantised(numbers: torch.Tensor, dim: int, largest: float = LARGEST) -> tupl
 
 
 class Int8Weight:
-    """A weight [K, N] in int8, in oneDNN's layout."""
+    """A weight [K, N] in int8, in oneDNN's layout.
+
+    torch's other ways do less: `quantized.linear_dynamic` has one scale for all rows, `_int_mm` does not keep a packed
+    weight and writes int32, which needs another pass.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         numbers, scales = quantised(weight, 0, LARGEST_WEIGHT)
