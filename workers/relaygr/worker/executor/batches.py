@@ -47,7 +47,7 @@ class Batches:
         by itself now, because the forward with both failed.
         """
         batch = self._take(now_us, first)
-        return self._rank(batch, batch.plan.slack_us) if batch.works else None
+        return self._rank(batch, batch.plan.must_end_us - batch.plan.ends_us) if batch.works else None
 
     def can_rank_beside_chunk(self) -> bool:
         """Whether a ready request could be ranked in the forward of the next pre-infer chunk."""
@@ -121,13 +121,18 @@ class Batches:
                 self._requests.reject(work)
                 continue
             # Results are written one after the other.
+            predicted_us = further_us = work.predicted_us
+            behind = 0
+            if batch.works:
+                further_us = latency.further_us(work.ranked_prefix_tokens, work.scored_tokens)
+                behind = len(queue)
             request = BatchRequest(
-                alone_us=work.predicted_us * caution + answer_us,
-                further_us=latency.further_us(work.ranked_prefix_tokens, work.scored_tokens) * caution + answer_us,
+                alone_us=predicted_us * caution + answer_us,
+                further_us=further_us * caution + answer_us,
                 rows=work.scored_tokens,
                 answer_by_us=work.answer_by_us,
             )
-            if not batch.plan.take(request, len(queue), must_pay=must_pay):
+            if not batch.plan.take(request, behind, must_pay=must_pay):
                 passed_over.append(work)
                 break
             batch.works.append(work)

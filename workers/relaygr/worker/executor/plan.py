@@ -281,11 +281,6 @@ class BatchPlan:
         self._rows = 0
         self._max_rows = max_rows
 
-    @property
-    def slack_us(self) -> float:
-        """The time that the pass may take beyond its prediction."""
-        return self.must_end_us - self.ends_us
-
     def end_before(self, time_us: float) -> None:
         """Other work must start by then."""
         self.must_end_us = min(self.must_end_us, time_us)

@@ -232,8 +232,9 @@ class Requests:
         work.ranked_prefix_tokens, work.suffix, work.scored_tokens = prefix_tokens, suffix, scored_tokens
         latency, own_us = self._parts.corrector.model, self._backlog.own_us[work.path]
         work.predicted_us = latency.hit_us(prefix_tokens, scored_tokens)
-        # Under load a request is one of a batch.
-        work.remaining_us = latency.further_us(prefix_tokens, scored_tokens) + own_us
+        # Under load a request is one of a batch, and what they share is paid once.
+        shared_us = latency.coefficients.c0 if latency.shared_us is None else latency.shared_us
+        work.remaining_us = max(0.0, work.predicted_us - shared_us) + own_us
         work.latest_start_us = work.answer_by_us - int(work.predicted_us + own_us)
 
     def _uses_cache(self, work: RankingWork) -> bool:
