@@ -62,8 +62,8 @@ def check_dram_command(
     error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users))
     times = engine.geometry.page_bytes / DramGeometry(engine.geometry, dram_kv_dtype).page_bytes
     _print(
-        f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {times:.2f} times as many prefixes in the "
-        "same memory",
+        f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {times:.2f} times as many prefixes in "
+        "the same memory",
         error,
         max_score_error,
         min_topk_overlap,

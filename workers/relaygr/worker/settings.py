@@ -51,8 +51,8 @@ class WorkerSettings(Section):
     )
     compute_dtype: ComputeDtype | None = Field(
         None,
-        description="element type of the model's products; none: as for kv_dtype. int8 is for CPUs with VNNI, covers the "
-        "layers' weights, scores are approximate, and the error is checked at start",
+        description="element type of the model's products; none: as for kv_dtype. int8 is for CPUs with VNNI, and for "
+        "the layers' weights, scores are approximate, and the error is checked at start",
     )
     compute_max_score_error: Annotated[
         float, Field(gt=0, description="largest score error by compute_dtype int8, relative to the largest score")
