@@ -69,6 +69,19 @@ USES: dict[str, Use] = {
     "cli": Use(("relaygr.cli.app", "relaygr.cli.topics", "relaygr.cli.publish", "relaygr.cli.settings")),
     "cli,http": Use(("relaygr.cli.traffic", "relaygr.runtime.probes", "relaygr.traffic.player")),
     "gateway": Use(("relaygr.cli.gateway", "relaygr.gateway.server")),
+    "tracing": Use(
+        ("relaygr.tracing.otlp", "relaygr.client.tracing"),
+        """
+        from relaygr.client import RelayClient
+        from relaygr.settings import load_settings
+        from relaygr.tracing import TracingSettings, start_tracing
+
+        settings = load_settings(environment={})
+        tracer = start_tracing(TracingSettings(enabled=True), "gateway", "gw-0")
+        RelayClient(settings, "gw-0", settings.client, tracer=tracer)
+        tracer.close(0)
+        """,
+    ),
     "lag": Use(
         (
             "relaygr.cli.lag",

@@ -15,7 +15,7 @@ LAYERS = ("schemas", "streams", "workers", "cli", "benchmarks")
 """The roots of the namespace `relaygr`. Each may import itself and those before it."""
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 NPU_FILE = ROOT / "workers" / "relaygr" / "worker" / "device" / "__init__.py"
-STREAMS = ("runtime", "kafka", "admission", "consumer", "client", "lag", "devbroker", "trigger")
+STREAMS = ("runtime", "tracing", "kafka", "admission", "consumer", "client", "lag", "devbroker", "trigger")
 """Packages of the root `streams`, likewise."""
 
 

@@ -36,6 +36,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.lag.settings import LagSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.settings import LogSettings
+from relaygr.tracing.settings import TracingSettings
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.ui.settings import UiSettings
@@ -67,6 +68,7 @@ class Settings(KafkaSettings):
     traffic: TrafficSettings = TrafficSettings()
     lag: LagSettings = LagSettings()
     ui: UiSettings = UiSettings()
+    tracing: TracingSettings = TracingSettings()
 
 
 @dataclass(frozen=True, slots=True)

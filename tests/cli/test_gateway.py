@@ -38,6 +38,7 @@ from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 from tests.echo_worker import EchoWorker, answer_once, echo_worker, ranked, read_topic
 from tests.leftovers import owned_by_a_fixture
+from tests.worlds.otlp import traceparent
 from tests.worlds.relay import own_topics, wait_until
 
 JSON = "application/json"
@@ -188,6 +189,19 @@ class TestCalls:
         event = codec.decode(RetrievalEvent, message.value())
         assert (event.request_id, event.ranking_budget_ms) == (reply.content["request_id"], 75)
         assert event.retrieval_at_us // 1000 == reply.content["query_time_ms"]
+
+    def test_the_messages_carry_the_span_of_the_caller_on(self, door: Door) -> None:
+        given = traceparent()
+        assert door.post("/v1/rank", RANK, traceparent=given).status == 200
+        assert door.worker.headers[-1].traceparent == given.encode()
+        assert door.post("/v1/rank", RANK, traceparent="garbage").status == 200
+        assert door.worker.headers[-1].traceparent is None
+
+        body = RETRIEVAL | {"ranking_budget_ms": 50, "request_id": "traced-1"}
+        assert door.post("/v1/retrieval", body, traceparent=given).status == 202
+        events = read_topic(door.kafka, Topic.RETRIEVAL, 10, timeout_s=3)
+        [event] = [each for each in events if codec.decode(RetrievalEvent, each.value()).request_id == "traced-1"]
+        assert event.headers() == [("traceparent", given.encode())]
 
     def test_the_deadline_of_the_header_is_the_one_that_the_worker_gets(self, door: Door) -> None:
         body = {name: value for name, value in RANK.items() if name != "budget_ms"}
@@ -462,7 +476,7 @@ def test_a_signal_while_the_gateway_starts_stops_it(monkeypatch: pytest.MonkeyPa
         raise AssertionError(f"it serves {address}")
 
     client = Starting()
-    monkeypatch.setattr(gateway_server, "AsyncRelayClient", lambda *_: client)
+    monkeypatch.setattr(gateway_server, "AsyncRelayClient", lambda *_, **__: client)
     monkeypatch.setattr(gateway_server, "GatewayApp", lambda *_: SimpleNamespace(asgi=None))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -159,4 +159,5 @@ def test_a_topic_that_is_missing_is_said_with_a_remedy(kafka_settings: KafkaSett
 def test_wrong_options_are_said_with_a_remedy() -> None:
     assert "cannot be reached" in ui("--bootstrap", "127.0.0.1:1", "--set", "connect_timeout_s=0.2")
     assert "write the address of a metrics page" in ui("--scrape", "trigger:9100")
-    assert "at least 16 characters" in ui("--set", "ui.token=short")
+    for token in ("short", "a token with spaces in it", "umlauts-äöü-äöü-äöü"):
+        assert "at least 16 characters, all of them printable ASCII" in ui("--set", f"ui.token={token}")

@@ -351,7 +351,7 @@ def test_pages_of_a_failed_chunk_are_freed_only_after_the_device_has_finished():
         raise torch.OutOfMemoryError("out of memory")
 
     world.engine.pre_infer = broken
-    world.outbox.job_done = lambda received, outcome: device.log.append(f"{world.cache.stats().hbm.free} pages free")
+    world.outbox.job_done = lambda received, outcome, _: device.log.append(f"{world.cache.stats().hbm.free} pages free")
     world.job(version=world.store.put("u", 64))
     world.executor.step()
     assert device.log == ["raised, 124 pages free", "waited for all", "128 pages free"]

@@ -39,7 +39,7 @@ class Outbox:
     def failed(self, work: RankingWork, reason: FailureReason, detail: str) -> None:
         self.failures.append((work, reason, detail))
 
-    def job_done(self, received: object, outcome: JobOutcome) -> None:
+    def job_done(self, received: object, outcome: JobOutcome, work: object = None) -> None:
         assert self.takes_jobs, "no jobs here"
         self.jobs.append(outcome)
 

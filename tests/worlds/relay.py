@@ -159,8 +159,8 @@ class Relay:
         own = [f"worker.worker_id={worker_id}", f"worker.history_path={self.folder / (store or worker_id)}", *settings]
         return self.processes.start(worker_id, command, "worker", own)
 
-    def start_trigger(self) -> CommandProcess:
-        return self.processes.start("trigger", ["trigger"], "trigger")
+    def start_trigger(self, *settings: str) -> CommandProcess:
+        return self.processes.start("trigger", ["trigger"], "trigger", settings)
 
     def await_ready(self, *children: CommandProcess) -> None:
         self.processes.await_ready(children, START_TIMEOUT_S)

@@ -15,6 +15,7 @@ from relaygr.schemas.version import __version__
 
 OPTIONAL = {
     "matplotlib": "bench",
+    "opentelemetry": "tracing",
     "scipy": "bench",
     "testcontainers": "bench",
     "torch_npu": "npu",

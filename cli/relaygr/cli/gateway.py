@@ -22,8 +22,16 @@ def gateway(
     loopback one needs a token (gateway.token).
     """
     from relaygr.gateway.server import run_gateway
+    from relaygr.tracing import start_tracing
 
     given = [f"gateway.listen_host={host}"] if host is not None else []
     given += [f"gateway.listen_port={port}"] if port is not None else []
     settings = command_settings(config, bootstrap, [*(overrides or ()), *given])
-    run_gateway(settings, settings.client, settings.gateway, lambda address: typer.echo(f"gateway: {address}"))
+    tracer = start_tracing(settings.tracing, "relaygr-gateway", settings.gateway.gateway_id)
+    try:
+        run_gateway(
+            settings, settings.client, settings.gateway, lambda address: typer.echo(f"gateway: {address}"), tracer
+        )
+    finally:
+        if tracer is not None:
+            tracer.close()

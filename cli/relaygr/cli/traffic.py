@@ -49,6 +49,7 @@ def traffic(
     from relaygr.client import RelayClient
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import Check, ProbeServer, Readiness
+    from relaygr.tracing import start_tracing
     from relaygr.traffic.player import Player
     from relaygr.traffic.population import population_of
     from relaygr.traffic.records import ImpressionRecord, RecordWriter, numbers_to_compare
@@ -65,8 +66,9 @@ def traffic(
         if writer is not None:
             writer.write(record)
 
+    tracer = start_tracing(settings.tracing, "relaygr-traffic", settings.traffic.gateway_id)
     player = Player(
-        partial(RelayClient, settings, settings.traffic.gateway_id, settings.client),
+        partial(RelayClient, settings, settings.traffic.gateway_id, settings.client, tracer=tracer),
         settings.traffic,
         population,
         keep,
@@ -97,6 +99,8 @@ def traffic(
     finally:
         if writer is not None:
             writer.close()
+        if tracer is not None:
+            tracer.close()
         probes.stop()
     log.info("traffic stopped", recorded=player.recorded)
     figures = summary.figures()

@@ -33,6 +33,7 @@ def trigger(
     from relaygr.runtime.interpreter import tune_interpreter
     from relaygr.runtime.probes import ProbeServer
     from relaygr.schemas.topics import Topic
+    from relaygr.tracing import start_tracing
     from relaygr.trigger.app import TriggerApp
 
     log = structlog.get_logger()
@@ -47,9 +48,14 @@ def trigger(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         tune_interpreter()
-        app = TriggerApp(settings, own, settings.admission)
-        with ProbeServer(own.http_host, own.http_port, app.readiness):
-            await app.run(stop)
+        tracer = start_tracing(settings.tracing, "relaygr-trigger", own.instance_id)
+        try:
+            app = TriggerApp(settings, own, settings.admission, tracer=tracer)
+            with ProbeServer(own.http_host, own.http_port, app.readiness):
+                await app.run(stop)
+        finally:
+            if tracer is not None:
+                tracer.close()
         log.info("trigger stopped", **app.decision_counts())
 
     for finding in require_topics(settings, Role.TRIGGER).findings:

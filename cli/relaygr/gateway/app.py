@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -37,7 +37,8 @@ from relaygr.gateway.settings import GatewaySettings
 from relaygr.runtime.clock import LATENCY_BUCKETS_S
 from relaygr.runtime.http_server import host_name
 from relaygr.schemas.codec import EncodeError
-from relaygr.schemas.messages import MAX_BUDGET_MS
+from relaygr.schemas.messages import MAX_BUDGET_MS, History, HistoryVersion
+from relaygr.schemas.trace_context import TRACEPARENT
 
 BUDGET_HEADER: Final = "x-relaygr-budget-ms"
 _LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "::1")
@@ -123,7 +124,7 @@ class GatewayApp:
     async def _begin_impression(self, request: Request, _: float) -> Answer:
         body = await self._body(RetrievalBody, request)
         budget_ms = _budget_ms(request, "ranking_budget_ms", body.ranking_budget_ms)
-        try:
+        with _refusals():
             event = self._client.publish_retrieval(
                 body.user_id,
                 # At most the budget: a fraction of a millisecond does not change the trigger's decision.
@@ -131,16 +132,8 @@ class GatewayApp:
                 expected_ranking_in_ms=body.expected_ranking_in_ms,
                 expected_candidates=body.expected_candidates,
                 expected_suffix=body.expected_suffix,
-                history_version=body.history_version,
-                history=body.history,
-                history_exactly=body.history_exactly,
-                history_at_least=body.history_at_least,
-                request_id=body.request_id,
+                **_impression(body, request),
             )
-        except EncodeError as error:
-            raise _invalid(error) from error
-        except ClientError as error:
-            raise refused_by_client(error) from error
         return accepted(event)
 
     async def _rank_candidates(self, request: Request, began_s: float) -> Answer:
@@ -150,23 +143,15 @@ class GatewayApp:
         if left_ms <= 0:
             message = f"the budget of {budget_ms:g} ms was over before the body had arrived"
             raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, "expired", message)
-        try:
+        with _refusals():
             outcome = await self._client.rank(
                 body.user_id,
                 body.candidates,
                 budget_ms=left_ms,
                 suffix=body.suffix,
                 query_time_ms=body.query_time_ms,
-                history_version=body.history_version,
-                history=body.history,
-                history_exactly=body.history_exactly,
-                history_at_least=body.history_at_least,
-                request_id=body.request_id,
+                **_impression(body, request),
             )
-        except EncodeError as error:
-            raise _invalid(error) from error
-        except ClientError as error:
-            raise refused_by_client(error) from error
         return outcome_answer(outcome)
 
     def _authorise(self, request: Request) -> None:
@@ -237,6 +222,39 @@ class GatewayApp:
             message = f"the body took longer than {self._settings.body_timeout_s:g} s (gateway.body_timeout_s)"
             raise Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, {"connection": "close"}) from error
         return b"".join(parts)
+
+
+class _Impression(TypedDict):
+    """The arguments that both calls of the client have."""
+
+    history_version: HistoryVersion | None
+    history: History | None
+    history_exactly: int | None
+    history_at_least: int | None
+    request_id: str | None
+    traceparent: str | None
+
+
+def _impression(body: RetrievalBody | RankBody, request: Request) -> _Impression:
+    return {
+        "history_version": body.history_version,
+        "history": body.history,
+        "history_exactly": body.history_exactly,
+        "history_at_least": body.history_at_least,
+        "request_id": body.request_id,
+        "traceparent": request.headers.get(TRACEPARENT),
+    }
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises Refusal for what the client raises before it sends anything."""
+    try:
+        yield
+    except EncodeError as error:
+        raise _invalid(error) from error
+    except ClientError as error:
+        raise refused_by_client(error) from error
 
 
 def _budget_ms(request: Request, name: str, in_body: float | None) -> float:

@@ -39,6 +39,12 @@ _BUDGET = {
     "description": "the budget, instead of the field of the body",
     "schema": {"type": "number", "exclusiveMinimum": 0},
 }
+_TRACEPARENT = {
+    "name": "traceparent",
+    "in": "header",
+    "description": "the caller's span (W3C Trace Context), which the messages carry on; ignored if invalid",
+    "schema": {"type": "string"},
+}
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "RetrievalBody": {
         "user_id": "ann", "expected_ranking_in_ms": 150, "expected_candidates": 3, "ranking_budget_ms": 50,
@@ -108,7 +114,14 @@ def _path(
         retry = {"headers": {"Retry-After": {"schema": {"type": "integer"}}}} if code in ("429", "503") else {}
         responses[code] = {"description": text, "content": content, **retry}
     request = {"required": True, "content": _content(body, _EXAMPLES[body])}
-    return {"post": {"summary": summary, "parameters": [_BUDGET], "requestBody": request, "responses": responses}}
+    return {
+        "post": {
+            "summary": summary,
+            "parameters": [_BUDGET, _TRACEPARENT],
+            "requestBody": request,
+            "responses": responses,
+        }
+    }
 
 
 def _content(name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:

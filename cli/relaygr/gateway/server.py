@@ -27,6 +27,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import listen_on
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
+from relaygr.tracing import Tracer
 
 BACKLOG: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -137,7 +138,11 @@ class _Connection(HttpToolsProtocol):
 
 
 def run_gateway(
-    kafka: KafkaSettings, client: ClientSettings, settings: GatewaySettings, told: Callable[[str], None]
+    kafka: KafkaSettings,
+    client: ClientSettings,
+    settings: GatewaySettings,
+    told: Callable[[str], None],
+    tracer: Tracer | None = None,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C. `told` gets the address once. Raises RelayError if it cannot start."""
     if settings.token is None and not settings.is_local:
@@ -149,7 +154,7 @@ def run_gateway(
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    asyncio.run(_serve(kafka, client, settings, told, asked))
+    asyncio.run(_serve(kafka, client, settings, told, asked, tracer))
 
 
 async def _serve(
@@ -158,10 +163,11 @@ async def _serve(
     settings: GatewaySettings,
     told: Callable[[str], None],
     asked: Sequence[int],
+    tracer: Tracer | None,
 ) -> None:
     """`asked`: the signals to stop that came before uvicorn listened for them."""
     listener = listen_on(settings.listen_host, settings.listen_port)
-    client = AsyncRelayClient(kafka, settings.gateway_id, client_settings)
+    client = AsyncRelayClient(kafka, settings.gateway_id, client_settings, tracer=tracer)
     try:
         await client.start()
     except BaseException:

@@ -104,7 +104,7 @@ class _Results:
         self._clock.now_us += self._refuse_us
         self._on_ranked(work.received.offset, self._clock.now_us, Ending.EXPIRED)
 
-    def job_done(self, received: Received, outcome: JobOutcome) -> None:
+    def job_done(self, received: Received, outcome: JobOutcome, work: JobWork | None = None) -> None:  # noqa: ARG002
         self._on_job(received.offset, outcome)
 
 

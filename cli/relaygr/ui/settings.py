@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr
 
-from relaygr.runtime.settings import Section
-
-LEAST_TOKEN: Final = 16
+from relaygr.runtime.settings import Section, sendable
 
 
 class UiSettings(Section):
@@ -18,7 +16,7 @@ class UiSettings(Section):
         "127.0.0.1", description="address that the page is served on; any but a loopback address needs a token"
     )
     http_port: Annotated[int, Field(ge=0, le=65535, description="port of the page; 0: any free port")] = 9310
-    token: SecretStr | None = Field(
+    token: Annotated[SecretStr | None, AfterValidator(sendable)] = Field(
         None,
         description="what a browser must give to see the page, at least 16 characters; none: nothing on a loopback "
         "address, else a token that is made at the start and printed",
@@ -28,10 +26,3 @@ class UiSettings(Section):
     )
     scrape_workers: bool = Field(True, description="also read the /metrics pages that workers name in their statuses")
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=600, description="time between two reads of a page")] = 2.0
-
-    @field_validator("token")
-    @classmethod
-    def _token_is_long(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and len(value.get_secret_value()) < LEAST_TOKEN:
-            raise ValueError(f"a token has at least {LEAST_TOKEN} characters")
-        return value

@@ -22,7 +22,7 @@ from relaygr.schemas.messages import (
     RetrievalEvent,
     WorkerStatus,
 )
-from relaygr.schemas.reference import HEADER_SETS
+from relaygr.schemas.reference import HEADER_SETS, TRACE_HEADER
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, Topic, TopicSpec
 from relaygr.schemas.version import __version__
 
@@ -45,6 +45,7 @@ _VALUES: dict[Topic, type[Any] | None] = {
     Topic.DEAD_LETTERS: None,
 }
 _DEAD_LETTER = "DeadLetter"
+_TRACED = (RetrievalEvent, PreInferJob, RankingRequest, RankingResult)
 _OPERATIONS: dict[str, tuple[str, Topic, str]] = {
     "beginImpression": ("send", Topic.RETRIEVAL, "A gateway announces an impression."),
     "rank": ("send", Topic.RANKING, "A gateway asks for scores; the headers say where the result goes."),
@@ -66,6 +67,8 @@ def document() -> dict[str, Any]:
     """The description."""
     values = [value for value in dict.fromkeys(_VALUES.values()) if value is not None]
     headers = dict(zip(("RankingRequest", "RankingResult", _DEAD_LETTER), HEADER_SETS.values(), strict=True))
+    for message in _TRACED:
+        headers[message.__name__] = (*headers.get(message.__name__, ()), TRACE_HEADER)
     return {
         "asyncapi": "3.0.0",
         "info": {"title": "RelayGR", "version": __version__, "description": _ABOUT},

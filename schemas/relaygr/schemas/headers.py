@@ -15,6 +15,7 @@ from relaygr.schemas.codec import DecodeError, DecodeReason
 from relaygr.schemas.fields import INT64_MAX, FieldError, Text
 from relaygr.schemas.messages import REQUEST_ID_TEXT
 from relaygr.schemas.record import record
+from relaygr.schemas.trace_context import TRACEPARENT, VALID_TRACEPARENT
 
 Headers = list[tuple[str, str | bytes | None]]
 RawHeaders = Iterable[tuple[str, bytes | str | None]] | None
@@ -43,28 +44,35 @@ _HEADER_TEXT = Text(MAX_HEADER_BYTES)
 
 @record(frozen=True, slots=True)
 class RankingHeaders:
-    """Headers of a ranking request: reply address and deadline."""
+    """Headers of a ranking request: reply address, deadline and, if it has one, the trace."""
 
     request_id: str
     gateway_id: str
     reply_topic: str
     reply_partition: int
     deadline_us: int
+    traceparent: bytes | None = None
+    """The header of W3C Trace Context, if it is valid."""
 
     def encode(self) -> Headers:
-        return [
+        headers: Headers = [
             (REQUEST_ID, self.request_id.encode()),
             (GATEWAY_ID, self.gateway_id.encode()),
             (REPLY_TOPIC, self.reply_topic.encode()),
             (REPLY_PARTITION, str(self.reply_partition).encode()),
             (DEADLINE_US, str(self.deadline_us).encode()),
         ]
+        if self.traceparent is not None:
+            headers.append((TRACEPARENT, self.traceparent))
+        return headers
 
     @classmethod
     def decode(cls, raw: RawHeaders) -> RankingHeaders:
         """Raises DecodeError if a header is absent, repeated or out of bounds."""
         values = _values(raw)
+        traceparent = values.get(TRACEPARENT)
         return cls(
+            traceparent=traceparent if traceparent and VALID_TRACEPARENT.fullmatch(traceparent) else None,
             request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
             gateway_id=_repeated_text(GATEWAY_ID, values.get(GATEWAY_ID, b"")),
             reply_topic=_repeated_text(REPLY_TOPIC, values.get(REPLY_TOPIC, b"")),
@@ -75,25 +83,41 @@ class RankingHeaders:
 
 @record(frozen=True, slots=True)
 class ResultHeaders:
-    """Headers of a ranking result: the request and the gateway that sent it."""
+    """Headers of a ranking result: the request, the gateway that sent it and, if it has one, the trace."""
 
     request_id: str
     gateway_id: str
+    traceparent: bytes | None = None
+    """The header of W3C Trace Context, if it is valid."""
 
     def encode(self) -> Headers:
-        return [(REQUEST_ID, self.request_id.encode()), (GATEWAY_ID, self.gateway_id.encode())]
+        headers: Headers = [(REQUEST_ID, self.request_id.encode()), (GATEWAY_ID, self.gateway_id.encode())]
+        if self.traceparent is not None:
+            headers.append((TRACEPARENT, self.traceparent))
+        return headers
 
     @classmethod
     def decode(cls, raw: RawHeaders) -> ResultHeaders:
         """Raises DecodeError if a header is absent, repeated or out of bounds."""
         values = _values(raw)
-        return cls(request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT), gateway_id=_text(values, GATEWAY_ID))
+        traceparent = values.get(TRACEPARENT)
+        return cls(
+            request_id=_text(values, REQUEST_ID, REQUEST_ID_TEXT),
+            gateway_id=_text(values, GATEWAY_ID),
+            traceparent=traceparent if traceparent and VALID_TRACEPARENT.fullmatch(traceparent) else None,
+        )
 
 
 def workers_group_of(raw: RawHeaders) -> str | None:
     """The group of the worker that wrote a status; None if the status does not name it, as in earlier versions."""
     data = next((value for name, value in raw or () if name == WORKERS_GROUP), None)
     return data.decode(errors="replace")[:MAX_HEADER_BYTES] if isinstance(data, bytes) else data
+
+
+def traceparent_of(raw: RawHeaders) -> bytes | str | None:
+    """The header `traceparent` as it came. Of several, none: it is not known which is meant."""
+    found = [value for name, value in raw or () if name == TRACEPARENT]
+    return found[0] if len(found) == 1 else None
 
 
 def _values(raw: RawHeaders) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
-from relaygr.schemas import codec, headers
+from relaygr.schemas import codec, headers, trace_context
 from relaygr.schemas.codec import Nested, field_specs
 from relaygr.schemas.messages import Message
 from relaygr.schemas.topics import CATALOGUE, DEFAULT_PARTITIONS, DEFAULT_PREFIX, TopicSpec
@@ -41,6 +41,8 @@ HEADER_SETS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+TRACE_HEADER = (trace_context.TRACEPARENT, "the span that sent the message (W3C Trace Context); may be absent")
+"""The header of retrieval events, pre-infer jobs, ranking requests and results."""
 
 _OTHER_LANGUAGES = """\
 [asyncapi.json](asyncapi.json) describes topics, headers and messages (AsyncAPI 3). The package ships test vectors in
@@ -100,6 +102,10 @@ def _lines() -> Iterator[str]:
         yield title
         yield ""
         yield from _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning in rows))
+    yield ""
+    yield f"Events, jobs, requests and results may also carry `{TRACE_HEADER[0]}`: {TRACE_HEADER[1].partition(';')[0]}."
+    yield "A reader ignores a value that is not valid. A gateway that traces sends its own span with each message; the"
+    yield "answer then names the span with which the worker sent it ([tracing](operations.md#tracing))."
     yield ""
     yield "## Fields"
     yield ""

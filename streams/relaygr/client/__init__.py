@@ -11,6 +11,7 @@ clock_offset.py  the offset of each worker's clock; no I/O
 ledger.py        the open requests, with futures, counters and callbacks; no Kafka
 link.py          producers, the results partition, the I/O thread
 metrics.py       the metrics relaygr_gateway_*
+tracing.py       the spans of a gateway, if it is given a tracer
 """
 
 from relaygr.client.aio import AsyncRelayClient

@@ -27,6 +27,7 @@ from relaygr.client.sync import RelayClient
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.messages import BehaviourEvent, History, RetrievalEvent
+from relaygr.tracing import Tracer
 
 T = TypeVar("T")
 
@@ -44,8 +45,9 @@ class AsyncRelayClient:
         on_lost: OnLost | None = None,
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`."""
+        """See `RelayClient`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client = RelayClient(
             kafka,
@@ -55,6 +57,7 @@ class AsyncRelayClient:
             on_lost=self._in_loop(on_lost),
             clock=clock,
             registry=registry,
+            tracer=tracer,
         )
 
     async def start(self) -> None:

@@ -279,7 +279,7 @@ class Ledger:
             return
         self._metrics.in_flight.dec()
         latency_us = now_us - entry.sent_us
-        self._metrics.observe_answer(latency_us)
+        self._metrics.observe_answer(latency_us, entry.trace.exemplar if entry.trace is not None else None)
         late = answer.match is AnswerMatch.LATE
         outcome = RankOutcome(entry.request_id, status, latency_us, result, reason, late)
         if answer.untold:
@@ -303,6 +303,8 @@ class Ledger:
         with self._lock:
             setattr(self._counts, outcome.status.value, getattr(self._counts, outcome.status.value) + 1)
         self._metrics.count_outcome(outcome)
+        if entry.trace is not None:
+            entry.trace.told(outcome, entry.sent_wall_us)
         entry.future.set_result(outcome)
 
     def _tell_lost(self, entry: PendingRequest) -> None:

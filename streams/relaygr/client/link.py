@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -23,7 +23,7 @@ from relaygr.client.ledger import Ledger
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import ClientError, NotRunning
 from relaygr.client.pending import PendingRequest
-from relaygr.client.publisher import EventPublisher, produce, warm_up
+from relaygr.client.publisher import EventPublisher, delivery_report, produce, warm_up
 from relaygr.kafka.clients import (
     QUICK_RECONNECT,
     ProducerKind,
@@ -43,6 +43,10 @@ from relaygr.schemas.headers import RankingHeaders, ResultHeaders
 from relaygr.schemas.messages import RankingResult
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.tracing.spans import MessagePlace
+
+if TYPE_CHECKING:
+    from relaygr.client.tracing import ClientTraces
 
 MAX_WAIT_MS: Final = 5
 _BATCH: Final = 64
@@ -74,8 +78,10 @@ class GatewayLink:
         ledger: Ledger,
         metrics: GatewayMetrics,
         statistics: KafkaStatistics,
+        traces: ClientTraces | None = None,
     ) -> None:
         self._kafka = kafka
+        self._traces = traces
         self._reporting = statistics.options(kafka.statistics_interval_ms)
         self._gateway_id = gateway_id
         self._client_id = f"relaygr-gateway-{gateway_id}"
@@ -141,7 +147,12 @@ class GatewayLink:
         if producer is None:
             raise NotRunning("the gateway's link is closed")
         headers = RankingHeaders(
-            entry.request_id, self._gateway_id, self._results_topic, self.results_partition, deadline_us
+            entry.request_id,
+            self._gateway_id,
+            self._results_topic,
+            self.results_partition,
+            deadline_us,
+            entry.traceparent,
         )
         report = functools.partial(self._on_ranking_report, entry, deadline_us)
         produce(producer, self._ranking_topic, key, message, headers.encode(), report)
@@ -230,6 +241,7 @@ class GatewayLink:
             return
         self._set_reachable(True)
         request_id = None
+        began_us = self._traces.tracer.clock.wall_us() if self._traces is not None else 0
         try:
             headers = ResultHeaders.decode(headers_of(message))
             if headers.gateway_id != self._gateway_id:
@@ -244,6 +256,9 @@ class GatewayLink:
             self._write_dead_letter(message, problem)
             return
         self._ledger.answered(result)
+        if self._traces is not None:
+            place = MessagePlace(self._results_topic, self.results_partition, message.offset())
+            self._traces.received(headers, place, began_us)
 
     def _write_dead_letter(self, message: Message, problem: DecodeError) -> None:
         _log.warning(
@@ -254,6 +269,8 @@ class GatewayLink:
     def _on_ranking_report(
         self, entry: PendingRequest, deadline_us: int, error: KafkaError | None, message: Message
     ) -> None:
+        if entry.trace is not None:
+            entry.trace.send.reported(delivery_report(error, message))
         if error is None:
             self._ledger.acknowledged(entry)
             self._set_reachable(True)

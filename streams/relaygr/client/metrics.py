@@ -138,9 +138,9 @@ class GatewayMetrics:
             self._by_outcome[key] = counter
         counter.inc()
 
-    def observe_answer(self, latency_us: int) -> None:
-        """Records the latency of a result, late or not."""
-        self._latency.observe(latency_us / 1e6)
+    def observe_answer(self, latency_us: int, exemplar: dict[str, str] | None = None) -> None:
+        """Records the latency of a result, late or not. `exemplar` names its trace."""
+        self._latency.observe(latency_us / 1e6, exemplar)
 
     def count_late(self, status: RankStatus) -> None:
         self._late.labels(status.value).inc()

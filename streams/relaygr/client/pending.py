@@ -29,10 +29,13 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from relaygr.client.outcome import MessageRefused, QueueFull, RankOutcome
 from relaygr.schemas.record import record
+
+if TYPE_CHECKING:
+    from relaygr.client.tracing import RankTrace
 
 # The heap keeps the timers of ended requests until it holds more than this many timers for each open request.
 _STALE_TIMERS_PER_REQUEST: Final = 3
@@ -86,6 +89,10 @@ class PendingRequest:
     acknowledged: bool = False
     send_again: Callable[[], None] | None = None
     """Sends the request again; set while a retry is planned."""
+    traceparent: bytes | None = None
+    """The header that its message carries."""
+    trace: RankTrace | None = None
+    """Set if its trace is recorded."""
 
 
 @record(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from relaygr.schemas.fields import FieldError
 from relaygr.schemas.headers import Headers
 from relaygr.schemas.messages import USER_ID_TEXT, BehaviourEvent, History, RetrievalEvent
 from relaygr.schemas.topics import Topic
+from relaygr.schemas.trace_context import TRACEPARENT
 
 # After a purge, flush() only has to serve the reports.
 _PURGE_TIMEOUT_S: Final = 0.5
@@ -63,9 +64,15 @@ class EventPublisher:
         warm_up(producer, self._kafka.topic(topic), self._kafka.connect_timeout_s)
         self._running = producer
 
-    def publish_retrieval(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:
-        """Publishes a retrieval event, keyed by its user. Raises EncodeError, QueueFull, MessageRefused."""
-        self._publish(self._retrieval, event.user_id, codec.encode(event), on_delivery)
+    def publish_retrieval(
+        self, event: RetrievalEvent, on_delivery: OnDelivery | None = None, traceparent: bytes | None = None
+    ) -> None:
+        """Publishes a retrieval event, keyed by its user. Raises EncodeError, QueueFull, MessageRefused.
+
+        `traceparent`: a header of W3C Trace Context, which the message carries.
+        """
+        headers: Headers | None = None if traceparent is None else [(TRACEPARENT, traceparent)]
+        self._publish(self._retrieval, event.user_id, codec.encode(event), on_delivery, headers)
 
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
         """Replaces a user's history. Raises EncodeError, QueueFull, MessageRefused."""
@@ -110,13 +117,20 @@ class EventPublisher:
             raise NotRunning("the publisher is not running: call start() first, and no method after close()")
         return self._running
 
-    def _publish(self, topic: str, user_id: str, value: bytes | None, on_delivery: OnDelivery | None) -> None:
+    def _publish(
+        self,
+        topic: str,
+        user_id: str,
+        value: bytes | None,
+        on_delivery: OnDelivery | None,
+        headers: Headers | None = None,
+    ) -> None:
         def report(error: KafkaError | None, message: Message) -> None:
             self._metrics.published.labels(topic, "yes" if error is None else "no").inc()
             if on_delivery is not None:
                 notify(on_delivery, delivery_report(error, message))
 
-        produce(self._producer, topic, user_id.encode(), value, None, report)
+        produce(self._producer, topic, user_id.encode(), value, headers, report)
 
 
 def delivery_report(error: KafkaError | None, message: Message) -> DeliveryReport:

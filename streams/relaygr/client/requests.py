@@ -38,6 +38,8 @@ class RetrievalFields(TypedDict, total=False):
     """Instead of a version: the newest history, with at least so many behaviours."""
     request_id: str | None
     """Absent: a new one."""
+    traceparent: str | None
+    """The caller's span, as W3C Trace Context writes it; ignored if invalid."""
 
 
 class RankFields(TypedDict, total=False):
@@ -59,6 +61,8 @@ class RankFields(TypedDict, total=False):
     """Instead of a version: the newest history, with at least so many behaviours."""
     request_id: str | None
     """The request id of the impression's retrieval event; absent: a new one."""
+    traceparent: str | None
+    """The caller's span, as W3C Trace Context writes it; ignored if invalid."""
 
 
 class RequestIds:

@@ -31,7 +31,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
-from typing import Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 from numpy.typing import ArrayLike
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -40,7 +40,7 @@ from relaygr.client.clock_offset import ClockOffset
 from relaygr.client.ledger import Ledger, OnLate, OnLost
 from relaygr.client.link import GatewayLink
 from relaygr.client.metrics import ClientStatistics, gateway_metrics
-from relaygr.client.outcome import ClientError, NotRunning, RankOutcome
+from relaygr.client.outcome import ClientError, DeliveryReport, NotRunning, RankOutcome
 from relaygr.client.pending import PendingRequest
 from relaygr.client.publisher import OnDelivery
 from relaygr.client.requests import RankFields, RequestIds, RetrievalFields, ranking_request, retrieval_event
@@ -51,6 +51,12 @@ from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.schemas import codec
 from relaygr.schemas.messages import MAX_BUDGET_MS, BehaviourEvent, History, RankingRequest, RetrievalEvent
 from relaygr.schemas.partitioner import partition_for
+from relaygr.schemas.topics import Topic
+from relaygr.schemas.trace_context import TraceContext
+from relaygr.tracing import Tracer
+
+if TYPE_CHECKING:
+    from relaygr.client.tracing import ClientTraces
 
 _STEP_S: Final = 0.002
 
@@ -75,8 +81,12 @@ class RelayClient:
         on_lost: OnLost | None = None,
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`."""
+        """Does no I/O. Raises ValueError for a gateway id with characters other than `A-Za-z0-9._-`.
+
+        `tracer`: of `relaygr.tracing.start_tracing`; the caller closes it after the client.
+        """
         self._settings = settings or ClientSettings()
         self._clock = clock or SystemClock()
         self._partitions = kafka.partitions
@@ -84,7 +94,8 @@ class RelayClient:
         metrics = gateway_metrics(registry)
         self._ledger = Ledger(self._settings, self._clock, metrics, on_late, on_lost)
         partition, statistics = self._settings.results_partition, kafka_statistics(registry)
-        self._link = GatewayLink(kafka, gateway_id, partition, self._ledger, metrics, statistics)
+        self._traces = _traces(kafka, tracer) if tracer is not None else None
+        self._link = GatewayLink(kafka, gateway_id, partition, self._ledger, metrics, statistics, self._traces)
         self._state = _State.NEW
         self._lifecycle = threading.Lock()
 
@@ -175,13 +186,26 @@ class RelayClient:
         """
         request_id = fields.get("request_id") or self.new_request_id()
         event = retrieval_event(request_id, user_id, self._clock.wall_us(), fields)
-        self.publish_event(event, on_delivery)
+        self.publish_event(event, on_delivery, fields.get("traceparent"))
         return event
 
-    def publish_event(self, event: RetrievalEvent, on_delivery: OnDelivery | None = None) -> None:
+    def publish_event(
+        self, event: RetrievalEvent, on_delivery: OnDelivery | None = None, traceparent: str | None = None
+    ) -> None:
         """Publishes a complete retrieval event. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
         self._require_running()
-        self._link.events.publish_retrieval(event, on_delivery)
+        given = TraceContext.parse(traceparent) if traceparent is not None else None
+        if self._traces is None:
+            header = given.encode() if given is not None else None
+            return self._link.events.publish_retrieval(event, on_delivery, header)
+        send = self._traces.retrieval(event, given)
+
+        def reported(report: DeliveryReport) -> None:
+            send.reported(report)
+            if on_delivery is not None:
+                on_delivery(report)
+
+        return self._link.events.publish_retrieval(event, reported, send.own.encode())
 
     def publish_history(self, history: History, on_delivery: OnDelivery | None = None) -> None:
         """Replaces a user's history. Raises EncodeError, NotRunning, QueueFull, MessageRefused."""
@@ -206,7 +230,7 @@ class RelayClient:
         """
         self._refuse_in_callback("rank")
         called_us = self._clock.monotonic_us()
-        entry = self._submit(self._request(user_id, candidates, fields), called_us)
+        entry = self._submit(self._request(user_id, candidates, fields), called_us, fields.get("traceparent"))
         left_us = entry.deadline_us - self._clock.monotonic_us()
         try:
             return entry.future.result(timeout=max(0, left_us) / 1e6)
@@ -218,17 +242,18 @@ class RelayClient:
     def submit_rank(self, user_id: str, candidates: ArrayLike, **fields: Unpack[RankFields]) -> Future[RankOutcome]:
         """`rank` without the wait. The future gets an outcome and never an exception; it cannot be cancelled."""
         called_us = self._clock.monotonic_us()
-        return self._submit(self._request(user_id, candidates, fields), called_us).future
+        request = self._request(user_id, candidates, fields)
+        return self._submit(request, called_us, fields.get("traceparent")).future
 
-    def submit_request(self, request: RankingRequest) -> Future[RankOutcome]:
+    def submit_request(self, request: RankingRequest, traceparent: str | None = None) -> Future[RankOutcome]:
         """Sends a complete request; its `deadline_us` is on our wall clock. Raises the errors of `rank`."""
-        return self._submit(request, self._clock.monotonic_us()).future
+        return self._submit(request, self._clock.monotonic_us(), traceparent).future
 
     def _request(self, user_id: str, candidates: ArrayLike, fields: RankFields) -> RankingRequest:
         request_id = fields.get("request_id") or self.new_request_id()
         return ranking_request(request_id, user_id, candidates, self._clock.wall_us(), fields)
 
-    def _submit(self, request: RankingRequest, called_us: int) -> PendingRequest:
+    def _submit(self, request: RankingRequest, called_us: int, traceparent: str | None) -> PendingRequest:
         self._require_running()
         if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
             raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")
@@ -240,12 +265,23 @@ class RelayClient:
                 return refused
         message = codec.encode(request)
         entry = self._ledger.open(request, called_us, partition)
+        if self._traces is not None or traceparent is not None:
+            self._trace(entry, request, traceparent)
         try:
             self._link.send(entry, request.user_id.encode(), message, request.deadline_us)
         except ClientError:
             self._ledger.withdraw(entry)
             raise
         return entry
+
+    def _trace(self, entry: PendingRequest, request: RankingRequest, traceparent: str | None) -> None:
+        given = TraceContext.parse(traceparent)
+        if self._traces is None:
+            entry.traceparent = given.encode() if given is not None else None
+            return
+        trace = self._traces.rank(request, given)
+        entry.traceparent = trace.send.own.encode()
+        entry.trace = trace if trace.own.is_sampled else None
 
     def _refuse_in_callback(self, name: str) -> None:
         if self._link.is_io_thread():
@@ -255,3 +291,10 @@ class RelayClient:
     def _require_running(self) -> None:
         if self._state is not _State.RUNNING:
             raise NotRunning(f"the client is {self._state}: use it between start() and close()")
+
+
+def _traces(kafka: KafkaSettings, tracer: Tracer) -> ClientTraces:
+    # Imports opentelemetry, which only a client with a tracer needs.
+    from relaygr.client.tracing import ClientTraces
+
+    return ClientTraces(tracer, kafka.topic(Topic.RETRIEVAL), kafka.topic(Topic.RANKING), kafka.topic(Topic.RESULTS))

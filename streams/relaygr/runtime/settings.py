@@ -1,17 +1,28 @@
-"""The base class of all settings, and the settings of logging, which every process has."""
+"""The base class of all settings, a check of tokens, and the settings of logging, which every process has."""
 
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 
 class Section(BaseModel):
     """The base class of a group of settings. Unknown keys are errors, and instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+LEAST_TOKEN: Final = 16
+
+
+def sendable(token: SecretStr | None) -> SecretStr | None:
+    """The token, if it is long enough and an HTTP header can carry it. Raises ValueError."""
+    text = token.get_secret_value() if token is not None else None
+    if text is not None and (len(text) < LEAST_TOKEN or not text.isascii() or not text.isprintable() or " " in text):
+        raise ValueError(f"a token has at least {LEAST_TOKEN} characters, all of them printable ASCII without spaces")
+    return token
 
 
 class LogLevel(enum.StrEnum):

@@ -21,6 +21,7 @@ import contextlib
 import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -38,11 +39,13 @@ from relaygr.runtime.clock import LATENCY_BUCKETS_S, Clock, SystemClock
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.topics import Topic
+from relaygr.tracing import Tracer
 from relaygr.trigger.faust_stream import EventFeed, make_app
 from relaygr.trigger.fleet import Fleet, FleetReader
 from relaygr.trigger.handler import EventHandler, TriggerDecision
 from relaygr.trigger.settings import TriggerSettings
 from relaygr.trigger.tail import JobsTail
+from relaygr.trigger.traces import EventTrace, TriggerTraces
 
 log = structlog.get_logger()
 
@@ -136,8 +139,9 @@ class TriggerApp:
         admission: AdmissionSettings | None = None,
         clock: Clock | None = None,
         registry: CollectorRegistry = REGISTRY,
+        tracer: Tracer | None = None,
     ) -> None:
-        """No network until `start`. Needs the running event loop."""
+        """No network until `start`. Needs the running event loop. `tracer`: None while tracing is off."""
         self._kafka = kafka
         self._clock = clock or SystemClock()
         self.metrics = TriggerMetrics(registry)
@@ -151,6 +155,9 @@ class TriggerApp:
             on_misjudged=self.metrics.misjudged,
         )
         self._jobs_topic = kafka.topic(Topic.PREINFER)
+        self._traces = (
+            TriggerTraces(tracer, kafka.topic(Topic.RETRIEVAL), self._jobs_topic) if tracer is not None else None
+        )
         name = settings.instance_id
         reporting = kafka_statistics(registry).options(kafka.statistics_interval_ms)
         self._producer = make_producer(kafka, ProducerKind.PREINFER, f"{name}-jobs", self._on_client_error, reporting)
@@ -264,11 +271,14 @@ class TriggerApp:
 
     def _take(self, message: Message) -> None:
         """Handles one event, from its message to its effect. An error does not end the stream."""
+        began_us, trace = 0 if self._traces is None else self._clock.wall_us(), None
         try:
             key, partition = _as_bytes(message.key()), message.partition()
             assert partition is not None
             decision = self._handler.decide(key, _as_bytes(message.value()), partition)
-            reason = self._apply(decision, message, key)
+            if self._traces is not None and decision.request_id is not None:
+                trace = self._traces.event(message, decision.request_id, began_us)
+            reason = self._apply(decision, message, key, trace)
         except Exception as error:
             log.exception("the decision on an event failed", partition=message.partition(), offset=message.offset())
             reason = DecisionReason.ERROR
@@ -276,14 +286,20 @@ class TriggerApp:
             self._dead_letter(message, reason, type(error).__name__)
         else:
             if decision.age_us is not None:
-                self.metrics.event_age.observe(decision.age_us / 1e6)
+                self.metrics.event_age.observe(decision.age_us / 1e6, trace.exemplar if trace is not None else None)
+            if trace is not None:
+                trace.decided(reason)
         self._counts[reason] += 1
         self.metrics.decisions[reason].inc()
 
-    def _apply(self, decision: TriggerDecision, message: Message, key: bytes | None) -> DecisionReason:
+    def _apply(
+        self, decision: TriggerDecision, message: Message, key: bytes | None, trace: EventTrace | None
+    ) -> DecisionReason:
         if decision.job is not None:
+            report = self._on_delivery if trace is None else partial(self._on_traced_delivery, trace)
+            headers = [] if trace is None else trace.headers
             try:
-                self._producer.produce(self._jobs_topic, decision.job, key, on_delivery=self._on_delivery)
+                self._producer.produce(self._jobs_topic, decision.job, key, headers=headers, on_delivery=report)
             except (BufferError, KafkaException):
                 # The queue is full: the broker is away or slow. The ranking request takes the full path.
                 self._forget_job(key)
@@ -306,6 +322,10 @@ class TriggerApp:
         """A job was not sent: the user's next event must not be held back because of it."""
         if key is not None:
             self._handler.unsent(key.decode(errors="replace"))
+
+    def _on_traced_delivery(self, trace: EventTrace, error: KafkaError | None, message: Message) -> None:
+        self._on_delivery(error, message)
+        trace.job_reported(error, message)
 
     def _on_client_error(self, error: KafkaError) -> None:
         if error.code() == KafkaError._ALL_BROKERS_DOWN and self._away_since_us is None:

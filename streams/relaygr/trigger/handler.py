@@ -44,6 +44,8 @@ class TriggerDecision:
     """The explanation in the dead letter."""
     age_us: int | None = None
     """Time from the start of retrieval (the gateway's clock) to this decision (our clock); None if undecodable."""
+    request_id: str | None = None
+    """None if undecodable."""
 
 
 MAX_USERS_PER_OWNER = 100_000
@@ -156,18 +158,23 @@ class EventHandler:
         age_us = max(0, now_us - event.retrieval_at_us)
         misrouted = self._misrouted(key, event.user_id, partition)
         if misrouted is not None:
-            return TriggerDecision(DecisionReason.MISROUTED, detail=misrouted, age_us=age_us)
+            return TriggerDecision(
+                DecisionReason.MISROUTED, detail=misrouted, age_us=age_us, request_id=event.request_id
+            )
         if not self._enabled:
-            return TriggerDecision(DecisionReason.DISABLED, age_us=age_us)
+            return TriggerDecision(DecisionReason.DISABLED, age_us=age_us, request_id=event.request_id)
         decision = self.admit(event, partition, now_us)
         if not decision.admit:
-            return TriggerDecision(decision.reason, age_us=age_us)
+            return TriggerDecision(decision.reason, age_us=age_us, request_id=event.request_id)
         try:
-            return TriggerDecision(decision.reason, job=encode(job_of(event, now_us)), age_us=age_us)
+            job = encode(job_of(event, now_us))
+            return TriggerDecision(decision.reason, job=job, age_us=age_us, request_id=event.request_id)
         except EncodeError as error:
             # A job is an event with one more number, so only an event of the largest size can fail here.
             self.unsent(event.user_id)
-            return TriggerDecision(DecisionReason.NOT_SENT, detail=str(error), age_us=age_us)
+            return TriggerDecision(
+                DecisionReason.NOT_SENT, detail=str(error), age_us=age_us, request_id=event.request_id
+            )
 
     def take_reports(self) -> None:
         """Takes the workers' reports of full inference since the last call."""

@@ -23,8 +23,11 @@ from relaygr.consumer import Received, Token
 from relaygr.runtime.clock import Clock
 from relaygr.schemas.codec import EncodeError, Template, encode
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
-from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, RankingResult, StageTimings
-from relaygr.worker.executor.work import JobOutcome, RankingWork
+from relaygr.schemas.messages import MAX_BUDGET_MS, FailureReason, Outcome, Path, RankingResult, StageTimings
+from relaygr.tracing.spans import MessagePlace
+from relaygr.tracing.stages import RankingTimes, Stage, StageSpan, stages_of
+from relaygr.tracing.worker import RankingTrace, WorkerTraces
+from relaygr.worker.executor.work import JobOutcome, JobWork, RankingWork
 from relaygr.worker.metrics import WorkerMetrics
 from relaygr.worker.model.interface import RankOutputs
 
@@ -43,6 +46,13 @@ _FEWEST_DELIVERIES: Final = 32
 _DELIVERY_MEMORY_US: Final = 2_000_000
 NO_TIME: Final = "the work that was admitted before leaves no time for this request"
 _VARYING: Final = ("request_id", "received_at_us", "sent_at_us", "backlog_us")
+_WORKING: Final = {
+    JobOutcome.COMPUTED: Stage.PRE_INFER,
+    JobOutcome.NO_ROOM: Stage.PRE_INFER,
+    JobOutcome.FAILED: Stage.PRE_INFER,
+    JobOutcome.RELOADED: Stage.RELOAD,
+}
+"""The stage of a job that has begun, by its outcome."""
 _NOWHERE: Final = frozenset(
     (
         KafkaError._UNKNOWN_TOPIC,
@@ -109,6 +119,7 @@ class _Outgoing:
     give_up_us: int
     first_try_us: int
     next_try_us: int = 0
+    trace: RankingTrace | None = None
 
 
 class ResultWriter:
@@ -122,8 +133,9 @@ class ResultWriter:
         finish: Callable[[Token], None],
         metrics: WorkerMetrics,
         clock: Clock,
+        traces: WorkerTraces | None = None,
     ) -> None:
-        """`finish` may be called from any thread."""
+        """`finish` may be called from any thread. `traces`: None while tracing is off."""
         self.finish = finish
         """Finishes an offset that needs no result."""
         self.waits = QueueWaits()
@@ -133,6 +145,7 @@ class ResultWriter:
         self._skew_us = max_clock_skew_ms * 1000
         self._metrics = metrics
         self._clock = clock
+        self._traces = traces
         self._failed: deque[_Outgoing] = deque()
         self._ticked_us = 0
         # Above capacity most results are one of these two, so they must take little time.
@@ -174,13 +187,17 @@ class ResultWriter:
             # The model, not the request, causes scores that are not finite.
             return self.failed(work, FailureReason.DEVICE_ERROR, str(error)[:500])
         metrics = self._metrics
+        trace = None
+        if self._traces is not None:
+            trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
+        exemplar = trace.exemplar if trace is not None else None
         metrics.ranked[work.path].inc()
-        metrics.ranking_seconds[work.path].observe(timings.total_us / 1e6)
-        metrics.queue_seconds.observe(timings.queue_us / 1e6)
+        metrics.ranking_seconds[work.path].observe(timings.total_us / 1e6, exemplar)
+        metrics.queue_seconds.observe(timings.queue_us / 1e6, exemplar)
         if work.unknown_items:
             metrics.unknown_items.inc(work.unknown_items)
         self.waits.observe(timings.queue_us)
-        self._send(work.reply, value, work.received.token, work.deadline_us, now_us)
+        self._send(work.reply, value, work.received.token, work.deadline_us, now_us, trace)
 
     def expired(self, work: RankingWork) -> None:
         """Writes the result of a request whose deadline passed before it was ranked."""
@@ -192,9 +209,11 @@ class ResultWriter:
         self._metrics.failed(reason)
         self._unranked(work, Outcome.FAILED, reason, detail)
 
-    def job_done(self, received: Received, outcome: JobOutcome) -> None:
-        """Counts the outcome of a pre-infer job, and finishes its offset."""
+    def job_done(self, received: Received, outcome: JobOutcome, work: JobWork | None = None) -> None:
+        """Counts the outcome of a pre-infer job, and finishes its offset. `work`: None if the executor never got it."""
         self._metrics.job_done(outcome)
+        if self._traces is not None and work is not None:
+            self._trace_job(work, outcome)
         self.finish(received.token)
 
     # -- the poll thread ---------------------------------------------------------------------------
@@ -217,7 +236,12 @@ class ResultWriter:
             sent_at_us=now_wall_us,
             backlog_us=backlog_us,
         )
-        self._send(reply, value, received.token, now_us + max(0, reply.deadline_us - now_wall_us), now_us)
+        trace = None
+        if self._traces is not None:
+            outcome, reason = (Outcome.EXPIRED, None) if is_expired else (Outcome.FAILED, FailureReason.OVERLOADED)
+            trace = self._trace(reply, received, self._undecoded(outcome, reason, None), now_us, now_wall_us)
+        deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
+        self._send(reply, value, received.token, deadline_us, now_us, trace)
 
     def without_work(self, reply: RankingHeaders, received: Received, reason: FailureReason, detail: str) -> None:
         """Writes the result of a request that never reached the executor: no memory, undecodable, misrouted, or with
@@ -233,8 +257,11 @@ class ResultWriter:
             sent_at_us=now_wall_us,
             timings=StageTimings(total_us=waited_us),
         )
+        trace = None
+        if self._traces is not None:
+            trace = self._trace(reply, received, result, now_us, now_wall_us)
         deadline_us = now_us + max(0, reply.deadline_us - now_wall_us)
-        self._send(reply, encode(result), received.token, deadline_us, now_us)
+        self._send(reply, encode(result), received.token, deadline_us, now_us, trace)
 
     def _undecoded(self, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> RankingResult:
         """A result without the fields that are different for each request."""
@@ -277,34 +304,46 @@ class ResultWriter:
     # -- sending -----------------------------------------------------------------------------------
 
     def _unranked(self, work: RankingWork, outcome: Outcome, reason: FailureReason | None, detail: str | None) -> None:
-        now_us = self._clock.monotonic_us()
+        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
         result = RankingResult(
             request_id=work.request.request_id,
             worker_id=self._worker_id,
             outcome=outcome,
             request_sent_at_us=work.request.sent_at_us,
             received_at_us=work.received_wall_us,
-            sent_at_us=self._clock.wall_us(),
+            sent_at_us=now_wall_us,
             timings=_timings(work, now_us),
             reason=reason,
             detail=_printable(detail),
             backlog_us=work.backlog_us,
         )
-        self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us)
+        trace = None
+        if self._traces is not None:
+            trace = self._trace(work.reply, work.received, result, now_us, now_wall_us, work)
+        self._send(work.reply, encode(result), work.received.token, work.deadline_us, now_us, trace)
 
-    def _send(self, reply: RankingHeaders, value: bytes, token: Token, deadline_us: int, now_us: int) -> None:
+    def _send(
+        self,
+        reply: RankingHeaders,
+        value: bytes,
+        token: Token,
+        deadline_us: int,
+        now_us: int,
+        trace: RankingTrace | None,
+    ) -> None:
         due_us = min(deadline_us, now_us + LONGEST_RESENDING_US) + self._skew_us
-        self._produce(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us))
+        self._produce(_Outgoing(reply, value, token, due_us, due_us + LATE_PATIENCE_US, now_us, trace=trace))
 
     def _produce(self, outgoing: _Outgoing) -> None:
-        reply = outgoing.reply
+        reply, trace = outgoing.reply, outgoing.trace
+        traceparent = trace.header if trace is not None else reply.traceparent
         try:
             self._producer.produce(
                 reply.reply_topic,
                 outgoing.value,
                 reply.request_id.encode(),
                 partition=reply.reply_partition,
-                headers=ResultHeaders(reply.request_id, reply.gateway_id).encode(),
+                headers=ResultHeaders(reply.request_id, reply.gateway_id, traceparent).encode(),
                 on_delivery=partial(self._reported, outgoing),
             )
         except BufferError:
@@ -316,6 +355,8 @@ class ResultWriter:
         """The delivery report of one result."""
         if error is None:
             self.deliveries.delivered(outgoing.first_try_us, self._ticked_us)
+            if outgoing.trace is not None:
+                outgoing.trace.delivered(_reply_place(outgoing.reply), None)
             self.finish(outgoing.token)
         else:
             self._retry_later(outgoing, error)
@@ -329,7 +370,91 @@ class ResultWriter:
     def _give_up(self, outgoing: _Outgoing) -> None:
         log.debug("a result was not delivered", reply_topic=outgoing.reply.reply_topic)
         self._metrics.result_undelivered()
+        if outgoing.trace is not None:
+            outgoing.trace.delivered(_reply_place(outgoing.reply), "not_delivered")
         self.finish(outgoing.token)
+
+    # -- traces ------------------------------------------------------------------------------------
+
+    def _trace(
+        self,
+        reply: RankingHeaders,
+        received: Received,
+        result: RankingResult,
+        now_us: int,
+        now_wall_us: int,
+        work: RankingWork | None = None,
+    ) -> RankingTrace | None:
+        """The trace of a request that is answered now; None if it is not recorded. `work`: its stages."""
+        assert self._traces is not None
+        trace = self._traces.ranking(reply, received.topic)
+        if trace is None:
+            return None
+        times = RankingTimes(received.received_us, now_us) if work is None else _times(work, now_us)
+        attributes: dict[str, str | int | bool] = {
+            "relaygr.worker_id": self._worker_id,
+            "relaygr.outcome": result.outcome.value,
+            "relaygr.prefix_tokens": result.prefix_tokens,
+            "relaygr.tokens_cached": result.tokens_cached,
+        }
+        if result.path is not None:
+            attributes["relaygr.path"] = str(result.path)
+        error = None if result.outcome is Outcome.RANKED else str(result.reason or result.outcome.value)
+        trace.answered(
+            _place(received),
+            received.received_us,
+            times.ranked_us or now_us,
+            now_us,
+            stages_of(times, _computed(work)),
+            now_wall_us - now_us,
+            attributes,
+            error,
+        )
+        return trace
+
+    def _trace_job(self, work: JobWork, outcome: JobOutcome) -> None:
+        assert self._traces is not None
+        received = work.received
+        trace = self._traces.job(received.headers, received.topic, work.job.request_id)
+        if trace is None:
+            return
+        now_us, now_wall_us = self._clock.monotonic_us(), self._clock.wall_us()
+        ahead_us = now_wall_us - now_us
+        begun_us = work.begun_wall_us - ahead_us if work.begun_wall_us else now_us
+        stages = [StageSpan(Stage.QUEUE, received.received_us, begun_us)]
+        if outcome in _WORKING and work.begun_wall_us:
+            stages.append(StageSpan(_WORKING[outcome], begun_us, now_us))
+        error = outcome.value if outcome is JobOutcome.FAILED else None
+        trace.ended(_place(received), received.received_us, now_us, stages, ahead_us, outcome.value, error)
+
+
+def _times(work: RankingWork, now_us: int) -> RankingTimes:
+    return RankingTimes(
+        work.received.received_us,
+        now_us,
+        work.started_us,
+        work.reload_us,
+        work.reloaded_us,
+        work.pre_infer_us,
+        work.ready_us,
+        work.rank_us,
+        work.ranked_us,
+    )
+
+
+def _computed(work: RankingWork | None) -> Stage:
+    """What the computation of the request's prefix was."""
+    if work is None or work.path in (Path.FULL, Path.TRUNCATED):
+        return Stage.FULL
+    return Stage.PRE_INFER if work.path is Path.PENDING else Stage.APPEND
+
+
+def _place(received: Received) -> MessagePlace:
+    return MessagePlace(received.topic, received.partition, received.offset)
+
+
+def _reply_place(reply: RankingHeaders) -> MessagePlace:
+    return MessagePlace(reply.reply_topic, reply.reply_partition)
 
 
 def _timings(work: RankingWork, now_us: int) -> StageTimings:

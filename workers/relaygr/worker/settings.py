@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.settings import Section
 from relaygr.schemas.digest import BLOCK
 from relaygr.schemas.messages import MAX_BUDGET_MS
+from relaygr.tracing.settings import TracingSettings
 from relaygr.worker.cache.policies import DEFAULT_POLICY, PolicyName
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -280,6 +281,7 @@ class WorkerConfig:
     worker: WorkerSettings
     admission: AdmissionSettings
     consumer: ConsumerSettings
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     @property
     def client_id(self) -> str:

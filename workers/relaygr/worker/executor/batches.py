@@ -78,7 +78,7 @@ class Batches:
             self._parts.corrector.observe(Stage.HIT, self._calibrated_us(works), ended_us - now_us)
             self._context.charge(WorkClass.RANKING, ended_us - now_us, ended_us)
         for work, output in zip(works, outputs, strict=True):
-            work.rank_us = ended_us - now_us
+            work.rank_us, work.ranked_us = ended_us - now_us, ended_us
             if isinstance(output, RankOutputs):
                 self._requests.ranked(work, output)
             else:

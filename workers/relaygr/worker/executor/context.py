@@ -262,7 +262,7 @@ class ExecutorContext:
     def end_job(self, job: JobWork, outcome: JobOutcome) -> None:
         """Ends the job: its memory is free, and its offset is finished."""
         self.held_by_jobs.end(job)
-        self.parts.results.job_done(job.received, outcome)
+        self.parts.results.job_done(job.received, outcome, job)
 
     def count_ranking_passes(self) -> None:
         """Adds the ranking passes since the last call to the job admission. Call it before each admission."""

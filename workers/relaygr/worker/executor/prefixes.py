@@ -430,9 +430,9 @@ class Prefixes:
 
     def begin_job(self, job: JobWork) -> None:
         """Counts, once, that the job's prefix is computed, reloaded, or was found ready."""
-        if not job.begun:
-            job.begun = True
-            self._parts.metrics.job_started(self._parts.clock.wall_us() - job.job.retrieval_at_us)
+        if not job.begun_wall_us:
+            job.begun_wall_us = self._parts.clock.wall_us()
+            self._parts.metrics.job_started(job.begun_wall_us - job.job.retrieval_at_us)
 
     def _drop_late(self, work: PrefixWork, now_us: int) -> None:
         """Removes the requests for which the prefix would be complete too late."""

@@ -427,7 +427,8 @@ class Requests:
         self._end_wait(wait)
         work, waited_for = wait.work, wait.work.path
         if wait.pending.kind is PendingKind.LOAD:
-            work.reload_us += self._parts.clock.monotonic_us() - wait.started_us
+            work.reloaded_us = self._parts.clock.monotonic_us()
+            work.reload_us += work.reloaded_us - wait.started_us
         self.look_up(work)
         if work.path is Path.HBM:
             work.path = waited_for
@@ -453,6 +454,7 @@ class Requests:
             self._parts.cache.release(found.handle)
             return
         self._end_wait(wait)
+        work.reloaded_us = now_us
         work.reload_us += now_us - wait.started_us
         try:
             self._rank_on_handle(work, found.handle, Path.DRAM, now_us)

@@ -134,8 +134,8 @@ class JobWork:
     received: Received
     expected_ranking_us: int
     expires_us: int
-    begun: bool = False
-    """Whether the job was counted as begun: its prefix is computed, reloaded, or was found ready."""
+    begun_wall_us: int = 0
+    """When its prefix was first computed, reloaded or found ready, by the wall clock; 0 before."""
     held_bytes: int = 0
     held_prefix: ResolvedPrefix | None = None
 
@@ -207,7 +207,11 @@ class RankingWork:
     ready_us: int | None = None
     pre_infer_us: int = 0
     reload_us: int = 0
+    reloaded_us: int = 0
+    """When its wait for a reload ended; 0 without one."""
     rank_us: int = 0
+    ranked_us: int = 0
+    """When its ranking pass ended; 0 before."""
     backlog_us: int | None = None
     """When it was answered: the predicted time of the other admitted work. When it was refused: its own time, too.
     None: no time."""

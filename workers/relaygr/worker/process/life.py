@@ -20,6 +20,7 @@ from relaygr.runtime.clock import SystemClock
 from relaygr.runtime.interpreter import tune_interpreter, without_collection
 from relaygr.runtime.probes import Check, ProbeServer, Readiness
 from relaygr.schemas.messages import WorkerState
+from relaygr.tracing import start_tracing
 from relaygr.worker.exits import Exit
 from relaygr.worker.process.handover import claim
 from relaygr.worker.process.memory import allocate_memory
@@ -59,6 +60,7 @@ class WorkerProcess:
         self._reload_wanted = False
         # The handler is installed first: without one, SIGHUP would end the process.
         signal.signal(signal.SIGHUP, self._on_hangup)
+        self._tracer = start_tracing(config.tracing, "relaygr-worker", self._settings.worker_id)
         self._folder = shared_folder(config)
         self._lock = ArenaLock(self._folder)
         if not is_standby:
@@ -160,7 +162,7 @@ class WorkerProcess:
         prepared = self._prepared
         memory = prepared.memory or allocate_memory(prepared.engine, self._settings, prepared.handover.dram)
         on_end = OnEnd(device_thread=lambda: self._end_with(Exit.FAILED), loop=self._on_loop_end)
-        parts = Parts(self._config, prepared, memory, self._lock, self._clock, on_end)
+        parts = Parts(self._config, prepared, memory, self._lock, self._clock, on_end, self._tracer)
         # Both threads are idle until there are partitions; by then they are warm and the store is checked.
         parts.start_device_and_follower()
         return parts
@@ -199,8 +201,10 @@ class WorkerProcess:
         if self._parts is not None:
             self._parts.close()
         self._prepared.store.close()
-        # A standby need not wait for the probe server, which may wait for its clients.
+        # A standby need not wait for the probe server, which may wait for its clients, nor for a trace collector.
         self._lock.release()
+        if self._tracer is not None:
+            self._tracer.close()
         self._probes.stop()
         log.info("stopped", worker_id=self._settings.worker_id, exit_code=int(self._exit))
 

@@ -27,6 +27,8 @@ from relaygr.runtime.probes import Check, Readiness
 from relaygr.schemas.messages import WorkerState
 from relaygr.schemas.partitioner import users_in
 from relaygr.schemas.topics import Topic
+from relaygr.tracing import Tracer
+from relaygr.tracing.worker import WorkerTraces
 from relaygr.worker.admin_socket import SOCKET_NAME, AdminSocket, run_on
 from relaygr.worker.cache.admin import CacheAdmin, ServingModel
 from relaygr.worker.cache.arena import copy_page, zero_pages
@@ -91,6 +93,7 @@ class Parts:
         lock: ArenaLock,
         clock: Clock,
         on_end: OnEnd,
+        tracer: Tracer | None = None,
     ) -> None:
         kafka, settings = config.kafka, config.worker
         engine, built = prepared.engine, memory.built
@@ -122,6 +125,7 @@ class Parts:
             finish=lambda token: self.loop.finish(token),
             metrics=self.metrics,
             clock=clock,
+            traces=WorkerTraces(tracer) if tracer is not None else None,
         )
         self.executor = Executor(
             engine,

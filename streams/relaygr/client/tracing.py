@@ -1,0 +1,146 @@
+"""The spans of a gateway: of each message that it sends or receives, and of each ranking as its caller sees it.
+
+A span's parent is the `traceparent` that the caller gives, else the current span of the caller's own OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.trace import get_current_span
+
+from relaygr.client.outcome import DeliveryReport, RankOutcome
+from relaygr.schemas.headers import ResultHeaders
+from relaygr.schemas.messages import RankingRequest, RetrievalEvent
+from relaygr.schemas.trace_context import TraceContext
+from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
+from relaygr.tracing.tracer import Tracer, exemplar_of
+
+REMEMBERED_RETRIEVALS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SendTrace:
+    """The span of one message on its way to the broker. `own` need not be recorded."""
+
+    tracer: Tracer
+    request_id: str
+    own: TraceContext
+    parent: TraceContext | None
+    start_us: int
+    topic: str
+
+    def reported(self, report: DeliveryReport) -> None:
+        """The broker has acknowledged or refused the message."""
+        if self.own.is_sampled:
+            self.tracer.end(
+                message_span(
+                    Operation.SEND,
+                    MessagePlace(self.topic, report.partition, report.offset),
+                    self.request_id,
+                    self.own,
+                    self.parent,
+                    self.start_us,
+                    self.tracer.clock.wall_us(),
+                    error="not_delivered" if report.error is not None else None,
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """A ranking request of a recorded trace."""
+
+    own: TraceContext
+    parent: TraceContext | None
+    retrieval: TraceContext | None
+    send: SendTrace
+
+    @property
+    def exemplar(self) -> dict[str, str]:
+        """Joins the latency of the request to its trace."""
+        return exemplar_of(self.own)
+
+    def told(self, outcome: RankOutcome, start_us: int) -> None:
+        """The caller got this outcome. `start_us`: when it called, by the wall clock."""
+        attributes: dict[str, str | int | bool] = {
+            "messaging.message.conversation_id": outcome.request_id,
+            "relaygr.outcome": outcome.status.value,
+        }
+        result = outcome.result
+        if outcome.reason is not None:
+            attributes["relaygr.reason"] = str(outcome.reason)
+        if result is not None:
+            attributes["relaygr.worker_id"] = result.worker_id
+            if result.path is not None:
+                attributes["relaygr.path"] = str(result.path)
+        is_ranked = result is not None and result.path is not None
+        span = Span(
+            "relaygr.rank",
+            SpanKind.INTERNAL,
+            self.own,
+            self.parent,
+            start_us,
+            start_us + outcome.latency_us,
+            attributes,
+            self.retrieval,
+            None if is_ranked else outcome.status.value,
+        )
+        self.send.tracer.end(span)
+
+
+class ClientTraces:
+    """The traces of one client. Any thread may call any method."""
+
+    def __init__(self, tracer: Tracer, retrieval_topic: str, ranking_topic: str, results_topic: str) -> None:
+        self.tracer = tracer
+        self._retrieval_topic = retrieval_topic
+        self._ranking_topic = ranking_topic
+        self._results_topic = results_topic
+        self._retrievals: OrderedDict[str, TraceContext] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def retrieval(self, event: RetrievalEvent, given: TraceContext | None) -> SendTrace:
+        """The event is published now. `given`: the caller's own span."""
+        parent = given or _current_span()
+        name = f"{Operation.SEND} {self._retrieval_topic}"
+        own = self.tracer.begin(name, parent, event.request_id)
+        if own.is_sampled:
+            with self._lock:
+                self._retrievals[event.request_id] = own
+                if len(self._retrievals) > REMEMBERED_RETRIEVALS:
+                    self._retrievals.popitem(last=False)
+        return SendTrace(self.tracer, event.request_id, own, parent, self.tracer.clock.wall_us(), self._retrieval_topic)
+
+    def rank(self, request: RankingRequest, given: TraceContext | None) -> RankTrace:
+        """The request is sent now. `given`: the caller's own span."""
+        parent = given or _current_span()
+        own = self.tracer.begin("relaygr.rank", parent, request.request_id)
+        with self._lock:
+            retrieval = self._retrievals.pop(request.request_id, None)
+        send = SendTrace(
+            self.tracer,
+            request.request_id,
+            self.tracer.within(own),
+            own,
+            self.tracer.clock.wall_us(),
+            self._ranking_topic,
+        )
+        return RankTrace(own, parent, retrieval, send)
+
+    def received(self, headers: ResultHeaders, place: MessagePlace, began_us: int) -> None:
+        """A result was read; `began_us` is when its handling began. Its header says whether its trace is recorded."""
+        parent = TraceContext.parse(headers.traceparent)
+        if parent is not None and parent.is_sampled:
+            own = self.tracer.within(parent)
+            now_us = self.tracer.clock.wall_us()
+            self.tracer.end(message_span(Operation.RECEIVE, place, headers.request_id, own, parent, began_us, now_us))
+
+
+def _current_span() -> TraceContext | None:
+    """The span of the calling program, if it uses OpenTelemetry itself."""
+    found = get_current_span().get_span_context()
+    return TraceContext(found.trace_id, found.span_id, found.trace_flags.sampled) if found.is_valid else None
