@@ -100,6 +100,7 @@ USES: dict[str, Use] = {
             "relaygr.cli.model",
             "relaygr.cli.cache",
             "relaygr.cli.calibrate",
+            "relaygr.cli.doctor",
             "relaygr.cli.vectors",
             "relaygr.worker.model.engine",
             "relaygr.worker.calibration",

@@ -27,6 +27,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "gateway": CommandSpec("relaygr.cli.gateway:gateway", "Serve the relay over HTTP.", "gateway"),
     "publish": CommandSpec("relaygr.cli.publish:app", "Publish retrieval events, ranking requests or histories."),
     "ui": CommandSpec("relaygr.cli.ui:ui", "Serve a live page over the cluster, for a browser.", "lag"),
+    "doctor": CommandSpec("relaygr.cli.doctor:doctor", "Check everything, and say what to mend."),
     "lag": CommandSpec("relaygr.cli.lag:app", "Show the consumers' lag, in messages and in seconds.", "lag"),
     "model": CommandSpec("relaygr.cli.model:app", "Make, convert or inspect a checkpoint.", "worker"),
     "cache": CommandSpec("relaygr.cli.cache:app", "Look at a worker's cache; replay traces of it.", "worker"),

@@ -196,9 +196,11 @@ def asking_fetch_wait_ms(kafka: KafkaSettings) -> int:
     return min(kafka.fetch_wait_max_ms, _ASKING_FETCH_WAIT_MS)
 
 
-def make_admin(kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None) -> AdminClient:
-    """An admin client. Each of its calls takes a time-out."""
-    return AdminClient(_config(kafka, client_id, on_error))
+def make_admin(
+    kafka: KafkaSettings, client_id: str, on_error: ErrorCallback | None = None, options: Options | None = None
+) -> AdminClient:
+    """An admin client. Each of its calls takes a time-out. `options`: librdkafka's, which override ours."""
+    return AdminClient(_config(kafka, client_id, on_error, options))
 
 
 def require_broker(kafka: KafkaSettings, stopping: threading.Event | None = None) -> ClusterMetadata:

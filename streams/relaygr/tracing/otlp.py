@@ -161,15 +161,12 @@ def _context(context: TraceContext, *, is_remote: bool = True) -> SpanContext:
 
 
 def _resource(environment: Mapping[str, str], service: str, instance: str) -> Resource:
-    """The process. What the environment says comes first."""
-    found = Resource.create()
-    own = {SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: instance}
-    own = {name: value for name, value in own.items() if name not in found.attributes}
-    # Without a name the library calls every process unknown_service.
-    is_named = f"{SERVICE_NAME}=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    if not is_named and not environment.get("OTEL_SERVICE_NAME"):
-        own[SERVICE_NAME] = service
-    return found.merge(Resource(own))
+    """The process. What the environment says comes first, and then our names, not those that the library makes up."""
+    given = {pair.partition("=")[0].strip() for pair in environment.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")}
+    if environment.get("OTEL_SERVICE_NAME"):
+        given.add(SERVICE_NAME)
+    own = {SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
+    return Resource.create().merge(Resource({name: value for name, value in own.items() if name not in given}))
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:

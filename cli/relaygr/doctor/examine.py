@@ -1,0 +1,158 @@
+"""The checks in their order. Each is bounded in time, so a broker that freezes ends none of them late.
+
+A check runs on a daemon thread. If it does not end in its time, it is a failure, and the thread is left alone; if it
+asked Kafka, the later checks that ask Kafka are skipped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from confluent_kafka import KafkaException
+
+from relaygr.doctor import impression, judge, observe
+from relaygr.doctor.findings import Diagnosis, Verdict
+from relaygr.doctor.judge import SeenWorker
+from relaygr.kafka.admin import check_topics
+from relaygr.kafka.rights import Role
+from relaygr.runtime.errors import RelayError
+from relaygr.settings import Settings
+
+LOCAL_S: Final = 10.0
+MODEL_S: Final = 60.0
+KAFKA_S: Final = 15.0
+Look = Callable[[], Sequence[Diagnosis]]
+
+
+@dataclass(slots=True)
+class Examination:
+    """One run of all checks. `roles`: those that this user must be able to have; empty: any."""
+
+    settings: Settings
+    roles: Sequence[Role] = ()
+    sends_impression: bool = True
+    is_stuck: bool = field(default=False, init=False)
+    """Whether a check did not end in its time: its thread still runs."""
+    _kafka_answers: bool = field(default=True, init=False)
+    _is_embedded: bool = field(default=False, init=False)
+    _topics_are_right: bool = field(default=False, init=False)
+    _may_send: bool = field(default=True, init=False)
+    _workers: list[SeenWorker] = field(default_factory=list, init=False)
+    _offsets_us: dict[str, int] = field(default_factory=dict, init=False)
+
+    def run(self) -> Iterator[Diagnosis]:
+        """Each finding as soon as its check has ended."""
+        settings = self.settings
+        yield from self._bounded("versions", LOCAL_S, self._versions)
+        connect_s = KAFKA_S + settings.connect_timeout_s
+        for name, look in (
+            ("broker", self._broker),
+            ("topics", self._topics),
+            ("rights", self._rights),
+            ("trigger", self._trigger),
+            ("workers", self._fleet),
+        ):
+            yield from self._with_kafka(name, connect_s, look)
+        if self.sends_impression:
+            yield from self._with_kafka("impression", connect_s + impression.BUDGET_MS / 1000, self._impression)
+        yield from judge.clocks(self._offsets_us, settings.worker.max_clock_skew_ms * 1000)
+        yield from self._bounded("model", MODEL_S, lambda: observe.checkpoint(settings.worker.model))
+        yield from self._bounded("memory", LOCAL_S, self._memory)
+        yield from self._bounded("shared memory", LOCAL_S, self._shared_memory)
+        yield from judge.open_files(observe.open_files(), settings.gateway.max_connections)
+
+    # -- the checks ----------------------------------------------------------------------------------
+
+    def _versions(self) -> list[Diagnosis]:
+        wanted = observe.requirements()
+        return judge.versions(observe.installed(wanted), wanted)
+
+    def _broker(self) -> list[Diagnosis]:
+        seen = observe.broker(self.settings)
+        self._is_embedded = seen.is_embedded
+        return judge.broker(seen, self.settings.group_protocol)
+
+    def _topics(self) -> list[Diagnosis]:
+        report = check_topics(self.settings)
+        self._topics_are_right = report.ok
+        return judge.topics(report)
+
+    def _rights(self) -> list[Diagnosis]:
+        if self._is_embedded:
+            return [Diagnosis("rights", Verdict.SKIP, "the embedded cluster has no rights")]
+        missing = observe.rights(self.settings, tuple(dict.fromkeys((*observe.ROLES, *self.roles))))
+        self._may_send = not missing[Role.GATEWAY]
+        return judge.rights(missing, self.roles)
+
+    def _trigger(self) -> list[Diagnosis]:
+        members = None if self._is_embedded else observe.trigger_members(self.settings, self.settings.lag)
+        return judge.trigger(members, self.settings.trigger.enabled)
+
+    def _fleet(self) -> list[Diagnosis]:
+        if not self._topics_are_right:
+            return [Diagnosis("workers", Verdict.SKIP, "the topics are not as they must be")]
+        self._workers = observe.fleet(self.settings, self.settings.worker.status_interval_ms)
+        self._offsets_us = {each.worker_id: each.offset_us for each in self._workers if each.offset_us is not None}
+        return judge.workers(self._workers, self.settings.partitions)
+
+    def _impression(self) -> list[Diagnosis]:
+        ready = [each for each in self._workers if each.is_fresh]
+        if not ready or not self._may_send:
+            what = "no worker is ready" if not ready else "this user may not act as a gateway"
+            return [Diagnosis("impression", Verdict.SKIP, f"not sent: {what}")]
+        owned = frozenset[int]().union(*(each.partitions for each in ready))
+        seen = impression.send(self.settings, owned)
+        # Exact to half a round trip, unlike an offset from a status.
+        self._offsets_us |= seen.offsets_us
+        return judge.impression(seen.delivered, seen.outcome)
+
+    def _memory(self) -> list[Diagnosis]:
+        worker = self.settings.worker
+        on_cpu = worker.device == "cpu"
+        needed = int(worker.dram_bytes) + int(worker.ranking_queue_bytes) + int(worker.preinfer_queue_bytes)
+        return judge.memory(observe.free_memory_bytes(), needed + (int(worker.hbm_bytes) if on_cpu else 0))
+
+    def _shared_memory(self) -> list[Diagnosis]:
+        worker = self.settings.worker
+        return judge.shared_memory(observe.shared_folder(worker, self.settings.workers_group), int(worker.dram_bytes))
+
+    # -- bounds --------------------------------------------------------------------------------------
+
+    def _with_kafka(self, name: str, limit_s: float, look: Look) -> Sequence[Diagnosis]:
+        if not self._kafka_answers:
+            return [Diagnosis(name, Verdict.SKIP, "Kafka does not answer")]
+        found = self._bounded(name, limit_s, look)
+        if self.is_stuck or (name == "broker" and found[0].verdict is Verdict.FAIL):
+            self._kafka_answers = False
+        return found
+
+    def _bounded(self, name: str, limit_s: float, look: Look) -> Sequence[Diagnosis]:
+        """What `look` finds; its failure if it raises, or does not end in time."""
+        found: list[Sequence[Diagnosis]] = []
+
+        def run() -> None:
+            found.append(_outcome(name, look))
+
+        thread = threading.Thread(target=run, name=f"doctor-{name}", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if found:
+            return found[0]
+        self.is_stuck = True
+        mend = "run `relaygr model verify`" if name == "model" else "look at the brokers and at the network"
+        verdict = Verdict.WARN if name == "model" else Verdict.FAIL
+        return [Diagnosis(name, verdict, f"did not end within {limit_s:g} s", mend)]
+
+
+def _outcome(name: str, look: Look) -> Sequence[Diagnosis]:
+    try:
+        return look()
+    except RelayError as error:
+        return [Diagnosis(name, Verdict.FAIL, str(error).rstrip("."), "see the sentence above")]
+    except KafkaException as error:
+        return [Diagnosis(name, Verdict.FAIL, observe.no_answer(error), "look at the brokers and at the network")]
+    except ModuleNotFoundError as error:
+        return [Diagnosis(name, Verdict.SKIP, f"{error.name} is not installed on this machine")]

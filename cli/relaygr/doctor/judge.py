@@ -1,0 +1,270 @@
+"""What is seen -> findings. Pure: every function takes plain data and returns diagnoses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from relaygr.client import RankOutcome, RankStatus
+from relaygr.doctor.findings import Diagnosis, Verdict
+from relaygr.kafka.rights import Role
+from relaygr.kafka.settings import GroupProtocol
+from relaygr.kafka.topic_check import Severity, TopicReport
+from relaygr.schemas.messages import FailureReason
+
+LARGEST_OFFSET_US: Final = 100_000
+"""Clocks that differ by more make deadlines useless."""
+LEAST_FILES: Final = 4096
+HEADROOM: Final = 0.9
+"""The share of the free memory that a worker may use (`relaygr.worker.memory`)."""
+_JOIN_GROUP, _TELEMETRY, _GROUP_HEARTBEAT = 11, 71, 68
+_BOUND = re.compile(r"(>=|<=|==|>|<)\s*([0-9][0-9.]*)")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenBroker:
+    """A cluster that answers."""
+
+    address: str
+    brokers: int
+    is_embedded: bool
+    apis: Mapping[int, tuple[int, int]]
+    """Kafka's requests by their key, with the first and the last version; empty if not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWorker:
+    """A worker by its statuses."""
+
+    worker_id: str
+    state: str
+    is_fresh: bool
+    age_s: float
+    partitions: frozenset[int]
+    offset_us: int | None
+    """Its wall clock minus ours, with up to some milliseconds of delay in it; None: no status came while we read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFolder:
+    """A folder on tmpfs, or the next one above it that exists."""
+
+    path: str
+    free_bytes: int
+    is_memory: bool
+
+
+def broker(seen: SeenBroker, group_protocol: GroupProtocol) -> list[Diagnosis]:
+    """The cluster's version, by the requests that it knows, and whether it can do what the settings ask."""
+    plural = "broker" if seen.brokers == 1 else "brokers"
+    if seen.is_embedded:
+        what = f"librdkafka's embedded cluster answers at {seen.address}: for tests only"
+        return [Diagnosis("broker", Verdict.OK, what)]
+    found = [Diagnosis("broker", Verdict.OK, f"{_version(seen.apis)} at {seen.address}, {seen.brokers} {plural}")]
+    if seen.apis and group_protocol is GroupProtocol.CONSUMER and _GROUP_HEARTBEAT not in seen.apis:
+        found.append(
+            Diagnosis(
+                "broker",
+                Verdict.FAIL,
+                "group_protocol is consumer, which this broker does not know",
+                "set group_protocol to classic, or use Kafka 4.0 or newer",
+            )
+        )
+    return found
+
+
+def _version(apis: Mapping[int, tuple[int, int]]) -> str:
+    if not apis:
+        return "Kafka (its version is not known)"
+    if apis.get(_JOIN_GROUP, (0, 0))[0] >= 2:
+        return "Kafka 4.0 or newer"
+    return "Kafka 3.7 to 3.9" if _TELEMETRY in apis else "Kafka older than 3.7"
+
+
+def topics(report: TopicReport) -> list[Diagnosis]:
+    """Existence, partition counts, retention, clean-up and replication."""
+    verdicts = {Severity.ERROR: Verdict.FAIL, Severity.WARNING: Verdict.WARN, Severity.NOTE: Verdict.SKIP}
+    found = [Diagnosis("topics", verdicts[each.severity], each.what, each.mend) for each in report.findings]
+    if not report.errors:
+        what = f"{len(report.rows)} topics, of which the co-partitioned have equal partition counts"
+        found.insert(0, Diagnosis("topics", Verdict.OK, what))
+    return found
+
+
+def rights(missing: Mapping[Role, Sequence[str]], wanted: Collection[Role]) -> list[Diagnosis]:
+    """`missing`: the rights that this user lacks, by role. `wanted`: the roles that it must have; empty: any."""
+    usable = [role for role, lacking in missing.items() if not lacking]
+    found = []
+    if usable:
+        found.append(Diagnosis("rights", Verdict.OK, f"this user may act as {', '.join(usable)}"))
+    for role in wanted:
+        found += [Diagnosis("rights", Verdict.FAIL, sentence, _grant(role)) for sentence in missing[role]]
+    if not usable and not wanted:
+        what = f"this user may act as none of {', '.join(missing)}"
+        found.append(Diagnosis("rights", Verdict.FAIL, what, _grant(next(iter(missing)))))
+    return found
+
+
+def _grant(role: Role) -> str:
+    return f"`relaygr topics acls --role {role}` prints the commands that grant it"
+
+
+def versions(installed: Mapping[str, str], requirements: Collection[str]) -> list[Diagnosis]:
+    """Whether the installed libraries lie in the ranges of the package. Those that are not installed are left out."""
+    wrong = []
+    for text in requirements:
+        found = _REQUIREMENT.match(text)
+        name = found[1].lower() if found else ""
+        if found is not None and name in installed and not _is_within(installed[name], found[2]):
+            wrong.append((name, found[2].strip()))
+    if not wrong:
+        kafka = installed.get("confluent-kafka", "?")
+        return [Diagnosis("versions", Verdict.OK, f"relaygr {installed.get('relaygr', '?')}, confluent-kafka {kafka}")]
+    return [
+        Diagnosis(
+            "versions",
+            Verdict.FAIL,
+            f"{name} {installed[name]} is installed, expected {wanted}",
+            f"pip install '{name}{wanted}'",
+        )
+        for name, wanted in dict(wrong).items()
+    ]
+
+
+def _is_within(version: str, ranges: str) -> bool:
+    own = _numbers(version)
+    for sign, text in _BOUND.findall(ranges):
+        bound = _numbers(text)
+        width = max(len(own), len(bound))
+        left, right = (each + (0,) * (width - len(each)) for each in (own, bound))
+        if not {">=": left >= right, "<=": left <= right, "==": left == right, ">": left > right, "<": left < right}[
+            sign
+        ]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    # A build such as 2.13.0+cpu is of its release.
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0].partition("b")[0])[:4])
+
+
+def clocks(offsets_us: Mapping[str, int], max_skew_us: int) -> list[Diagnosis]:
+    """The clock of each other process minus ours."""
+    if not offsets_us:
+        return [Diagnosis("clocks", Verdict.SKIP, "no process tells its time")]
+    worst, offset_us = max(offsets_us.items(), key=lambda each: abs(each[1]))
+    what = f"the clock of {worst} is {offset_us / 1000:+.1f} ms from ours"
+    mend = "synchronise the clocks of the machines (chrony or ntpd)"
+    if abs(offset_us) > LARGEST_OFFSET_US:
+        return [Diagnosis("clocks", Verdict.FAIL, what, mend)]
+    if abs(offset_us) > max_skew_us:
+        return [Diagnosis("clocks", Verdict.WARN, f"{what}, over worker.max_clock_skew_ms", mend)]
+    return [Diagnosis("clocks", Verdict.OK, f"{len(offsets_us)} compared: {what}")]
+
+
+def memory(free_bytes: int, needed_bytes: int) -> list[Diagnosis]:
+    """`needed_bytes`: of a worker with these settings, without its weights."""
+    what = f"{_gib(free_bytes)} free, a worker with these settings takes {_gib(needed_bytes)} and its weights"
+    if needed_bytes > free_bytes * HEADROOM:
+        mend = "lower worker.dram_bytes (on a CPU also worker.hbm_bytes), or free memory"
+        return [Diagnosis("memory", Verdict.WARN, what, mend)]
+    return [Diagnosis("memory", Verdict.OK, what)]
+
+
+def shared_memory(seen: SeenFolder, dram_bytes: int) -> list[Diagnosis]:
+    """Room for the DRAM tier that outlives a worker."""
+    what = f"{seen.path} has {_gib(seen.free_bytes)} free, the DRAM tier takes {_gib(dram_bytes)}"
+    if dram_bytes > seen.free_bytes:
+        mend = "enlarge the tmpfs (mount -o remount,size=...; in a container --shm-size), or lower worker.dram_bytes"
+        return [Diagnosis("shared memory", Verdict.WARN, what, mend)]
+    if not seen.is_memory:
+        mend = "set worker.shared_path to a folder on a tmpfs such as /dev/shm"
+        return [Diagnosis("shared memory", Verdict.WARN, f"{seen.path} is not on a tmpfs", mend)]
+    return [Diagnosis("shared memory", Verdict.OK, what)]
+
+
+def open_files(limit: int, connections: int) -> list[Diagnosis]:
+    """`connections`: the most that the HTTP gateway accepts."""
+    wanted = max(LEAST_FILES, 2 * connections)
+    if limit < wanted:
+        what = f"a process may have {limit} open files, wanted are {wanted}"
+        return [Diagnosis("limits", Verdict.WARN, what, f"ulimit -n {wanted} (systemd: LimitNOFILE={wanted})")]
+    return [Diagnosis("limits", Verdict.OK, f"a process may have {limit} open files")]
+
+
+def workers(seen: Sequence[SeenWorker], partitions: int) -> list[Diagnosis]:
+    """Live workers, and partitions without an owner."""
+    fresh = [each for each in seen if each.is_fresh]
+    silent = [f"{each.worker_id} ({each.state}, {each.age_s:.0f} s ago)" for each in seen if not each.is_fresh]
+    found = []
+    if silent:
+        found.append(
+            Diagnosis(
+                "workers",
+                Verdict.WARN,
+                f"not ready: {_some(silent)}",
+                "look at their logs; `relaygr worker leave ID` for one that has gone for good",
+            )
+        )
+    if not fresh:
+        mend = "start one with `relaygr worker`"
+        return [*found, Diagnosis("workers", Verdict.FAIL, "no worker is ready", mend)]
+    found.insert(0, Diagnosis("workers", Verdict.OK, f"ready: {_some([each.worker_id for each in fresh])}"))
+    owned = frozenset[int]().union(*(each.partitions for each in fresh))
+    ownerless = sorted(frozenset(range(partitions)) - owned)
+    if ownerless:
+        found.append(
+            Diagnosis(
+                "partitions",
+                Verdict.FAIL,
+                f"{len(ownerless)} of {partitions} have no owner: {_some([str(each) for each in ownerless])}",
+                "wait some seconds after a start or stop; else start a worker, or the one that owned them",
+            )
+        )
+    else:
+        found.append(Diagnosis("partitions", Verdict.OK, f"each of {partitions} has an owner"))
+    return found
+
+
+def trigger(members: Sequence[str] | None, is_enabled: bool) -> list[Diagnosis]:
+    """The members of the trigger's group; None if the cluster does not tell them."""
+    if members is None:
+        return [Diagnosis("trigger", Verdict.SKIP, "this cluster does not tell the members of a group")]
+    if members:
+        what = f"{len(members)} running" if is_enabled else f"{len(members)} running, and trigger.enabled is false"
+        return [Diagnosis("trigger", Verdict.OK, what)]
+    mend = "start one with `relaygr trigger`"
+    return [Diagnosis("trigger", Verdict.WARN, "none runs: every ranking request is full inference", mend)]
+
+
+def impression(delivered: bool, outcome: RankOutcome) -> list[Diagnosis]:
+    """How one impression ended: its event, and its ranking request."""
+    found = []
+    if not delivered:
+        mend = "look at the topics, and at this user's rights"
+        found.append(Diagnosis("impression", Verdict.FAIL, "the retrieval event was not delivered", mend))
+    if outcome.status is RankStatus.RANKED and outcome.result is not None:
+        what = f"ranked by {outcome.result.worker_id} in {outcome.latency_us / 1000:.1f} ms"
+        return [*found, Diagnosis("impression", Verdict.OK, what)]
+    detail = outcome.result.detail if outcome.result is not None else None
+    reason = str(outcome.reason) if outcome.reason is not None else ""
+    what = ": ".join(text for text in (f"the ranking request ended as {outcome.status}", reason, detail) if text)
+    mend = "look at the log of the worker that owns the partition"
+    if outcome.status is RankStatus.EXPIRED:
+        mend = "compare the clocks of the machines"
+    elif outcome.reason is FailureReason.OVERLOADED:
+        return [*found, Diagnosis("impression", Verdict.WARN, what, "add workers, or send less")]
+    return [*found, Diagnosis("impression", Verdict.FAIL, what, mend)]
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
