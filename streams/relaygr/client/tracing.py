@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry.trace import get_current_span
@@ -15,6 +14,7 @@ from opentelemetry.trace import get_current_span
 from relaygr.client.outcome import DeliveryReport, RankOutcome
 from relaygr.schemas.headers import ResultHeaders
 from relaygr.schemas.messages import RankingRequest, RetrievalEvent
+from relaygr.schemas.record import record
 from relaygr.schemas.trace_context import TraceContext
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
 from relaygr.tracing.tracer import Tracer, exemplar_of
@@ -22,7 +22,7 @@ from relaygr.tracing.tracer import Tracer, exemplar_of
 REMEMBERED_RETRIEVALS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SendTrace:
     """The span of one message on its way to the broker. `own` need not be recorded."""
 
@@ -50,7 +50,7 @@ class SendTrace:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankTrace:
     """A ranking request of a recorded trace."""
 
@@ -119,8 +119,10 @@ class ClientTraces:
         """The request is sent now. `given`: the caller's own span."""
         parent = given or _current_span()
         own = self.tracer.begin("relaygr.rank", parent, request.request_id)
-        with self._lock:
-            retrieval = self._retrievals.pop(request.request_id, None)
+        retrieval = None
+        if own.is_sampled:
+            with self._lock:
+                retrieval = self._retrievals.pop(request.request_id, None)
         send = SendTrace(
             self.tracer,
             request.request_id,

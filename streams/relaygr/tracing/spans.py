@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from relaygr.schemas.record import record
 from relaygr.schemas.trace_context import TraceContext
 
 Attributes = Mapping[str, str | int | bool]
@@ -27,7 +28,7 @@ class Operation(enum.StrEnum):
     PROCESS = "process"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Span:
     """One span that has ended. Times are µs since the epoch, by the clock of this machine."""
 
@@ -43,7 +44,7 @@ class Span:
     """What failed, one word; None: nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MessagePlace:
     """A message in its topic. Partition and offset are None while they are not known."""
 

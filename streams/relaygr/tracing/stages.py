@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from relaygr.schemas.record import record
 
 
 class Stage(enum.StrEnum):
@@ -27,7 +28,7 @@ class Stage(enum.StrEnum):
     """The ranking pass over suffix and candidates."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StageSpan:
     """One stage. Times are monotonic."""
 
@@ -38,7 +39,7 @@ class StageSpan:
     """Device time within the stage; None: not a stage of the device, or the whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankingTimes:
     """Times of a request, monotonic; None and 0: that did not happen. Durations end with the time named beside them."""
 

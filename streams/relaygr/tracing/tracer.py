@@ -57,7 +57,8 @@ class Tracer:
         self._metrics = metrics
         self._on_close = on_close
         self._ended: deque[Span] = deque()
-        self._random = random.SystemRandom()
+        # Ids are not secret; the system's source would be a system call for each.
+        self._random = random.Random()
 
     def begin(self, name: str, parent: TraceContext | None, request_id: str) -> TraceContext:
         """The context of a new span. Without a parent it begins a trace of this impression."""

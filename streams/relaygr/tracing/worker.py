@@ -91,9 +91,11 @@ class WorkerTraces:
         """The trace of a request that is answered now; None if it is not recorded."""
         parent = TraceContext.parse(reply.traceparent)
         own = self._tracer.begin(f"{Operation.PROCESS} {topic}", parent, reply.request_id)
+        if not own.is_sampled:
+            return None
         with self._lock:
             job = self._jobs.pop(reply.request_id, None)
-        return RankingTrace(self._tracer, parent, own, job, reply.request_id) if own.is_sampled else None
+        return RankingTrace(self._tracer, parent, own, job, reply.request_id)
 
     def job(self, headers: RawHeaders, topic: str, request_id: str) -> JobTrace | None:
         """The trace of a job that ends now; None if it is not recorded."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from confluent_kafka import KafkaError, Message
 
 from relaygr.admission.policy import DecisionReason
 from relaygr.kafka.message_headers import headers_of
 from relaygr.schemas.headers import Headers, traceparent_of
+from relaygr.schemas.record import record
 from relaygr.schemas.trace_context import TRACEPARENT, TraceContext
 from relaygr.tracing.spans import MessagePlace, Operation, message_span
 from relaygr.tracing.tracer import Tracer, exemplar_of
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EventTrace:
     """One event on which a decision was taken. Its trace need not be recorded."""
 
