@@ -48,14 +48,15 @@ class Examination:
         settings = self.settings
         yield from self._bounded("versions", LOCAL_S, self._versions)
         connect_s = KAFKA_S + settings.connect_timeout_s
-        for name, look in (
-            ("broker", self._broker),
-            ("topics", self._topics),
-            ("rights", self._rights),
-            ("trigger", self._trigger),
-            ("workers", self._fleet),
+        for name, limit_s, look in (
+            ("broker", connect_s, self._broker),
+            ("topics", connect_s, self._topics),
+            # One question after the other for each role; in a new cluster, groups have no coordinator at first.
+            ("rights", 2 * connect_s, self._rights),
+            ("trigger", connect_s, self._trigger),
+            ("workers", connect_s, self._fleet),
         ):
-            yield from self._with_kafka(name, connect_s, look)
+            yield from self._with_kafka(name, limit_s, look)
         if self.sends_impression:
             yield from self._with_kafka("impression", connect_s + impression.BUDGET_MS / 1000, self._impression)
         yield from judge.clocks(self._offsets_us, settings.worker.max_clock_skew_ms * 1000)
