@@ -30,9 +30,8 @@ from tests.worlds.broker_proxy import broker_behind_proxy
 from tests.worlds.relay import environment, make_model
 
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
-KAFKA_4 = {0: (0, 13), 11: (2, 9), 68: (0, 1), 71: (0, 0)}
-KAFKA_3_9 = {0: (0, 11), 11: (0, 9), 68: (0, 0), 71: (0, 0)}
-KAFKA_3_5 = {0: (0, 9), 11: (0, 9)}
+KAFKA_4 = {0: (0, 13), 1: (4, 18), 68: (0, 1)}
+KAFKA_3 = {0: (0, 9), 1: (0, 15)}
 
 
 def verdicts(found: Sequence[Diagnosis]) -> list[Verdict]:
@@ -59,7 +58,7 @@ def test_the_exit_code_is_that_of_the_worst_finding(found: list[Verdict], code: 
 
 @pytest.mark.parametrize(
     ("apis", "version"),
-    [(KAFKA_4, "4.0 or newer"), (KAFKA_3_9, "3.7 to 3.9"), (KAFKA_3_5, "older than 3.7"), ({}, "not known")],
+    [(KAFKA_4, "4.0 or newer"), (KAFKA_3, "older than 4.0"), ({}, "not known")],
 )
 def test_the_version_of_a_broker_shows_in_the_requests_that_it_knows(
     apis: dict[int, tuple[int, int]], version: str
@@ -69,7 +68,7 @@ def test_the_version_of_a_broker_shows_in_the_requests_that_it_knows(
 
 
 def test_a_group_protocol_that_the_broker_does_not_know_is_a_failure() -> None:
-    found = judge.broker(seen_broker(KAFKA_3_5), GroupProtocol.CONSUMER)
+    found = judge.broker(seen_broker(KAFKA_3), GroupProtocol.CONSUMER)
     assert verdicts(found) == [OK, FAIL] and "set group_protocol to classic" in found[1].mend
     assert verdicts(judge.broker(seen_broker(KAFKA_4), GroupProtocol.CONSUMER)) == [OK]
 

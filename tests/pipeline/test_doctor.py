@@ -26,6 +26,11 @@ def doctor(relay: Relay) -> tuple[int, dict[str, list[tuple[str, str]]]]:
 
 
 def test_a_running_relay_is_well_and_ranks_an_impression(relay: Relay) -> None:
+    with relay:
+        _look(relay)
+
+
+def _look(relay: Relay) -> None:
     worker, trigger = relay.start_worker(), relay.start_trigger()
     relay.await_ready(worker, trigger)
     code, found = doctor(relay)

@@ -152,7 +152,9 @@ def _outcome(name: str, look: Look) -> Sequence[Diagnosis]:
     try:
         return look()
     except RelayError as error:
-        return [Diagnosis(name, Verdict.FAIL, str(error).rstrip("."), "see the sentence above")]
+        # Our errors say what is wrong, and then what to do.
+        what, _, mend = str(error).rstrip(".").partition(". ")
+        return [Diagnosis(name, Verdict.FAIL, what, mend)]
     except KafkaException as error:
         return [Diagnosis(name, Verdict.FAIL, observe.no_answer(error), "look at the brokers and at the network")]
     except ModuleNotFoundError as error:

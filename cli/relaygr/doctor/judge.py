@@ -19,7 +19,9 @@ LARGEST_OFFSET_US: Final = 100_000
 LEAST_FILES: Final = 4096
 HEADROOM: Final = 0.9
 """The share of the free memory that a worker may use (`relaygr.worker.memory`)."""
-_JOIN_GROUP, _TELEMETRY, _GROUP_HEARTBEAT = 11, 71, 68
+_FETCH, _GROUP_HEARTBEAT = 1, 68
+_FIRST_FETCH_OF_4: Final = 4
+"""Kafka 4.0 no longer knows the versions before."""
 _BOUND = re.compile(r"(>=|<=|==|>|<)\s*([0-9][0-9.]*)")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)")
 
@@ -79,9 +81,8 @@ def broker(seen: SeenBroker, group_protocol: GroupProtocol) -> list[Diagnosis]:
 def _version(apis: Mapping[int, tuple[int, int]]) -> str:
     if not apis:
         return "Kafka (its version is not known)"
-    if apis.get(_JOIN_GROUP, (0, 0))[0] >= 2:
-        return "Kafka 4.0 or newer"
-    return "Kafka 3.7 to 3.9" if _TELEMETRY in apis else "Kafka older than 3.7"
+    is_new = apis.get(_FETCH, (0, 0))[0] >= _FIRST_FETCH_OF_4
+    return "Kafka 4.0 or newer" if is_new else "Kafka older than 4.0"
 
 
 def topics(report: TopicReport) -> list[Diagnosis]:

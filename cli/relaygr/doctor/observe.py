@@ -34,7 +34,8 @@ from relaygr.worker.shared.lock import worker_folder
 
 ROLES: Final = (Role.GATEWAY, Role.TRIGGER, Role.WORKER)
 _API: Final = re.compile(r"ApiKey \S+ \((\d+)\) Versions (\d+)\.\.(\d+)")
-_API_S: Final = 1.0
+_API_S: Final = 3.0
+_QUIET_TURNS: Final = 4
 _TURN_S: Final = 0.05
 _STATUSES: Final = 2
 """Statuses of a worker that were written while we read: with one, it may have just ended."""
@@ -58,10 +59,12 @@ def _apis(kafka: KafkaSettings) -> dict[int, tuple[int, int]]:
     logger = logging.Logger("relaygr-doctor")
     logger.addHandler(Keep())
     admin = make_admin(kafka, "relaygr-doctor", options={"debug": "feature", "log_level": 7, "logger": logger})
-    ends_s = time.monotonic() + _API_S
-    while time.monotonic() < ends_s and not any(_API.search(line) for line in lines):
+    ends_s, quiet = time.monotonic() + _API_S, 0
+    # The list of one broker comes at once, but a poll hands over a part of it only.
+    while time.monotonic() < ends_s and quiet < _QUIET_TURNS:
+        before = len(lines)
         admin.poll(_TURN_S)
-    admin.poll(_TURN_S)
+        quiet = quiet + 1 if len(lines) == before and any(map(_API.search, lines)) else 0
     found = [match for line in lines if (match := _API.search(line)) is not None]
     return {int(match[1]): (int(match[2]), int(match[3])) for match in found}
 
