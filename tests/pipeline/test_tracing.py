@@ -58,7 +58,7 @@ def stack(relay: Relay) -> Iterator[Stack]:
             tracer = start_tracing(TracingSettings(enabled=True), "gateway", "gw-0")
             assert tracer is not None
             running = Stack(traced, seen, tracer)
-            with owned_by_a_fixture():
+            with owned_by_a_fixture(traced.process_ids):
                 yield running
             running.client.close()
             tracer.close()
