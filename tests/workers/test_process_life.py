@@ -200,7 +200,7 @@ class ProcessWorld:
         )
 
     def _assemble(self, *arguments: object) -> FakeParts:
-        on_end = arguments[-1]
+        *_, on_end, _tracer = arguments
         assert isinstance(on_end, OnEnd)
         self._parts = FakeParts(self.loop, on_end)
         return self._parts

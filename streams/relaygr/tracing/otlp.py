@@ -61,7 +61,8 @@ class OtelSampler:
         if parent is not None and self._follows_parent:
             return parent.is_sampled
         context = set_span_in_context(NonRecordingSpan(_context(parent))) if parent is not None else None
-        return self._sampler.should_sample(context, trace_id, name).decision.is_sampled()
+        decision = self._sampler.should_sample(context, trace_id, name).decision
+        return decision is otel_sampling.Decision.RECORD_AND_SAMPLE
 
 
 class SpanExport:
