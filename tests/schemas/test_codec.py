@@ -375,6 +375,18 @@ def test_a_packed_field_is_a_view_of_the_bytes_it_is_given() -> None:
     assert np.shares_memory(array, np.frombuffer(raw, np.uint8))
 
 
+def test_messages_of_plain_sequences_equal_those_of_arrays() -> None:
+    rows = [(5, 1, 1000), (6, 0, 2000)]
+    own = Behaviours(np.array([5, 6]), np.array([1, 0], np.uint16), np.array([1000, 2000]))
+    history = History("u", 1, [3], Behaviours.of(rows))  # type: ignore[arg-type]
+    assert history == History("u", 1, np.array([3]), own)
+    assert history.version() == History("u", 1, np.array([3]), own).version()
+    assert decode(History, encode(history)) == history
+    sent = request(candidates=[1, 2], suffix=Behaviours([5, 6], [1, 0], [1000, 2000]))  # type: ignore[arg-type]
+    assert encode(sent) == encode(request(candidates=np.array([1, 2]), suffix=own))
+    assert Behaviours.of([]) == Behaviours.empty() and (Behaviours.of([]) + own).items.dtype == np.int64
+
+
 UNENCODABLE: dict[str, tuple[Any, str]] = {
     "a matrix": (request(candidates=np.zeros((2, 2), "<i8")), "one dimension"),
     "a scalar": (request(candidates=np.int64(3)), "one dimension"),

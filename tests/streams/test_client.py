@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -90,6 +90,25 @@ def test_a_request_is_ranked_and_reaches_the_partition_of_its_user(kafka_setting
         key = "ünïcode user".encode()
         assert (message.key(), message.partition()) == (key, partition_for(key, kafka_settings.partitions))
         assert set(gateway.clock_offsets()) == {"echo"}
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        [(7, 1, 1_700_000_000_000), (8, 2, 1_700_000_001_000)],
+        Behaviours([7, 8], (1, 2), [1_700_000_000_000, 1_700_000_001_000]),  # type: ignore[arg-type]
+    ],
+    ids=["rows", "columns"],
+)
+def test_a_suffix_may_be_plain_sequences(kafka_settings: KafkaSettings, suffix: Any) -> None:
+    with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
+        for given in (suffix, []):
+            assert gateway.rank("u", (3, 1), budget_ms=BUDGET_MS, suffix=given).status is RankStatus.RANKED
+    times = np.array([1_700_000_000_000, 1_700_000_001_000])
+    assert [seen.suffix for seen in worker.seen] == [
+        Behaviours(np.array([7, 8]), np.array([1, 2], np.uint16), times),
+        Behaviours.empty(),
+    ]
 
 
 def test_request_ids_name_gateway_incarnation_and_sequence_and_cannot_be_guessed(kafka_settings: KafkaSettings) -> None:
@@ -305,8 +324,11 @@ def test_misuse_raises_before_anything_is_sent(kafka_settings: KafkaSettings) ->
             gateway.rank("u", [], budget_ms=10)
         with pytest.raises(EncodeError, match="user_id"):
             gateway.rank("", [1], budget_ms=10)
-        with pytest.raises(EncodeError, match=r"suffix\.items: expected a numpy array, got list"):
-            gateway.rank("u", [1], budget_ms=10, suffix=Behaviours([1], [1], [1]))  # type: ignore[arg-type]
+        with pytest.raises(EncodeError, match=r"suffix\.items: values of <U4 do not all fit"):
+            gateway.rank("u", [1], budget_ms=10, suffix=Behaviours(["item"], [1], [1]))  # type: ignore[arg-type]
+        for wrong in ([7, 8], [(7, 1)], 7):
+            with pytest.raises(ValueError, match=r"suffix: give Behaviours, or \(item, action, timestamp_ms\)"):
+                gateway.rank("u", [1], budget_ms=10, suffix=wrong)  # type: ignore[arg-type]
         with pytest.raises(EncodeError, match="user_id"):
             gateway.tombstone("")
         with pytest.raises(ValueError, match="budget_ms is 0"):

@@ -8,6 +8,7 @@ clock unless their text says otherwise; durations say so.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import numpy as np
@@ -109,9 +110,24 @@ class Behaviours:
     actions: Actions
     timestamps_ms: Timestamps
 
+    def __post_init__(self) -> None:
+        """Plain sequences become arrays."""
+        if type(self.items) is type(self.actions) is type(self.timestamps_ms) is np.ndarray:
+            return
+        for name in ("items", "actions", "timestamps_ms"):
+            object.__setattr__(self, name, _as_array(getattr(self, name)))
+
     @classmethod
     def empty(cls) -> Behaviours:
         return cls(np.empty(0, "<i8"), np.empty(0, "<u2"), np.empty(0, "<i8"))
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, int]]) -> Behaviours:
+        """From `(item, action, timestamp_ms)` of each behaviour, oldest first. Raises ValueError for other rows."""
+        columns: list[tuple[int, ...]] = list(zip(*rows, strict=True)) or [(), (), ()]
+        if len(columns) != 3:
+            raise ValueError(f"a behaviour is (item, action, timestamp_ms), not {len(columns)} values")
+        return cls(*map(_as_array, columns))
 
     def __len__(self) -> int:
         return int(self.items.size)
@@ -135,14 +151,13 @@ class Behaviours:
         )
 
     def check(self) -> None:
-        """Raises FieldError unless all three are arrays of equal length and the times never decrease."""
-        _check_array("items", self.items)
-        _check_array("actions", self.actions)
-        _check_array("timestamps_ms", self.timestamps_ms)
-        size = self.items.size
-        if size != self.actions.size or size != self.timestamps_ms.size:
-            raise FieldError(f": {size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps")
-        if size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
+        """Raises FieldError unless all three are of equal length and the times never decrease."""
+        sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
+        if len(sizes) != 1:
+            raise FieldError(
+                f": {self.items.size} items, {self.actions.size} actions, {self.timestamps_ms.size} timestamps"
+            )
+        if self.timestamps_ms.size > 1 and bool((self.timestamps_ms[1:] < self.timestamps_ms[:-1]).any()):
             raise FieldError(".timestamps_ms: times decrease; send behaviours oldest first")
 
 
@@ -185,6 +200,10 @@ class History:
         BehavioursOffset | None,
         "the records of the behaviours topic that this snapshot includes; absent: those with an older timestamp",
     ] = None
+
+    def __post_init__(self) -> None:
+        if type(self.features) is not np.ndarray:
+            object.__setattr__(self, "features", _as_array(self.features))
 
     def chain(self) -> DigestChain:
         """The digest chain of features and behaviours."""
@@ -324,6 +343,10 @@ class RankingRequest:
         UInt("behaviours", MAX_BEHAVIOURS),
         "instead of `history_version`: the newest history, and at least so many behaviours",
     ] = None
+
+    def __post_init__(self) -> None:
+        if type(self.candidates) is not np.ndarray:
+            object.__setattr__(self, "candidates", _as_array(self.candidates))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
@@ -543,6 +566,16 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
         raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
+
+
+def _as_array(values: Any) -> NDArray[Any]:
+    """A plain sequence as an array, int64 if it is empty. Other values stay as they are, and `encode` refuses them."""
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        return np.asarray(values) if len(values) else np.empty(0, np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return values  # type: ignore[no-any-return]
 
 
 def _check_array(name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Required, TypedDict, get_origin, get_type_hints
 
 import numpy as np
@@ -47,8 +47,8 @@ class RankFields(TypedDict, total=False):
 
     budget_ms: Required[float]
     """Time from now to the deadline; more than 0, at most `MAX_BUDGET_MS`."""
-    suffix: Behaviours | None
-    """Short-term behaviours that follow the prefix."""
+    suffix: Behaviours | Sequence[tuple[int, int, int]] | None
+    """Short-term behaviours that follow the prefix; a sequence has `(item, action, timestamp_ms)` of each."""
     query_time_ms: int | None
     """`retrieval_at_us // 1000` of the impression's retrieval event; absent: now."""
     history_version: HistoryVersion | None
@@ -110,13 +110,12 @@ def ranking_request(
 ) -> RankingRequest:
     """A ranking request that is sent now.
 
-    Raises ValueError for a budget out of bounds, TypeError for a field that is missing or unknown.
+    Raises ValueError for a budget out of bounds or a wrong suffix, TypeError for a field that is missing or unknown.
     """
     _RANK_NAMES.check(fields)
     if not 0 < fields["budget_ms"] <= MAX_BUDGET_MS:
         raise ValueError(f"budget_ms is {fields['budget_ms']}: expected more than 0 and at most {MAX_BUDGET_MS}")
     query_time_ms = fields.get("query_time_ms")
-    suffix = fields.get("suffix")
     return RankingRequest(
         request_id=request_id,
         user_id=user_id,
@@ -124,12 +123,21 @@ def ranking_request(
         deadline_us=now_us + round(fields["budget_ms"] * 1000),
         query_time_ms=now_us // 1000 if query_time_ms is None else query_time_ms,
         candidates=np.asarray(candidates),
-        suffix=Behaviours.empty() if suffix is None else suffix,
+        suffix=_behaviours(fields.get("suffix")),
         history_version=fields.get("history_version"),
         history=fields.get("history"),
         history_exactly=fields.get("history_exactly"),
         history_at_least=fields.get("history_at_least"),
     )
+
+
+def _behaviours(given: Behaviours | Sequence[tuple[int, int, int]] | None) -> Behaviours:
+    if isinstance(given, Behaviours):
+        return given
+    try:
+        return Behaviours.of(given) if given is not None else Behaviours.empty()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"suffix: give Behaviours, or (item, action, timestamp_ms) of each one: {error}") from None
 
 
 @record(frozen=True, slots=True)
