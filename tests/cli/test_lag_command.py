@@ -66,7 +66,7 @@ def test_requests_that_wait_though_no_worker_ever_existed_are_a_stop(real_broker
         producer = make_producer(kafka, ProducerKind.DURABLE, "test")
         producer.produce(kafka.topic(Topic.RANKING), b"x", partition=0)
         assert producer.flush(10) == 0
-        exit_code, said = lag(kafka)
+        exit_code, said = lag(kafka, "--judge")
         assert exit_code == 2, said
         assert f"{kafka.workers_group}  STOP" in said
         assert "The group has no member and no commit, and messages wait for it" in said
@@ -76,7 +76,7 @@ def test_requests_that_wait_though_no_worker_ever_existed_are_a_stop(real_broker
 
 def test_a_group_that_keeps_up_exits_with_0(kafka: KafkaSettings) -> None:
     commit(kafka, 3)
-    code, said = lag(kafka)
+    code, said = lag(kafka, "--all")
     assert code == 0, said
     assert kafka.workers_group in said
     assert "no commit" in said
@@ -86,12 +86,21 @@ def test_a_group_that_keeps_up_exits_with_0(kafka: KafkaSettings) -> None:
 @pytest.mark.slow
 def test_a_group_that_does_not_move_exits_with_2_and_json_says_the_same(kafka: KafkaSettings) -> None:
     commit(kafka, 1)
-    code, said = lag(kafka, "--json")
+    code, said = lag(kafka, "--judge", "--json")
     assert code == 2
     report = json.loads(said[said.index("{") :])
     assert (report["status"], report["exit_code"]) == ("stall", 2)
     [row] = [row for row in report["groups"][0]["partitions"] if row["lag"]]
     assert (row["topic"], row["lag"], row["time_lag"]["source"]) == (kafka.topic(Topic.RANKING), 2, "record")
+
+
+def test_one_poll_shows_the_figures_and_that_they_are_not_judged_yet(kafka: KafkaSettings) -> None:
+    commit(kafka, 1)
+    code, said = lag(kafka)
+    assert code == 4, said
+    assert f"{kafka.workers_group}  JUDGING  2 messages behind in 1 of" in said
+    [row] = [line.split() for line in said.splitlines() if line.lstrip().startswith(kafka.topic(Topic.RANKING) + " ")]
+    assert row[:5] == [kafka.topic(Topic.RANKING), "0", "1", "3", "2"] and "judging" in row
 
 
 def test_nothing_to_measure_exits_with_3_and_a_sentence(kafka: KafkaSettings) -> None:

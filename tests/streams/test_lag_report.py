@@ -100,7 +100,7 @@ def test_a_group_that_is_gone_is_forgotten() -> None:
     tracker.observe(Snapshot("cluster", 6_000_000, 0, ()))
     back = snapshot(7, None, (PRE, 0, 5, 9))
     tracker.observe(back)
-    assert tracker.report(back).status is LagStatus.OK, "polls before the group was gone do not count"
+    assert tracker.report(back).status is LagStatus.JUDGING, "polls before the group was gone do not count"
 
 
 class Scrapes:
@@ -132,7 +132,7 @@ def test_metrics_have_the_names_and_labels_that_dashboards_know() -> None:
     assert scrapes.value("kafka_consumergroup_group_max_lag") == 4
     assert scrapes.value("kafka_consumergroup_group_sum_lag") == 4
     assert scrapes.value("kafka_consumergroup_group_max_lag_seconds") == 0
-    assert scrapes.value("relaygr_lag_group_status", status="ok") == 1
+    assert scrapes.value("relaygr_lag_group_status", status="judging") == 1
     assert scrapes.value("relaygr_lag_owner_split_partitions") == 1
     nobody = {"topic": RANK, "partition": "0", "member_host": "", "consumer_id": "", "client_id": ""}
     assert scrapes.value("kafka_consumergroup_group_lag_seconds", **nobody) == 0

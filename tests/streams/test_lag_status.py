@@ -23,7 +23,8 @@ def status(*pairs: tuple[int | None, int | None], ok_messages: int = 0, owned: b
         pytest.param([(5, 0)], LagStatus.OK, id="nothing to read"),
         pytest.param([(None, None)], LagStatus.NO_COMMIT, id="never committed"),
         pytest.param([(5, None)], LagStatus.UNKNOWN, id="the end is not known"),
-        pytest.param([(5, 9)] * 3, LagStatus.OK, id="too early to evaluate"),
+        pytest.param([(5, 9)] * 3, LagStatus.JUDGING, id="too early to judge"),
+        pytest.param([(5, 0), (5, 3)], LagStatus.OK, id="had just caught up"),
         pytest.param([(5, 9)] * 4, LagStatus.STALL, id="does not move"),
         pytest.param([(5, 9), (5, 10), (5, 11), (5, 99)], LagStatus.STALL, id="does not move while more arrives"),
         pytest.param([(9, 1), (5, 5)], LagStatus.REWIND, id="went back"),
@@ -46,7 +47,7 @@ def test_messages_that_wait_for_a_group_that_never_committed_are_a_stop_or_a_sta
     waits = [LagSample(None, None, unread) for unread in (1, 5, 9, 9)]
     assert evaluate(waits, WINDOW, 0, owned=False) is LagStatus.STOP
     assert evaluate(waits, WINDOW, 0, owned=True) is LagStatus.STALL
-    assert evaluate(waits[:3], WINDOW, 0, owned=False) is LagStatus.NO_COMMIT, "too early to evaluate"
+    assert evaluate(waits[:3], WINDOW, 0, owned=False) is LagStatus.JUDGING, "too early"
     assert evaluate([LagSample(None, None, 0), *waits[1:]], WINDOW, 0, owned=False) is LagStatus.NO_COMMIT
     assert evaluate(waits, WINDOW, 9, owned=False) is LagStatus.NO_COMMIT
 
@@ -74,6 +75,8 @@ def test_lag_within_bounds_is_ok_whatever_its_trend() -> None:
 def test_a_group_is_as_its_gravest_partition_and_one_that_never_read_is_not_grave() -> None:
     assert worst([LagStatus.OK, LagStatus.STALL, LagStatus.WARN]) is LagStatus.STALL
     assert worst([LagStatus.NO_COMMIT, LagStatus.OK]) is LagStatus.OK
+    assert worst([LagStatus.OK, LagStatus.JUDGING]) is LagStatus.JUDGING
+    assert worst([LagStatus.JUDGING, LagStatus.WARN]) is LagStatus.WARN
     assert worst([]) is LagStatus.UNKNOWN
 
 
@@ -86,4 +89,5 @@ def test_exit_codes_are_as_documented() -> None:
         LagStatus.STALL: 2,
         LagStatus.STOP: 2,
         LagStatus.UNKNOWN: 3,
+        LagStatus.JUDGING: 4,
     }

@@ -10,18 +10,19 @@ import typer
 from rich.console import Console
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import page, stdout_console
 from relaygr.runtime.errors import RelayError
 
 app = typer.Typer(add_completion=False)
 
-PIPE_WIDTH: Final = 240
-"""Width, in characters, of a table that is not written to a terminal: wide enough to truncate nothing."""
 NOT_MEASURED: Final = 3
 """The exit code when Kafka does not answer."""
 
 GroupOption = Annotated[
     list[str] | None,
-    typer.Option("--group", metavar="NAME", help="Groups, * and ? allowed; may be repeated. Default: GROUP_PREFIX.*"),
+    typer.Option(
+        "--group", metavar="NAME", help="Groups, * and ? allowed; may be repeated.", show_default="GROUP_PREFIX.*"
+    ),
 ]
 
 
@@ -37,40 +38,46 @@ class Sort(StrEnum):
 def lag(
     context: typer.Context,
     group: GroupOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Also partitions without lag.")] = False,
+    judge: Annotated[
+        bool, typer.Option("--judge", help="If a group is behind, poll until its progress can be judged.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line for each poll.")] = False,
-    sort: Annotated[Sort, typer.Option(help="The order of partitions within a group.")] = Sort.PARTITION,
-    lagging: Annotated[bool, typer.Option("--lagging", help="Only partitions that are behind.")] = False,
+    sort: Annotated[Sort, typer.Option(help="The order of partitions within a group.")] = Sort.LAG,
+    lagging: Annotated[bool, typer.Option("--lagging", hidden=True)] = False,
     config: ConfigOption = None,
     bootstrap: BootstrapOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the lag in messages and in seconds, by group, topic and partition, with the owner.
+    """Print how far groups are behind, in messages and in seconds, and the partitions that are.
 
-    If a partition is behind, the command polls for a whole window (lag.window_polls times lag.interval_s) to see
-    whether the group makes progress. Exit codes: 0: all groups keep up; 1: a group falls behind; 2: a group is stalled,
-    stopped or rewound, or owners are split; 3: lag could not be measured.
+    One poll gives the figures. Whether a group makes progress takes a whole window (lag.window_polls times
+    lag.interval_s) to judge: until then it is "judging"; --judge and --watch wait for it.
+
+    Exit codes: 0: all groups keep up; 1: a group falls behind; 2: a group is stalled, stopped or rewound, or owners are
+    split; 3: lag could not be measured; 4: a group is behind, and was not judged.
     """
     if context.invoked_subcommand is not None:
         return
     from relaygr.cli import lag_view
     from relaygr.lag.monitor import LagMonitor
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = stdout_console()
+    if lagging:
+        Console(stderr=True).print("--lagging is deprecated: it is the default, and --all shows every partition.")
     try:
         settings = command_settings(config, bootstrap, overrides)
         monitor = LagMonitor(settings, settings.lag, group or ())
         try:
             if watch:
-                report = lag_view.watch(monitor, settings, console, as_json, sort, lagging)
+                report = lag_view.watch(monitor, settings, console, as_json, sort, every)
             else:
-                report = lag_view.measure(monitor, settings)
+                report = lag_view.measure(monitor, settings, judge)
                 if as_json:
                     typer.echo(json.dumps(lag_view.as_json(report), indent=2))
                 else:
-                    console.print(lag_view.render(report, settings, sort, lagging))
+                    page(console, lag_view.render(report, settings, console.width, sort, every))
         finally:
             monitor.stop()
     except RelayError as error:

@@ -1,12 +1,12 @@
-"""Measures lag for `relaygr lag`, and prints the report: a table, or JSON."""
+"""Measures lag for `relaygr lag`, and prints the report: a summary with tables of the partitions, or JSON."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -21,9 +21,15 @@ from relaygr.lag.status import LagStatus
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 
+WIDE: Final = 130
+"""The width, in characters, from which a table also has the offsets and the source of the seconds."""
+_LEAST_ROWS: Final = 3
+"""Rows of a table that `--watch` shows on however low a terminal."""
+
 _STYLES: Final = {
     LagStatus.OK: "green",
     LagStatus.NO_COMMIT: "dim",
+    LagStatus.JUDGING: "cyan",
     LagStatus.WARN: "yellow",
     LagStatus.REWIND: "red",
     LagStatus.STALL: "red",
@@ -31,6 +37,7 @@ _STYLES: Final = {
     LagStatus.UNKNOWN: "magenta",
 }
 
+_NUMBERS: Final = ("part", "committed", "end", "lag", "seconds")
 _SOURCES: Final = {
     TimeLagSource.CAUGHT_UP: "",
     TimeLagSource.INTERPOLATED: "polls",
@@ -42,29 +49,38 @@ def exit_code(report: LagReport) -> int:
     """The exit code of the most severe status. An owner split counts as a stall; no group counts as not measured."""
     if not report.groups:
         return LagStatus.UNKNOWN.exit_code
-    split = any(group.owner_split for group in report.groups)
-    return max(report.status.exit_code, LagStatus.STALL.exit_code if split else 0)
+    if report.status is not LagStatus.UNKNOWN and any(group.owner_split for group in report.groups):
+        return LagStatus.STALL.exit_code
+    return report.status.exit_code
 
 
-def measure(monitor: LagMonitor, settings: Settings) -> LagReport:
-    """Polls once, and for a whole window if a partition is behind."""
+def measure(monitor: LagMonitor, settings: Settings, judge: bool) -> LagReport:
+    """Polls once; with `judge`, until every partition that is behind has been judged."""
     report = monitor.poll()
-    if not _is_behind(report, settings.lag.ok_messages):
+    if not judge or not _is_behind(report, settings.lag.ok_messages):
         return report
     window_s = settings.lag.window_polls * settings.lag.interval_s
     with Console(stderr=True).status(f"A group is behind: measuring its progress for {window_s:.0f} s"):
-        while not report.settled:
+        # A group that appears meanwhile begins its own window.
+        for _ in range(2 * settings.lag.window_polls):
+            if report.settled and report.status is not LagStatus.JUDGING:
+                break
             time.sleep(settings.lag.interval_s)
             report = monitor.poll()
     return report
 
 
 def _is_behind(report: LagReport, ok_messages: int) -> bool:
-    return any((row.lag or row.unread or 0) > ok_messages for group in report.groups for row in group.partitions)
+    return any(_behind(row) > ok_messages for group in report.groups for row in group.partitions)
+
+
+def _behind(row: PartitionReport) -> int:
+    """Messages that wait, also those of a group without a commit."""
+    return row.lag or row.unread or 0
 
 
 def watch(
-    monitor: LagMonitor, settings: Settings, console: Console, json_lines: bool, sort: Sort, lagging: bool
+    monitor: LagMonitor, settings: Settings, console: Console, json_lines: bool, sort: Sort, every: bool
 ) -> LagReport:
     """Refreshes until Ctrl-C and returns the last report. Raises RelayError if the first poll fails."""
     report = monitor.poll()
@@ -80,7 +96,8 @@ def watch(
 
         def show(report: LagReport, error: str | None) -> None:
             assert live is not None
-            body: list[RenderableType] = [render(report, settings, sort, lagging)]
+            height = console.height if console.is_terminal else None
+            body = [render(report, settings, console.width, sort, every, height)]
             if error is not None:
                 body.insert(0, Text(f"The last poll failed: {error}. The figures below are old.", style="red"))
             live.update(Group(*body), refresh=True)
@@ -102,7 +119,13 @@ def watch(
             live.stop()
 
 
-def render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) -> RenderableType:
+def render(
+    report: LagReport, settings: Settings, width: int, sort: Sort, every: bool, height: int | None = None
+) -> RenderableType:
+    """A summary of each group, then a table of each group with the partitions that are behind, or with all (`every`).
+
+    `height`: the tables leave out the last rows that do not fit into so many lines, and say how many.
+    """
     if not report.groups:
         return Text(
             f"No group to show at {settings.bootstrap}: no group {settings.group_prefix}.* has consumed yet, or "
@@ -111,72 +134,103 @@ def render(report: LagReport, settings: Settings, sort: Sort, lagging: bool) -> 
         )
     parts: list[RenderableType] = []
     for group in report.groups:
-        parts.append(_headline(group, report.settled))
-        parts += [Text(f"  {problem}.", style="yellow") for problem in group.problems]
-        if group.owner_split:
-            shown = ", ".join(str(partition) for partition in group.owner_split[:12])
-            parts.append(
-                Text(
-                    f"  OWNER SPLIT on partitions {shown}: their pre-infer jobs and ranking requests go to different "
-                    "members. All members must subscribe to the same topics, with equal partition counts (relaygr "
-                    "topics check) and the range assignor.",
-                    style="bold red",
-                )
-            )
-        if group.partitions:
-            parts.append(_table(group, sort, lagging))
+        parts += _summary(group)
+    tables = [(group, rows) for group in report.groups if (rows := _rows(group, sort, every))]
+    most = None
+    if height is not None and tables:
+        # Each table has an empty line, a title, a head and perhaps a line about rows that are left out.
+        free = height - sum(_lines(part, width) for part in parts) - 4 * len(tables) - 1
+        most = max(_LEAST_ROWS, free // len(tables))
+    for group, rows in tables:
+        parts += [Text(""), Text(group.group, style="bold"), _table(rows[:most], width)]
+        if most is not None and len(rows) > most:
+            parts.append(Text(f" {len(rows) - most} more: enlarge the window, or leave out --watch", style="dim"))
     return Group(*parts)
 
 
-def _headline(group: GroupReport, settled: bool) -> Text:
-    members = "members unknown" if group.members is None else f"members: {group.members}"
-    assignor = f", {group.assignor}" if group.assignor else ""
-    behind = f"{group.lag} messages behind"
-    unread = sum(row.unread or 0 for row in group.partitions)
-    if unread:
-        behind += f", {unread} unread on partitions without a commit"
-    if group.lost:
-        behind += f", {group.lost} DELETED UNREAD"
+def _lines(part: RenderableType, width: int) -> int:
+    return -(-part.cell_len // width) if isinstance(part, Text) else 1
+
+
+def _summary(group: GroupReport) -> list[RenderableType]:
+    behind = f"{group.lag:,} messages behind"
+    lagging = sum(1 for row in group.partitions if row.lag)
+    if lagging:
+        behind += f" in {lagging} of {len(group.partitions)} partitions"
     if group.max_time_lag is not None:
         behind += f", {_seconds(group.max_time_lag.seconds)} s at most"
     text = Text(group.group, style="bold")
     text.append(f"  {group.status.value.upper()}", style=f"not bold {_STYLES[group.status]}")
-    if not settled and group.max_lag:
-        text.append("  (too early to judge progress)", style="not bold dim")
-    text.append(f"  {behind}; {group.state}, {members}, {group.protocol} protocol{assignor}", style="not bold")
-    return text
-
-
-def _table(group: GroupReport, sort: Sort, lagging: bool) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 1))
-    table.add_column("topic", overflow="fold")
-    for name, width in (("part", 4), ("committed", 9), ("end", 7), ("lag", 5), ("seconds", 7)):
-        table.add_column(name, justify="right", no_wrap=True, min_width=width)
-    table.add_column("by", no_wrap=True, min_width=6)
-    table.add_column("owner", overflow="fold")
-    table.add_column("status", no_wrap=True, min_width=9)
-    rows = [row for row in group.partitions if not lagging or row.lag]
-    for row in sorted(rows, key=_order(sort)):
-        time_lag = row.time_lag
-        table.add_row(
-            row.topic,
-            str(row.partition),
-            "no commit" if row.committed is None else str(row.committed),
-            "?" if row.end is None else str(row.end),
-            "-" if row.lag is None else str(row.lag),
-            "-" if time_lag is None else _seconds(time_lag.seconds),
-            "" if time_lag is None else _SOURCES[time_lag.source],
-            row.owner.name if row.owner else "-",
-            Text(row.status.value, style=_STYLES[row.status]),
+    text.append(f"  {behind}", style="not bold")
+    members = "members unknown" if group.members is None else f"members: {group.members}"
+    assignor = f", {group.assignor}" if group.assignor else ""
+    parts: list[RenderableType] = [
+        text,
+        Text(f"  {group.state}, {members}, {group.protocol} protocol{assignor}", style="dim"),
+    ]
+    unread = sum(row.unread or 0 for row in group.partitions)
+    if unread:
+        parts.append(Text(f"  {unread:,} unread on partitions without a commit", style="yellow"))
+    if group.lost:
+        parts.append(Text(f"  {group.lost:,} DELETED UNREAD", style="bold red"))
+    parts += [Text(f"  {problem}.", style="yellow") for problem in group.problems]
+    if group.owner_split:
+        shown = ", ".join(str(partition) for partition in group.owner_split[:12])
+        parts.append(
+            Text(
+                f"  OWNER SPLIT on partitions {shown}: their pre-infer jobs and ranking requests go to different "
+                "members. All members must subscribe to the same topics, with equal partition counts (relaygr "
+                "topics check) and the range assignor.",
+                style="bold red",
+            )
         )
+    return parts
+
+
+def _rows(group: GroupReport, sort: Sort, every: bool) -> list[PartitionReport]:
+    rows = [row for row in group.partitions if every or _behind(row) or row.lost]
+    return sorted(rows, key=_order(sort))
+
+
+def _table(rows: Sequence[PartitionReport], width: int) -> Table:
+    """A line for each row. On a narrow terminal offsets are left out, and long names of owners are cut at their end."""
+    is_wide = width >= WIDE
+    names = ["topic", "part", "committed", "end", "lag", "seconds", "by", "status", "owner"]
+    shown = [at for at, name in enumerate(names) if is_wide or name not in ("committed", "end", "by")]
+    cells = [_cells(row) for row in rows]
+    widths = [max(len(names[at]), *(len(each[at]) for each in cells)) for at in shown[:-1]]
+    left = width - sum(widths) - 2 * len(shown)
+    table = Table(box=None, padding=(0, 1, 0, 1))
+    for at in shown:
+        justify: Literal["left", "right"] = "right" if names[at] in _NUMBERS else "left"
+        most = max(len("owner"), left) if names[at] == "owner" else None
+        table.add_column(names[at], justify=justify, no_wrap=True, overflow="ellipsis", max_width=most)
+    for row, each in zip(rows, cells, strict=True):
+        styles = {"status": _STYLES[row.status]}
+        table.add_row(*(Text(each[at], style=styles.get(names[at], "")) for at in shown))
     return table
+
+
+def _cells(row: PartitionReport) -> tuple[str, ...]:
+    time_lag = row.time_lag
+    return (
+        row.topic,
+        str(row.partition),
+        "no commit" if row.committed is None else str(row.committed),
+        "?" if row.end is None else str(row.end),
+        "-" if row.lag is None and row.unread is None else str(_behind(row)),
+        "-" if time_lag is None else _seconds(time_lag.seconds),
+        "" if time_lag is None else _SOURCES[time_lag.source],
+        row.status.value,
+        row.owner.name if row.owner else "-",
+    )
 
 
 def _order(sort: Sort) -> Callable[[PartitionReport], Any]:
     if sort is Sort.LAG:
-        return lambda row: -(row.lag or 0)
+        return lambda row: (-_behind(row), row.topic, row.partition)
     if sort is Sort.SECONDS:
-        return lambda row: -(row.time_lag.seconds if row.time_lag else 0.0)
+        return lambda row: (-(row.time_lag.seconds if row.time_lag else 0.0), row.topic, row.partition)
     return lambda row: (row.topic, row.partition)
 
 

@@ -16,9 +16,9 @@ The rule about some polls is not Burrow's. A group commits about once a second, 
 about a second of lag, and polls at the same times as the commits, or more often, never see it fall. The polls of two
 seconds count, and two at least.
 
-Until the window is full only REWIND is reported, so that a slow start raises no alarm. A partition without a commit is
-NO_COMMIT until messages beyond the bound have waited for a whole window. Then it is STALL with an owner, and STOP
-without.
+Until the window is full, a partition that is behind is JUDGING or REWIND, so that a slow start raises no alarm. A
+partition without a commit is NO_COMMIT while no messages beyond the bound wait. After they have waited for a whole
+window it is STALL with an owner, and STOP without.
 
 Source of the rules: LinkedIn's Burrow, wiki page "Consumer Lag Evaluation Rules". Pure.
 """
@@ -37,6 +37,8 @@ class LagStatus(enum.StrEnum):
 
     NO_COMMIT = "no_commit"
     OK = "ok"
+    JUDGING = "judging"
+    """Messages wait, and there were too few polls yet to judge progress."""
     WARN = "warn"
     """The offset moves, and the lag grows."""
     REWIND = "rewind"
@@ -50,7 +52,7 @@ class LagStatus(enum.StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """0: keeps up; 1: falls behind; 2: does not move, or went back; 3: not measured."""
+        """0: keeps up; 1: falls behind; 2: does not move, or went back; 3: not measured; 4: not judged yet."""
         return _EXIT_CODES[self]
 
 
@@ -62,6 +64,7 @@ _EXIT_CODES = {
     LagStatus.STALL: 2,
     LagStatus.STOP: 2,
     LagStatus.UNKNOWN: 3,
+    LagStatus.JUDGING: 4,
 }
 _CADENCE_S = 2.0
 """The arrivals of this time are normal lag: twice the time between two commits of a group."""
@@ -103,9 +106,10 @@ def evaluate(
     """
     last = samples[-1]
     if last.committed is None:
-        waits = all((sample.unread or 0) > ok_messages for sample in samples)
-        if len(samples) < window_polls or not waits:
+        if not all((sample.unread or 0) > ok_messages for sample in samples):
             return LagStatus.NO_COMMIT
+        if len(samples) < window_polls:
+            return LagStatus.JUDGING
         return LagStatus.STOP if owned is False else LagStatus.STALL
     if last.lag is None:
         return LagStatus.UNKNOWN
@@ -115,8 +119,10 @@ def evaluate(
     lags = [sample.lag for sample in samples if sample.lag is not None]
     if any(later < earlier for earlier, later in itertools.pairwise(offsets)):
         return LagStatus.REWIND
-    if len(samples) < window_polls or any(lag <= ok_messages for lag in lags):
+    if any(lag <= ok_messages for lag in lags):
         return LagStatus.OK
+    if len(samples) < window_polls:
+        return LagStatus.JUDGING
     if offsets[0] == offsets[-1]:
         return LagStatus.STOP if owned is False else LagStatus.STALL
     arrived_per_poll = (offsets[-1] + lags[-1] - offsets[0] - lags[0]) / (len(samples) - 1)

@@ -164,7 +164,7 @@ function showDecisions(live) {
   $("decisions").replaceChildren(...(bars.length ? bars : [node("p", { class: "muted" }, "No decision in the last minute.")]));
 }
 
-const LAG_TONE = { ok: "good", no_commit: "", unknown: "", warn: "warn" };
+const LAG_TONE = { ok: "good", no_commit: "", judging: "", unknown: "", warn: "warn" };
 
 function showLag(live) {
   const rows = (live.lag ?? []).map((group) => node("tr", {},
