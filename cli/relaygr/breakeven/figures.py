@@ -18,9 +18,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaygr.admission.latency import fit_reload
-from relaygr.worker.kv import DramGeometry, DramKvDtype
-from relaygr.worker.measuring import EngineMeter, bind_own_arena, rest_between_requests
+from relaygr.admission.latency import LatencyModel, fit_reload
+from relaygr.worker.kv import DramGeometry, DramKvDtype, PrefixLayout
 from relaygr.worker.model.interface import Engine
 
 CHUNK_TOKENS = 2048
@@ -93,6 +92,9 @@ def measure(
     repeats: int,
 ) -> list[LengthFigures]:
     """Measures prefixes of these numbers of behaviours. Binds the engine to a new arena."""
+    # Imported here, so that a break-even can be calculated without torch.
+    from relaygr.worker.measuring import EngineMeter, bind_own_arena, rest_between_requests
+
     layout, geometry = engine.layout, engine.geometry
     bind_own_arena(engine, longest_tokens=layout.tokens(max(lengths)))
     meter = EngineMeter(engine, rest=rest_between_requests)
@@ -121,6 +123,24 @@ def measure(
             )
         )
     return found
+
+
+def predicted(
+    latency: LatencyModel, geometry: DramGeometry, layout: PrefixLayout, behaviours: int, scored: int, new: int
+) -> LengthFigures:
+    """The figures of a length by a calibration. `scored`: suffix tokens and candidates; `new`: new behaviours."""
+    tokens, pages = layout.tokens(behaviours), geometry.kv.pages_for(layout.tokens(behaviours))
+    new_tokens = min(new, behaviours) * layout.tokens_per_behaviour
+    return LengthFigures(
+        behaviours=behaviours,
+        tokens=tokens,
+        pre_us=latency.pre_us(tokens),
+        append_us=latency.append_us(tokens - new_tokens, new_tokens),
+        hit_us=latency.hit_us(tokens, scored),
+        reload_us=latency.reload_us(pages * geometry.page_bytes),
+        kv_bytes=pages * geometry.kv.page_bytes,
+        dram_kv_bytes=pages * geometry.page_bytes,
+    )
 
 
 def break_even(figures: LengthFigures, capacity: Capacity, grows: bool) -> BreakEven:

@@ -8,6 +8,7 @@
     figures   the figures of a simulation, with the number of samples and the sampling error
     fleet     which part of a fleet is simulated, how often, and on how many processes
     plan      how many workers a load and a time limit need
+    size      what a fleet needs beside: memory, network, device work
     output    tables, JSON and plots
 
 The trigger's handler, fleet view, policy and buckets, the worker's executor (admission, order, plan, batches) and both

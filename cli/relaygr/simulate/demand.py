@@ -66,7 +66,7 @@ def part_of(demand: Demand, partitions: frozenset[int]) -> Part:
         return _named_part(demand, traffic, partitions)
     found = partitions_of(np.arange(traffic.users), demand.partitions)
     users = np.flatnonzero(np.isin(found, list(partitions)))
-    weights = _weights(traffic.users, traffic)
+    weights = weights_of(traffic.users, traffic)
     share = float(weights[users].sum() / weights.sum())
     lengths = _first_lengths(traffic)[users]
     places = {user: place for place, user in enumerate(users.tolist())}
@@ -84,7 +84,7 @@ def _named_part(demand: Demand, traffic: TrafficSettings, partitions: frozenset[
     population: Population = population_of(traffic)
     # A log's sequences have lengths of their own; synthetic ones need no content.
     lengths: Population = population if isinstance(population, LogPopulation) else _Lengths(population, traffic)
-    weights = _weights(population.size, traffic)
+    weights = weights_of(population.size, traffic)
     partition_of = {
         user: partition
         for user in range(population.size)
@@ -154,8 +154,8 @@ def _drawn(
             number += 1
 
 
-def _weights(users: int, traffic: TrafficSettings) -> NDArray[np.float64]:
-    """As the schedule of the gateway."""
+def weights_of(users: int, traffic: TrafficSettings) -> NDArray[np.float64]:
+    """How often each user comes, relative to the first: as the schedule of the gateway."""
     places: NDArray[np.float64] = np.arange(1, users + 1, dtype=np.float64)
     weights: NDArray[np.float64] = places**-traffic.zipf_exponent
     return weights

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.table import Table
 
 from relaygr.runtime.errors import RelayError
 from relaygr.simulate.case import System
 from relaygr.simulate.figures import Ending, Estimate, Figures
-from relaygr.simulate.plan import CapacityPlan, partitions_for
+from relaygr.simulate.plan import CapacityPlan, Probe, partitions_for
 
 Results = Mapping[System, Figures]
-TABLE_WIDTH: Final = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +60,25 @@ def table_of(results: Results, title: str) -> Table:
 
 
 def plan_table(rows: list[PlanRow], title: str) -> Table:
-    """A row for each system."""
+    """A row for each figure, a column for each system."""
     table = Table(title=f"Simulated: {title}", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name in ("", "workers", "HBM", "DRAM", "partitions", "late", "P99", "device load", "an hour", "a million"):
-        table.add_column(name, justify="left" if not name else "right")
+    table.add_column("")
     for row in rows:
-        best = row.plan.best
-        if best is None:
-            table.add_row(_NAMES[row.system], "none is enough", *[""] * 8)
-            continue
-        figures = best.figures
-        table.add_row(
-            _NAMES[row.system],
-            f"{best.workers:,}",
-            _size(row.hbm_bytes),
-            _size(row.dram_bytes),
-            f"{partitions_for(best.workers):,}",
-            _share(figures.late_share),
-            _ms(figures.p99_ms),
-            _share(figures.device_load),
-            "-" if row.cost_per_hour is None else f"{row.cost_per_hour:,.2f}",
-            "-" if row.cost_per_million is None else f"{row.cost_per_million:,.2f}",
-        )
+        table.add_column(_NAMES[row.system], justify="right")
+
+    def add(name: str, of: Callable[[PlanRow, Probe], str]) -> None:
+        table.add_row(name, *("-" if row.plan.best is None else of(row, row.plan.best) for row in rows))
+
+    table.add_row("workers", *(f"{row.plan.workers:,}" if row.plan.best else "none is enough" for row in rows))
+    add("partitions", lambda _, best: f"{partitions_for(best.workers):,}")
+    add("HBM of all workers", lambda row, _: _size(row.hbm_bytes))
+    add("DRAM of all workers", lambda row, _: _size(row.dram_bytes))
+    add("late, truncated or refused", lambda _, best: _share(best.figures.late_share))
+    add("P99", lambda _, best: _ms(best.figures.p99_ms))
+    add("device load", lambda _, best: _share(best.figures.device_load))
+    if any(row.cost_per_hour is not None for row in rows):
+        add("cost of an hour", lambda row, _: f"{row.cost_per_hour or 0:,.2f}")
+        add("cost of a million requests", lambda row, _: f"{row.cost_per_million or 0:,.2f}")
     return table
 
 

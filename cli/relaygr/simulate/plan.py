@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from relaygr.settings import Settings
-from relaygr.simulate.case import Shape
 from relaygr.simulate.figures import Figures
 from relaygr.simulate.fleet import FleetSize, Runner, expected_impressions, simulate
 from relaygr.simulate.relay import Case
+from relaygr.worker.kv import DramGeometry
+from relaygr.worker.settings import WorkerSettings
 
 LATE_SHARE: Final = 0.01
 STEP: Final = 0.03
@@ -105,9 +105,8 @@ def least_workers(case: Case) -> int:
     return max(1, math.floor(traffic.rate_per_s * each_us / 1e6))
 
 
-def memory_of(settings: Settings, shape: Shape, workers: int) -> tuple[int, int]:
-    """HBM and DRAM of all workers together, in bytes."""
-    kv = shape.geometry.kv
-    hbm = int(settings.worker.hbm_bytes) // kv.page_bytes * kv.page_bytes
-    dram = int(settings.worker.dram_bytes) // shape.geometry.page_bytes * shape.geometry.page_bytes
+def memory_of(worker: WorkerSettings, geometry: DramGeometry, workers: int) -> tuple[int, int]:
+    """HBM and DRAM of all workers together, in bytes: whole pages."""
+    hbm_page, dram_page = geometry.kv.page_bytes, geometry.page_bytes
+    hbm, dram = int(worker.hbm_bytes) // hbm_page * hbm_page, int(worker.dram_bytes) // dram_page * dram_page
     return workers * hbm, workers * dram

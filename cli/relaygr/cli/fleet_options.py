@@ -1,0 +1,162 @@
+"""The options of `relaygr simulate` and `relaygr size`: what describes a fleet and its load, and what they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from relaygr.cli.options import command_settings
+from relaygr.cli.texts import parse_size
+from relaygr.runtime.errors import RelayError
+
+if TYPE_CHECKING:
+    from relaygr.settings import Settings
+    from relaygr.simulate.case import Shape, System
+    from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.times import MeasuredTimes
+    from relaygr.worker.calibration import Calibration
+
+CalibrationOption = Annotated[Path, typer.Option(metavar="FILE", help="File of `relaygr calibrate`.")]
+ModelOption = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Checkpoint: the shape of K,V.", show_default=False)
+]
+TokenBytesOption = Annotated[str, typer.Option(metavar="SIZE", help="Without --model: K,V of one token.")]
+TimesOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File of `relaygr simulate learn`.", show_default="assumed times")
+]
+QpsOption = Annotated[float | None, typer.Option(min=0.001, help="Impressions a second.", show_default="setting")]
+SloOption = Annotated[int | None, typer.Option(min=1, help="Time limit of ranking, ms.", show_default="setting")]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(metavar="MEDIAN[:LONGEST]", help="Lengths of histories, behaviours.", show_default="settings"),
+]
+UsersOption = Annotated[int | None, typer.Option(min=1, help="Users.", show_default="setting")]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="cores")]
+
+
+def fleet_settings(
+    config: Path | None,
+    overrides: list[str] | None,
+    qps: float | None,
+    slo_ms: int | None,
+    lengths: str | None,
+    users: int | None,
+    seconds: float,
+) -> Settings:
+    wanted = [f"traffic.duration_s={seconds}", *(overrides or [])]
+    if qps is not None:
+        wanted.append(f"traffic.rate_per_s={qps}")
+    if slo_ms is not None:
+        wanted.append(f"traffic.budget_ms={slo_ms}")
+    if users is not None:
+        wanted.append(f"traffic.users={users}")
+    if lengths is not None:
+        median, longest = parse_pair("--lengths", lengths if ":" in lengths else f"{lengths}:{_double(lengths)}")
+        wanted += [f"traffic.history_median={median}", f"traffic.history_max={longest}"]
+    return command_settings(config, overrides=wanted)
+
+
+def _double(text: str) -> str:
+    return str(2 * int(text)) if text.isdecimal() else text
+
+
+def parse_pair(option: str, text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    if not (first.isdecimal() and second.isdecimal() and 0 < int(first) <= int(second)):
+        raise RelayError(f"{option} {text}: write two whole numbers, such as 2:8, the smaller one first.")
+    return int(first), int(second)
+
+
+def read_calibration(path: Path) -> Calibration:
+    from relaygr.worker.calibration import load_calibration
+
+    return load_calibration(path)
+
+
+def shape_of(model: Path | None, token_bytes: str, settings: Settings, calibration: Calibration) -> Shape:
+    from relaygr.simulate.case import shape_of_model, shape_of_tokens
+
+    if model is not None:
+        return shape_of_model(model, settings, calibration)
+    return shape_of_tokens(parse_size("--token-bytes", token_bytes), settings)
+
+
+def read_times(path: Path | None) -> MeasuredTimes:
+    from relaygr.simulate.times import MeasuredTimes, load_times
+
+    return MeasuredTimes() if path is None else load_times(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How a plan tries a number of workers: simulated impressions, parts of the fleet, seeds, processes."""
+
+    impressions: int
+    sample: int
+    seeds: int
+    jobs: int | None
+
+
+def plan_systems(
+    settings: Settings,
+    shape: Shape,
+    measured: Calibration,
+    times: MeasuredTimes,
+    systems: Iterable[System],
+    probes: Probes,
+    price_per_worker_hour: float | None = None,
+) -> list[PlanRow]:
+    """The smallest fleet of each system that answers in time. Shows a progress bar on standard error."""
+    from relaygr.simulate.case import System, case_of, is_cpu
+    from relaygr.simulate.fleet import Runner
+    from relaygr.simulate.output import PlanRow
+    from relaygr.simulate.plan import memory_of, plan_capacity
+
+    rows = []
+    with Runner(probes.jobs) as runner, progress_bar() as (progress, task):
+        for each in systems:
+            case = case_of(settings, shape, measured.model, times, on_cpu=is_cpu(measured), system=each)
+
+            def show(workers: int, share: float, name: str = each.value) -> None:
+                progress.update(task, total=1.0, completed=share, description=f"{name}: {workers:,} workers")
+
+            found = plan_capacity(case, probes.sample, probes.seeds, runner, show, probes.impressions)
+            hbm_bytes, dram_bytes = memory_of(settings.worker, shape.geometry, found.workers)
+            cost = None if price_per_worker_hour is None else price_per_worker_hour * found.workers
+            per_million = None if cost is None else cost / (settings.traffic.rate_per_s * 3600) * 1e6
+            rows.append(PlanRow(each, found, hbm_bytes, dram_bytes if each is System.RELAY else 0, cost, per_million))
+    return rows
+
+
+def caveat(times: MeasuredTimes, calibration: Calibration) -> str:
+    device = calibration.machine.device_description
+    return (
+        f"Simulated, not measured. Device times: a calibration of {device}. Times of Kafka and worker, and noise: "
+        f"{times.origin}. ± is half of the 95 % confidence interval of the sample. Above 80 % of a worker's capacity "
+        "the simulation is out of range."
+    )
+
+
+def inputs_as_json(settings: Settings, calibration: Calibration, times: MeasuredTimes) -> dict[str, Any]:
+    return {
+        "device": calibration.machine.device_description,
+        "calibrated_at": calibration.measured_at,
+        "times": times.origin,
+        "traffic": settings.traffic.model_dump(mode="json"),
+        "hbm_bytes": int(settings.worker.hbm_bytes),
+        "dram_bytes": int(settings.worker.dram_bytes),
+    }
+
+
+@contextmanager
+def progress_bar() -> Iterator[tuple[Progress, TaskID]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield progress, progress.add_task("simulating", total=None)

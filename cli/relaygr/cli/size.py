@@ -1,0 +1,170 @@
+"""`relaygr size`: how large a fleet must be for a load, and what the relay saves there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from relaygr.cli.fleet_options import (
+    CalibrationOption,
+    JobsOption,
+    ModelOption,
+    Probes,
+    TimesOption,
+    TokenBytesOption,
+    caveat,
+    fleet_settings,
+    inputs_as_json,
+    plan_systems,
+    read_calibration,
+    read_times,
+    shape_of,
+)
+from relaygr.cli.options import ConfigOption, SetOption
+from relaygr.cli.texts import show_age, show_size, stdout_console
+
+if TYPE_CHECKING:
+    from relaygr.simulate.size import Sizing
+
+_SAMPLE, _SEEDS = 2, 2
+"""As `relaygr simulate plan` by default."""
+
+
+def size(
+    calibration: CalibrationOption,
+    users: Annotated[int, typer.Option(min=1, help="Users.")],
+    qps: Annotated[float, typer.Option(min=0.001, help="Impressions a second of the whole fleet.")],
+    length: Annotated[str, typer.Option(metavar="MEDIAN[:LONGEST]", help="Lengths of histories, behaviours.")],
+    model: ModelOption = None,
+    token_bytes: TokenBytesOption = "32KiB",
+    slo_ms: Annotated[int, typer.Option(min=1, help="Time limit of ranking, ms.")] = 50,
+    candidates: Annotated[int, typer.Option(min=1, help="Candidates of a request.")] = 128,
+    suffix: Annotated[int, typer.Option(min=0, help="Short-term behaviours of a request.")] = 16,
+    hbm: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="K,V of one worker in HBM.", show_default="worker.hbm_bytes")
+    ] = None,
+    dram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="DRAM tier of one worker.", show_default="worker.dram_bytes")
+    ] = None,
+    keep_s: Annotated[
+        float, typer.Option(min=1, help="DRAM is to keep prefixes for users who return within so many seconds.")
+    ] = 600.0,
+    reuse: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of impressions whose user returns so soon.", show_default="calculated"),
+    ] = None,
+    times: TimesOption = None,
+    impressions: Annotated[int, typer.Option(min=100, help="Simulated for each number of workers.")] = 4_000,
+    jobs: JobsOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Say how many workers, how much memory and network a load needs, and what the relay saves.
+
+    The number of workers is that of `relaygr simulate plan`. Memory, network and savings are calculated from the shape
+    of the model's K,V and from the calibration. Other details of the load are settings (--set traffic.*).
+    """
+    from relaygr.simulate.case import System, case_of, is_cpu
+    from relaygr.simulate.output import plan_json, plan_table
+    from relaygr.simulate.plan import least_workers
+    from relaygr.simulate.size import size_of
+
+    given = [f"traffic.candidates={candidates}", f"traffic.suffix={suffix}"]
+    given += [f"worker.hbm_bytes={hbm}"] if hbm is not None else []
+    given += [f"worker.dram_bytes={dram}"] if dram is not None else []
+    settings = fleet_settings(config, [*given, *(overrides or [])], qps, slo_ms, length, users, 1.0)
+    measured = read_calibration(calibration)
+    shape = shape_of(model, token_bytes, settings, measured)
+    learnt = read_times(times)
+    rows = plan_systems(settings, shape, measured, learnt, list(System), Probes(impressions, _SAMPLE, _SEEDS, jobs))
+    relay = rows[0].plan
+    case = case_of(settings, shape, measured.model, learnt, on_cpu=is_cpu(measured), system=System.RELAY)
+    sizing = size_of(case, relay.workers or least_workers(case), keep_s, reuse)
+    if as_json:
+        content = plan_json(rows, inputs_as_json(settings, measured, learnt))
+        typer.echo(json.dumps({**content, "calculated": as_plain(sizing)}, indent=2))
+        return
+    console = stdout_console()
+    console.print(plan_table(rows, f"{qps:g} impressions a second, 99 % within {settings.traffic.budget_ms} ms"))
+    console.print()
+    console.print(_table(sizing))
+    console.print()
+    console.print(_savings(sizing))
+    console.print()
+    console.print(caveat(learnt, measured))
+    if not sizing.hbm_is_enough:
+        console.print("The HBM of the settings does not hold the prefixes that wait: raise --hbm.", style="yellow")
+
+
+def as_plain(sizing: Sizing) -> dict[str, object]:
+    """The figures as JSON takes them."""
+    return {
+        **asdict(sizing),
+        "hbm_is_enough": sizing.hbm_is_enough,
+        "message_bytes": {kind.value: count for kind, count in sizing.message_bytes.items()},
+        "work": {**asdict(sizing.work), "work": {tier.value: share for tier, share in sizing.work.work.items()}},
+    }
+
+
+def _table(sizing: Sizing) -> Table:
+    table = Table(
+        title="Calculated, with the relay", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column("")
+    table.add_column("all workers", justify="right")
+    table.add_column("a worker", justify="right")
+
+    def add(name: str, size_bytes: float) -> None:
+        table.add_row(name, show_size(round(size_bytes)), show_size(round(size_bytes / sizing.workers)))
+
+    add(f"HBM for {sizing.waiting:,.1f} prefixes that wait, at least", sizing.hbm_bytes)
+    add("HBM as set", sizing.hbm_set_bytes)
+    add(f"DRAM for {sizing.users_kept:,.0f} users in {show_age(sizing.keep_s)}", sizing.dram_bytes)
+    add("DRAM as set", sizing.dram_set_bytes)
+    table.add_row("a prefix of the mean history, in HBM", show_size(sizing.prefix_bytes), "", style="dim")
+    table.add_row("the same in DRAM", show_size(sizing.dram_prefix_bytes), "", style="dim")
+    table.add_row("written to Kafka a second", show_size(round(sizing.network_bytes_per_s)), "")
+    for kind, count in sizing.message_bytes.items():
+        table.add_row(f"  a {kind}", show_size(count), "", style="dim")
+    return table
+
+
+def _savings(sizing: Sizing) -> Table:
+    from relaygr.breakeven.figures import Tier
+
+    work, figures = sizing.work, sizing.work.figures
+    table = Table(
+        title=f"Device work of a visit, {figures.behaviours:,} behaviours; full inference = 100 %",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column("")
+    table.add_column("work", justify="right")
+    table.add_column("of it before the request", justify="right")
+    full_us = figures.full_us
+    table.add_row("prefix not kept", f"{work.work[Tier.NONE]:.0%}", f"{figures.pre_us / full_us:.0%}")
+    if work.hbm_keeps_s:
+        table.add_row(
+            f"back within {show_age(work.hbm_keeps_s)}, in HBM",
+            f"{work.work[Tier.HBM]:.0%}",
+            f"{figures.append_us / full_us:.0%}",
+        )
+    if work.dram_keeps_s:
+        table.add_row(
+            f"back within {show_age(work.dram_keeps_s)}, in DRAM",
+            f"{work.work[Tier.DRAM]:.0%}",
+            f"{(figures.append_us + figures.reload_us) / full_us:.0%}",
+        )
+    name = f"all visits, {sizing.reuse:.0%} of them back within {show_age(sizing.keep_s)}"
+    table.add_row(name, f"{sizing.device_share:.0%}", "", style="bold")
+    hit, full = figures.hit_us / 1000, full_us / 1000
+    table.caption = f"The ranking request itself takes {hit:,.1f} ms on the device, and {full:,.1f} ms in full."
+    table.caption_justify = "left"
+    return table

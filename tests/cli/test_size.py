@@ -1,0 +1,163 @@
+"""`relaygr size`: its arithmetic by hand, and its agreement with `relaygr simulate plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from relaygr.admission.latency import LatencyModel
+from relaygr.breakeven.figures import Tier
+from relaygr.cli.app import app
+from relaygr.schemas.messages import LatencyCoefficients
+from relaygr.settings import load_settings
+from relaygr.simulate.case import System, case_of, shape_of_tokens
+from relaygr.simulate.relay import Case
+from relaygr.simulate.size import Kind, message_sizes, returns, size_of
+from relaygr.simulate.times import NO_TIMES
+from relaygr.worker.calibration import Calibration, MachineDescription, save_calibration
+from relaygr.worker.kv import KvDtype
+from relaygr.worker.model.options import ComputeDtype
+
+COEFFICIENTS = LatencyCoefficients(
+    a0=500, a1=20, a2=0, b0=0, b1=20, b2=0, c0=0, c1=5, c2=0, d0=50, d1=1 / 4096
+)  # fmt: skip
+PAGE = 64 * 2048
+"""Bytes of a page: 64 tokens of 2 KiB."""
+
+
+def case(*settings: str) -> Case:
+    """1,024 behaviours each, 100 impressions a second, a lead of 100 ms and a margin of 200 ms."""
+    loaded = load_settings(
+        None,
+        environment={},
+        overrides=(
+            "traffic.rate_per_s=100", "traffic.duration_s=10", "traffic.users=1000", "traffic.zipf_exponent=0",
+            "traffic.history_median=1024", "traffic.history_sigma=0", "traffic.history_max=2048", "traffic.growth=10",
+            "traffic.suffix=0", "traffic.candidates=100", "traffic.lead_median_ms=100", "traffic.lead_sigma=0",
+            "admission.lease_margin_ms=200", "admission.footprint_reserve=0.25", "worker.page_tokens=64",
+            "worker.hbm_bytes=64MiB", "worker.dram_bytes=256MiB", *settings,
+        ),
+    )  # fmt: skip
+    shape = shape_of_tokens(2048, loaded)
+    return case_of(loaded, shape, LatencyModel(COEFFICIENTS), NO_TIMES, on_cpu=True, system=System.RELAY)
+
+
+def test_hbm_holds_the_prefixes_that_wait_by_littles_law() -> None:
+    sized = size_of(case(), workers=2, keep_s=600)
+    assert sized.waiting == pytest.approx(100 * 0.3)
+    assert sized.prefix_bytes == 16 * PAGE
+    assert sized.hbm_bytes == round(30 * 16 * PAGE / 0.75)
+    assert sized.hbm_set_bytes == 2 * (64 << 20) and sized.hbm_is_enough
+    assert not size_of(case("traffic.rate_per_s=400"), workers=2, keep_s=600).hbm_is_enough
+
+
+def test_each_worker_holds_the_longest_prefix_at_least() -> None:
+    assert size_of(case("traffic.rate_per_s=1"), workers=5, keep_s=60).hbm_bytes == 5 * 32 * PAGE
+
+
+def test_dram_holds_the_users_who_come_within_the_time() -> None:
+    sized = size_of(case(), workers=2, keep_s=20)
+    came = 1000 * (1 - math.exp(-100 / 1000 * 20))
+    assert sized.users_kept == pytest.approx(came)
+    assert sized.dram_bytes == pytest.approx(came * 16 * PAGE, rel=1e-6)
+    assert sized.reuse == pytest.approx(came / 1000)
+    halved = size_of(case("worker.dram_kv_dtype=int8"), workers=2, keep_s=20)
+    assert 0.5 < halved.dram_bytes / sized.dram_bytes < 0.6, "bfloat16 to int8 and its scales"
+
+
+def test_returns_agree_with_a_drawn_schedule() -> None:
+    random, rate, keep_s, users = np.random.default_rng(1), 50.0, 30.0, 400
+    shares = 1.0 / np.arange(1, users + 1)
+    shares /= shares.sum()
+    times = np.cumsum(random.exponential(1 / rate, 60_000))
+    who = random.choice(users, times.size, p=shares)
+    last = np.full(users, -np.inf)
+    back = []
+    for at_s, user in zip(times.tolist(), who.tolist(), strict=True):
+        back.append(at_s - last[user] <= keep_s)
+        last[user] = at_s
+    assert returns(shares, rate, keep_s)[1] == pytest.approx(np.mean(back[10_000:]), abs=0.01)
+
+
+def test_the_work_of_all_visits_lies_between_first_and_returning_ones() -> None:
+    sized = size_of(case(), workers=1, keep_s=600)
+    full_us = 20 * 1024 + 500  # Pre-infer, and a hit on 100 candidates.
+    hit_us, append_us, reload_us = 500, 20 * 10, 50 + 16 * PAGE / 4096
+    assert sized.work.work[Tier.NONE] == pytest.approx((20 * 1024 + hit_us) / full_us)
+    assert sized.work.work[Tier.DRAM] == pytest.approx((append_us + hit_us + reload_us) / full_us)
+    assert size_of(case(), 1, 600, reuse=0).device_share == pytest.approx(1.0)
+    assert size_of(case(), 1, 600, reuse=1).device_share == pytest.approx(sized.work.work[Tier.DRAM])
+
+
+def test_messages_grow_by_the_bytes_of_their_entries() -> None:
+    small, large = message_sizes(100, 10, 1000), message_sizes(300, 20, 3000)
+    assert large[Kind.RANKING] - small[Kind.RANKING] == pytest.approx(200 * 8 + 10 * 18, abs=8)
+    assert large[Kind.RESULT] - small[Kind.RESULT] == pytest.approx(200 * 4, abs=8)
+    assert large[Kind.HISTORY] - small[Kind.HISTORY] == pytest.approx(2000 * 18, abs=8)
+    assert size_of(case(), 1, 60).network_bytes_per_s == 100 * sum(message_sizes(100, 0, 1024).values())
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    machine = MachineDescription(
+        "m", "cpu", "a test", "here", 1, "2", KvDtype.FLOAT32, 64, ComputeDtype.FLOAT32, "none"
+    )
+    path = tmp_path_factory.mktemp("size") / "calibration.json"
+    save_calibration(Calibration(machine, "2026-01-01T00:00:00Z", COEFFICIENTS, (), (), (), ()), path)
+    return path
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_number_of_workers_is_that_of_the_plan(calibration: Path, tmp_path: Path) -> None:
+    load = ["--calibration", str(calibration), "--qps", "60", "--users", "500", "--slo-ms", "40"]
+    load += ["--token-bytes", "2KiB"]
+    rest = ["--impressions", "200", "--jobs", "1"]
+    sized = json.loads(run("size", *load, "--length", "512", "--json", *rest))
+    same = ["--set", "traffic.candidates=128", "--set", "traffic.suffix=16", "--json", str(tmp_path / "plan.json")]
+    run("simulate", "plan", *load, "--lengths", "512", *same, *rest)
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    assert sized["systems"]["relay"]["workers"] >= 1
+    for system in ("relay", "off"):
+        for figure in ("workers", "partitions", "hbm_bytes"):
+            assert sized["systems"][system][figure] == planned["systems"][system][figure]
+    assert sized["calculated"]["workers"] == sized["systems"]["relay"]["workers"]
+
+
+def test_the_tables_fit_80_columns(calibration: Path) -> None:
+    said = run(
+        "size", "--calibration", str(calibration), "--qps", "60", "--users", "2000000", "--length", "512:1024",
+        "--token-bytes", "2KiB", "--slo-ms", "60", "--impressions", "100", "--jobs", "1",
+    )  # fmt: skip
+    tables, _, rest = said.partition("Simulated, not measured")
+    assert rest
+    assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
+    for text in ("with the relay", "DRAM for", "written to Kafka a second", "all visits, "):
+        assert text in tables
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("--length", "long", "write two whole numbers"),
+        ("--token-bytes", "3", "multiple of 4"),
+        ("--hbm", "1MiB", "worker.hbm_bytes"),
+    ],
+)
+def test_wrong_options_are_explained(calibration: Path, option: str, value: str, complaint: str) -> None:
+    options = {"--calibration": str(calibration), "--qps": "5", "--users": "10", "--length": "512"} | {option: value}
+    done = CliRunner().invoke(app, ["size", *(word for pair in options.items() for word in pair)])
+    assert done.exit_code == 1
+    assert complaint in done.output.replace("\n", " ")
