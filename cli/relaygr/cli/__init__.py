@@ -34,6 +34,7 @@ COMMANDS: dict[str, CommandSpec] = {
     "risk": CommandSpec("relaygr.cli.risk:risk", "Replay the trigger's risk test on the records of a run.", "worker"),
     "calibrate": CommandSpec("relaygr.cli.calibrate:calibrate", "Measure a device; fit its latency model.", "worker"),
     "simulate": CommandSpec("relaygr.cli.simulate:app", "Simulate a fleet; plan its capacity.", "bench"),
+    "size": CommandSpec("relaygr.cli.size:size", "Say how large a fleet must be, and what the relay saves.", "bench"),
     "vectors": CommandSpec("relaygr.cli.vectors:vectors", "Check the model against a file of test vectors.", "worker"),
     "bench": CommandSpec("relaygr.cli.bench:app", "Run a benchmark, or list the benchmarks.", "bench"),
     "settings": CommandSpec("relaygr.cli.settings:show", "Print the effective settings and the origin of each."),

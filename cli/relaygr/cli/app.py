@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from relaygr.cli import COMMANDS
+from relaygr.cli.help import tidy_help
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.version import __version__
 
@@ -32,6 +33,7 @@ class LazyGroup(TyperGroup):
         super().__init__(*args, **kwargs)
         for name, spec in COMMANDS.items():
             self.add_command(TyperCommand(name, help=spec.help), name)
+        tidy_help(self)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -87,6 +89,7 @@ def command_of(name: str, target: Any) -> Any:
         target = single
     command = typer.main.get_command(target)
     command.name = name
+    tidy_help(command)
     return command
 
 

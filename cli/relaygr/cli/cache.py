@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +24,14 @@ from rich.progress import (
 from relaygr.admission.latency import LatencyModel
 from relaygr.cli.cache_admin import drop, limit, show
 from relaygr.cli.cache_trace import trace
-from relaygr.cli.texts import parse_size
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import parse_size, print_json, stdout_console
 from relaygr.replay.bound import HitBound
 from relaygr.replay.demand import Demands, demands_of
 from relaygr.replay.link import LinkSpeed
 from relaygr.replay.parallel import replay_all
 from relaygr.replay.run import Candidate, ReplayEnvironment, ReplayResult
-from relaygr.replay.tables import tables_of
+from relaygr.replay.tables import bounds_of, name_of, tables_of
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import LatencyCoefficients
 from relaygr.worker.cache.policies import PolicyName, TierPolicies
@@ -80,13 +82,15 @@ def replay_command(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes for the candidates.", show_default="as many as cores")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Replay a trace against other policies and sizes, and compare.
 
     A hit is a visit that found everything that it shares with the user's previous visit. The bound is an upper limit
     for any policy: see docs/cache-policies.md.
     """
-    console = Console(highlight=False)
+    # Beside JSON, notes go to standard error.
+    console = Console(stderr=True, highlight=False) if as_json else stdout_console()
     if plot is not None:
         # Imported here since it takes a second, and only --plot needs it.
         from relaygr.replay.plots import require_plot, save_plot
@@ -121,6 +125,32 @@ def replay_command(
     _describe(console, trace_file, header, demands, limit)
     bound = HitBound(demands, header.layout, header.geometry.kv.page_tokens)
     results = _replay_all(demands, environment, candidates, jobs or os.cpu_count() or 1)
+    if as_json:
+        print_json([_row(result, bound, environment) for result in results])
+    else:
+        _print(console, results, bound, environment)
+    if plot is not None:
+        title = f"{trace_file.name}: visits that found all they could reuse"
+        save_plot(plot, title, results, bound, environment)
+        console.print(f"plot written to {plot}")
+
+
+def _row(result: ReplayResult, bound: HitBound, environment: ReplayEnvironment) -> dict[str, object]:
+    candidate = result.candidate
+    in_hbm, in_either = bounds_of(bound, environment, candidate)
+    return {
+        **asdict(result),
+        "candidate": {
+            "policy": name_of(candidate.policies),
+            "hbm_bytes": candidate.hbm_bytes,
+            "dram_bytes": candidate.dram_bytes,
+        },
+        "hbm_hits_bound": in_hbm,
+        "hits_bound": in_either,
+    }
+
+
+def _print(console: Console, results: list[ReplayResult], bound: HitBound, environment: ReplayEnvironment) -> None:
     for table in tables_of(results, bound, environment):
         console.print()
         console.print(table)
@@ -129,13 +159,8 @@ def replay_command(
         "A visit that finds all of it is a hit. "
         f"Computed: share of the {results[0].asked_tokens:,} requested tokens, including first visits and growth. "
         "Time: their device time, as a share of that of all requested tokens. "
-        "Evicted: from HBM + from DRAM. Bound: no policy can have more hits.",
-        soft_wrap=True,
+        "Evicted: from HBM + from DRAM. Bound: no policy can have more hits."
     )
-    if plot is not None:
-        title = f"{trace_file.name}: visits that found all they could reuse"
-        save_plot(plot, title, results, bound, environment)
-        console.print(f"plot written to {plot}", soft_wrap=True)
 
 
 def _coefficients(console: Console, header: TraceHeader, calibration: Path | None) -> LatencyCoefficients:
@@ -148,8 +173,7 @@ def _coefficients(console: Console, header: TraceHeader, calibration: Path | Non
         return header.latency
     console.print(
         "The trace has no latency of its device. The replay assumes that a pre-infer of 1,000 tokens takes "
-        f"{LatencyModel(_ASSUMED).pre_us(1000) / 1000:.1f} ms; --calibration gives measured times.",
-        soft_wrap=True,
+        f"{LatencyModel(_ASSUMED).pre_us(1000) / 1000:.1f} ms; --calibration gives measured times."
     )
     return _ASSUMED
 
@@ -177,8 +201,7 @@ def _describe(console: Console, path: Path, header: TraceHeader, demands: Demand
     kv = header.geometry.kv
     console.print(
         f"{path}: {len(demands):,} look-ups by {demands.user_count:,} users in {demands.seconds:,.0f} s; "
-        f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens",
-        soft_wrap=True,
+        f"{kv.bytes_per_token:,} bytes a token, pages of {kv.page_tokens} tokens"
     )
     if len(demands) == limit:
         console.print(f"Only the first {limit:,} look-ups are replayed: --limit sets another number.")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaygr.cli.options import ConfigOption, SetOption, command_settings
+from relaygr.cli.options import ConfigOption, JsonOption, SetOption, command_settings
 from relaygr.cli.texts import parse_size, printable, show_age, show_size
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
@@ -55,7 +55,6 @@ SocketOption = Annotated[
         "--socket", metavar="PATH", help="The worker's socket.", show_default="in worker.shared_path/GROUP/WORKER_ID"
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def show(

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from relaygr.cli.texts import parse_size
+from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
+from relaygr.cli.texts import parse_size, stdout_console
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 
@@ -21,20 +22,14 @@ if TYPE_CHECKING:
 def calibrate(
     model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
     out: Annotated[Path | None, typer.Option(help="File to write (JSON).", show_default="print only")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
-    ] = None,
-    kv_dtype: Annotated[
-        KvDtype | None, typer.Option(help="Element type of stored K,V.", show_default="that of the device")
-    ] = None,
-    compute_dtype: Annotated[
-        ComputeDtype | None, typer.Option(help="Element type of matrix products.", show_default="that of the device")
-    ] = None,
+    device: DeviceOption = None,
+    kv_dtype: KvDtypeOption = None,
+    compute_dtype: ComputeDtypeOption = None,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="Run forwards from captured graphs, as worker.cuda_graphs does.")
     ] = False,
     page_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one K,V page.")] = DEFAULT_PAGE_TOKENS,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
+    threads: ThreadsOption = 1,
     device_table_bytes: Annotated[
         str, typer.Option(help="The largest embedding table on the device, as worker.device_table_bytes.")
     ] = "4GiB",
@@ -42,15 +37,16 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure for a few seconds, as a worker does at its start.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the content of the file instead of a table.")] = False,
 ) -> None:
     """Measure a device and fit its latency model."""
     # Imported here, so that --help answers without torch.
-    from relaygr.worker.calibration import QUICK_BUDGET_S, save_calibration
+    from relaygr.worker.calibration import QUICK_BUDGET_S, calibration_text, save_calibration
     from relaygr.worker.calibration import calibrate as measure
     from relaygr.worker.measuring import bind_own_arena
     from relaygr.worker.model.engine import load_engine
 
-    console = Console(highlight=False)
+    console = stdout_console()
     engine = load_engine(
         model,
         device,
@@ -63,30 +59,34 @@ def calibrate(
     )
     bind_own_arena(engine)
     columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
         calibration = measure(
             engine,
             QUICK_BUDGET_S if quick else budget_s,
             lambda share, text: progress.update(bar, completed=share, description=text),
         )
-    _print(console, calibration)
+    if as_json:
+        typer.echo(calibration_text(calibration), nl=False)
+    else:
+        _print(console, calibration)
     if out is not None:
         save_calibration(calibration, out)
-        console.print(f"\nwritten to {out}; set worker.calibration of the workers to this file", soft_wrap=True)
+        Console(stderr=as_json, highlight=False).print(
+            f"\nwritten to {out}; set worker.calibration of the workers to this file"
+        )
 
 
 def _print(console: Console, calibration: Calibration) -> None:
     machine, model = calibration.machine, calibration.model
     console.print(
         f"{machine.device} ({machine.device_description}), {machine.threads} threads, torch {machine.torch_version}, "
-        f"attention by {machine.backend}, "
-        f"products in {machine.compute_dtype}, K,V {machine.kv_dtype} in pages of {machine.page_tokens} tokens",
-        soft_wrap=True,
+        f"attention by {machine.backend}, products in {machine.compute_dtype}, K,V {machine.kv_dtype} in pages of "
+        f"{machine.page_tokens} tokens. Lengths in tokens, times in ms:"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("prefix", "scored", "T_pre", "T_full", "T_hit", "full / hit", "T_full fitted", "T_hit fitted"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("prefix", "scored", "T_pre", "T_full", "T_hit", "full/hit", "T_full fit", "T_hit fit"):
+        table.add_column(name, justify="right", no_wrap=True)
     hits = {(point.prefix_tokens, point.scored_tokens): point.duration_us for point in calibration.hit}
     for point in calibration.full:
         n, m = point.prefix_tokens, point.scored_tokens
@@ -104,11 +104,11 @@ def _print(console: Console, calibration: Calibration) -> None:
     console.print(table)
     c = calibration.coefficients
     console.print(
-        f"T_full = {c.a0:.0f} + {c.a1:.3g} (n+m) + {c.a2:.3g} (n+m)²   "
-        f"T_pre = {c.b0:.0f} + {c.b1:.3g} n + {c.b2:.3g} n²   T_append: + {c.b3:.3g} for each cached token\n"
-        f"T_hit = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n+m) + {c.c3:.3g} n   "
-        f"T_reload = {c.d0:.0f} + {c.d1:.3g} bytes   (µs)\n" + _batches(calibration),
-        soft_wrap=True,
+        "Fitted, in µs, for n tokens of a prefix, of them k cached, and m scored tokens:\n"
+        f"  T_full   = {c.a0:.0f} + {c.a1:.3g} (n + m) + {c.a2:.3g} (n + m)²\n"
+        f"  T_pre    = {c.b0:.0f} + {c.b1:.3g} (n - k) + {c.b2:.3g} (n² - k²) + {c.b3:.3g} k\n"
+        f"  T_hit    = {c.c0:.0f} + {c.c1:.3g} m + {c.c2:.3g} m (n + m) + {c.c3:.3g} n\n"
+        f"  T_reload = {c.d0:.0f} + {c.d1:.3g} bytes\n" + _batches(calibration)
     )
 
 
@@ -125,4 +125,4 @@ def _batches(calibration: Calibration) -> str:
 
 
 def _ms(duration_us: float) -> str:
-    return f"{duration_us / 1e3:,.2f} ms"
+    return f"{duration_us / 1e3:,.2f}"

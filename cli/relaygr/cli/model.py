@@ -8,6 +8,7 @@ Commands import torch only when they run, so that `--help` answers without it.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +16,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from relaygr.cli.model_bench import bench_command
 from relaygr.cli.model_check import check_compute_command, check_dram_command
 from relaygr.cli.model_compare import compare_command
 from relaygr.cli.model_convert import convert_command
-from relaygr.cli.texts import parse_task, show_size
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import parse_task, print_json, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.config import CONFIG_FILE, ModelConfig, describe_problems, read_config_file
@@ -147,15 +148,19 @@ def init(
 
 
 @app.command()
-def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
+def show(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")], as_json: JsonOption = False) -> None:
     """Check and describe a checkpoint."""
     from relaygr.worker.model.checkpoint import load_checkpoint
 
-    _print_checkpoint(load_checkpoint(path), path)
+    checkpoint = load_checkpoint(path)
+    if as_json:
+        print_json(_as_json(checkpoint))
+    else:
+        _print_checkpoint(checkpoint, path)
 
 
 @app.command()
-def verify(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -> None:
+def verify(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")], as_json: JsonOption = False) -> None:
     """Read all weights of a checkpoint and compare them with their digests, which loading trusts.
 
     A copied file, whose time differs, is given its recorded time back, so that it loads without being read.
@@ -163,7 +168,12 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint folder.")]) -
     from relaygr.worker.model.checkpoint import verify_checkpoint
 
     found = verify_checkpoint(path, trust=True)
-    console = Console(highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(asdict(found))
+        if found.changed or not found.has_digests:
+            raise typer.Exit(EXIT_UNVERIFIED)
+        return
+    console = stdout_console()
     if not found.has_digests:
         console.print(
             f"{path} has no digests, because another tool wrote its weights: loading reads all "
@@ -291,6 +301,18 @@ def _widths(config: ModelConfig) -> str:
     return " to ".join(str(width) for width in (config.embedding_dim, *config.readout_hidden, len(config.tasks)))
 
 
+def _as_json(checkpoint: Checkpoint) -> dict[str, object]:
+    config, rules = checkpoint.config, rules_of(checkpoint.config)
+    return {
+        "revision": checkpoint.revision,
+        "config": config.model_dump(mode="json"),
+        "parameters": checkpoint.num_parameters,
+        "weights_bytes": checkpoint.weights_bytes,
+        "prefixes": asdict(rules),
+        "kv_bytes_per_token": {dtype.value: config.geometry(1, dtype).bytes_per_token for dtype in KvDtype},
+    }
+
+
 def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     config = checkpoint.config
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -324,4 +346,4 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         geometry = config.geometry(1, dtype)
         longest = config.layout().tokens(config.max_prefix_behaviours) * geometry.bytes_per_token
         row(f"K,V in {dtype}", f"{geometry.bytes_per_token:,} bytes a token, longest prefix {longest / _MIB:,.1f} MiB")
-    Console(highlight=False).print(table)
+    stdout_console().print(table)

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.texts import parse_size, show_age, show_size
+from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption, ThreadsOption
+from relaygr.cli.texts import parse_size, show_age, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
@@ -27,7 +28,6 @@ GAPS = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "1 h": 3600.0, "1 day": 86
 """Seconds between two visits of a user."""
 _DEFAULTS = WorkerSettings.model_fields
 _SHORTEST = 128
-_CONSOLE_WIDTH = 160
 
 
 def bench_command(
@@ -46,19 +46,11 @@ def bench_command(
         float | None,
         typer.Option(min=1e-6, help="Visits that this device serves.", show_default="70 % load by full inference"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
-    ] = None,
-    kv_dtype: Annotated[
-        KvDtype | None, typer.Option(help="Element type of stored K,V.", show_default="that of the device")
-    ] = None,
-    dram_kv_dtype: Annotated[
-        DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
-    ] = DramKvDtype.SAME,
-    compute_dtype: Annotated[
-        ComputeDtype | None, typer.Option(help="Element type of matrix products.", show_default="that of the device")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the worker.")] = 1,
+    device: DeviceOption = None,
+    kv_dtype: KvDtypeOption = None,
+    dram_kv_dtype: DramKvDtypeOption = DramKvDtype.SAME,
+    compute_dtype: ComputeDtypeOption = None,
+    threads: ThreadsOption = 1,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each time; the median counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture to write, such as bench.svg.", show_default=False)] = None,
@@ -92,12 +84,11 @@ def bench_command(
     if as_json:
         typer.echo(json.dumps([_row(each) for each in found], indent=1))
         return
-    console = Console(highlight=False, width=_CONSOLE_WIDTH)
+    console = stdout_console()
     console.print(
         f"{engine.device.name} ({engine.device.description}), attention by {engine.backend}, products in "
         f"{engine.compute_dtype}, K,V {engine.geometry.dtype}; {candidates} candidates, "
-        f"{new_behaviours} new behaviours",
-        soft_wrap=True,
+        f"{new_behaviours} new behaviours"
     )
     _print_times(console, found)
     _print_break_even(console, found, engine.rules.grows)
@@ -120,44 +111,56 @@ def _row(found: BreakEven) -> dict[str, object]:
     return {**asdict(found.figures), "full_us": found.figures.full_us, **own}
 
 
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _print_times(console: Console, found: list[BreakEven]) -> None:
-    table = Table("behaviours", "T_full", "T_pre", "T_append", "T_hit", "full / hit", "K,V", "fit in HBM", "in DRAM")
-    for column in table.columns:
-        column.justify = "right"
+    table = _table("behaviours", "T_full", "T_pre", "T_append", "T_hit", "full / hit", "K,V")
     for each in found:
         own = each.figures
         table.add_row(
             f"{own.behaviours:,}",
-            *(f"{time_us / 1e3:,.2f} ms" for time_us in (own.full_us, own.pre_us, own.append_us, own.hit_us)),
+            *(f"{time_us / 1e3:,.2f}" for time_us in (own.full_us, own.pre_us, own.append_us, own.hit_us)),
             f"{own.full_us / own.hit_us:.1f}",
             show_size(own.kv_bytes),
-            f"{each.prefixes_in_hbm:,}",
-            f"{each.prefixes_in_dram:,}",
         )
+    console.print("\nTimes in ms, and the size of a prefix:")
     console.print(table)
 
 
 def _print_break_even(console: Console, found: list[BreakEven], grows: bool) -> None:
+    from relaygr.breakeven.figures import Tier
+
     if not grows:
         console.print(
-            "Prefixes of this model are valid for one visit. The relay computes them before the ranking request, which "
-            "shortens it from T_full to T_hit, and saves no work.",
-            soft_wrap=True,
+            "\nPrefixes of this model are valid for one visit. The relay computes them before the ranking request, "
+            "which shortens it from T_full to T_hit, and saves no work."
         )
         return
-    table = Table("behaviours", "visits/s", "HBM keeps", "DRAM keeps", *(f"back in {gap}" for gap in GAPS))
+    kept = _table("behaviours", "visits/s", "fit in HBM", "kept there", "fit in DRAM", "kept in either")
     for each in found:
-        cells = [(tier, each.work[tier]) for tier in (each.tier(gap) for gap in GAPS.values())]
-        table.add_row(
+        kept.add_row(
             f"{each.figures.behaviours:,}",
             f"{each.visits_per_second:,.1f}",
+            f"{each.prefixes_in_hbm:,}",
             show_age(each.hbm_keeps_s),
+            f"{each.prefixes_in_dram:,}",
             show_age(max(each.dram_keeps_s, each.hbm_keeps_s)),
-            *(f"{work:.0%} {tier}" for tier, work in cells),
         )
-    console.print(table)
+    console.print("\nHow many prefixes fit, and for how long they are kept:")
+    console.print(kept)
+    work = _table("behaviours", *GAPS)
+    names = {tier: "" if tier is Tier.NONE else f" {tier}" for tier in Tier}
+    for each in found:
+        tiers = [each.tier(gap) for gap in GAPS.values()]
+        work.add_row(f"{each.figures.behaviours:,}", *(f"{each.work[tier]:.0%}{names[tier]}" for tier in tiers))
     console.print(
-        "Device work of a visit, full inference = 100 %, and the tier that still has the prefix. Below 100 % the relay "
-        "saves work; in each case the ranking request takes T_hit instead of T_full.",
-        soft_wrap=True,
+        "\nDevice work of a visit by the time since the user's last one, full inference = 100 %, and the tier that "
+        "still has the prefix, if one has:"
     )
+    console.print(work)
+    console.print("Below 100 % the relay saves work; in each case the ranking request takes T_hit instead of T_full.")

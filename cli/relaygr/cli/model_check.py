@@ -5,14 +5,17 @@ The commands import torch only when they run, so that `--help` answers without i
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
@@ -34,25 +37,31 @@ Interactions = Annotated[
 Users = Annotated[int | None, typer.Option(min=1, help="Number of users.", show_default="4 random, 100 from a log")]
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The allowed score error."""
+
+    max_score_error: float
+    min_topk_overlap: float
+
+    def hold(self, error: ScoreError) -> bool:
+        return error.is_within(self.max_score_error, self.min_topk_overlap)
+
+
 def check_dram_command(
     model: Model,
-    dram_kv_dtype: Annotated[
-        DramKvDtype, typer.Option(help="Element type of K,V in the DRAM tier.")
-    ] = DramKvDtype.INT8,
+    dram_kv_dtype: DramKvDtypeOption = DramKvDtype.INT8,
     interactions: Interactions = None,
     users: Users = None,
-    kv_dtype: Annotated[
-        KvDtype | None, typer.Option(help="Element type of K,V on the device.", show_default="that of the device")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
-    ] = None,
+    kv_dtype: KvDtypeOption = None,
+    device: DeviceOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.dram_max_score_error.")] = float(
         _DEFAULTS["dram_max_score_error"].default
     ),
     min_topk_overlap: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.dram_min_topk_overlap.")
     ] = float(_DEFAULTS["dram_min_topk_overlap"].default),
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how much an inexact DRAM tier changes a model's scores. The exit code is 1 beyond the limits."""
     from relaygr.worker.model.engine import load_engine
@@ -60,15 +69,14 @@ def check_dram_command(
 
     engine = load_engine(model, device, kv_dtype, DEFAULT_PAGE_TOKENS)
     error = measure_dram_error(engine, dram_kv_dtype, *_sample(model, engine, interactions, users))
-    times = engine.geometry.page_bytes / DramGeometry(engine.geometry, dram_kv_dtype).page_bytes
-    _print(
-        f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM: {times:.2f} times as many prefixes in "
-        "the same memory",
-        error,
-        max_score_error,
-        min_topk_overlap,
-    )
-    if not error.is_within(max_score_error, min_topk_overlap):
+    limits = Limits(max_score_error, min_topk_overlap)
+    if as_json:
+        _print_json("dram_kv_dtype", dram_kv_dtype, error, limits)
+    else:
+        times = engine.geometry.page_bytes / DramGeometry(engine.geometry, dram_kv_dtype).page_bytes
+        what = f"K,V {engine.geometry.dtype} on the device, {dram_kv_dtype} in DRAM"
+        _print(f"{what}: {times:.2f} times as many prefixes in the same memory", error, limits)
+    if not limits.hold(error):
         raise typer.Exit(EXIT_ABOVE)
 
 
@@ -79,15 +87,14 @@ def check_compute_command(
     ] = ComputeDtype.INT8,
     interactions: Interactions = None,
     users: Users = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
-    ] = None,
+    device: DeviceOption = None,
     max_score_error: Annotated[float, typer.Option(min=0.0, help="Limit, as worker.compute_max_score_error.")] = float(
         _DEFAULTS["compute_max_score_error"].default
     ),
     min_topk_overlap: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Limit, as worker.compute_min_topk_overlap.")
     ] = float(_DEFAULTS["compute_min_topk_overlap"].default),
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how much products in fewer bits change a model's scores. The exit code is 1 beyond the limits."""
     from relaygr.worker.model.engine import load_engine
@@ -98,8 +105,12 @@ def check_compute_command(
         for dtype in (compute_dtype, ComputeDtype.FLOAT32)
     )
     error = measure_compute_error(engine, exact, *_sample(model, engine, interactions, users))
-    _print(f"products in {compute_dtype}, compared with float32", error, max_score_error, min_topk_overlap)
-    if not error.is_within(max_score_error, min_topk_overlap):
+    limits = Limits(max_score_error, min_topk_overlap)
+    if as_json:
+        _print_json("compute_dtype", compute_dtype, error, limits)
+    else:
+        _print(f"products in {compute_dtype}, compared with float32", error, limits)
+    if not limits.hold(error):
         raise typer.Exit(EXIT_ABOVE)
 
 
@@ -129,16 +140,19 @@ def _read_sample(path: Path, engine: Engine, users: int) -> tuple[list[SampleUse
     return [SampleUser(features, read.of(int(index))[-longest:]) for index in chosen], candidates
 
 
-def _print(what: str, error: ScoreError, max_score_error: float, min_topk_overlap: float) -> None:
+def _print_json(setting: str, value: str, error: ScoreError, limits: Limits) -> None:
+    print_json({**asdict(error), setting: value, "within_limits": limits.hold(error)})
+
+
+def _print(what: str, error: ScoreError, limits: Limits) -> None:
     from relaygr.worker.score_error import TOP_K
 
-    console = Console(highlight=False)
-    console.print(f"{what}; {error.users} users, {error.candidates} candidates each", soft_wrap=True)
+    console = stdout_console()
+    console.print(f"{what}; {error.users} users, {error.candidates} candidates each")
     table = Table("", "measured", "limit")
-    table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{max_score_error:.4%} at most")
+    most, least = limits.max_score_error, limits.min_topk_overlap
+    table.add_row("largest change of a score", f"{error.max_score_error:.4%}", f"{most:.4%} at most")
     table.add_row("mean change of a score", f"{error.mean_score_error:.4%}", "")
-    table.add_row(
-        f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{min_topk_overlap:.2%} at least"
-    )
+    table.add_row(f"share of the top {TOP_K} that stays", f"{error.topk_overlap:.2%}", f"{least:.2%} at least")
     console.print(table)
-    console.print("Changes are relative to the largest score of the same user and task.", soft_wrap=True)
+    console.print("Changes are relative to the largest score of the same user and task.")

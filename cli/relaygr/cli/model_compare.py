@@ -5,6 +5,7 @@ The command imports torch only when it runs, so that `--help` answers without it
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.texts import printable
+from relaygr.cli.model_options import DeviceOption, ThreadsOption
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import print_json, printable, stdout_console
 
 if TYPE_CHECKING:
     from relaygr.compare.comparison import Cause, Comparison
@@ -23,7 +26,6 @@ EXIT_DIFFERENT = 1
 _SHOWN_TRIALS = 8
 _BETTER = 0.95
 """Trials with at most this share of the first error are shown."""
-_CONSOLE_WIDTH = 200
 
 
 def compare_command(
@@ -38,14 +40,13 @@ def compare_command(
         float, typer.Option(min=0.0, help="Largest allowed error, as a share of the largest score of a task.")
     ] = 1e-4,
     top_k: Annotated[int, typer.Option(min=1, help="Number of the best candidates whose overlap is counted.")] = 10,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, npu.", show_default="the accelerator, else cpu")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of one operator.")] = 1,
+    device: DeviceOption = None,
+    threads: ThreadsOption = 1,
     search: Annotated[
         bool, typer.Option("--search/--no-search", help="Search for the cause if the scores differ.")
     ] = True,
     search_seconds: Annotated[float, typer.Option(min=0.0, help="Longest search for the cause.")] = 300.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare a model's scores with those of its source. The exit code is 1 if they differ."""
     from relaygr.compare.comparison import compare, find_cause
@@ -60,8 +61,16 @@ def compare_command(
     set_threads(threads)
     checkpoint, opened = load_checkpoint(model), open_device(device)
     asked = read_requests(requests, scores or requests, checkpoint.config)
-    console = Console(highlight=False, markup=False, width=_CONSOLE_WIDTH)
+    console = stdout_console(markup=False)
     comparison = compare(checkpoint, opened, asked, top_k)
+    if as_json:
+        cause = None
+        if search and not comparison.agrees(tolerance) and comparison.cached_error <= tolerance:
+            cause = find_cause(checkpoint, opened, asked, comparison, tolerance, search_seconds)
+        print_json(_as_json(comparison, tolerance, cause))
+        if not comparison.agrees(tolerance):
+            raise typer.Exit(EXIT_DIFFERENT)
+        return
     _print_comparison(console, comparison, tolerance)
     if comparison.agrees(tolerance):
         console.print("The scores agree.")
@@ -76,6 +85,14 @@ def compare_command(
         cause = find_cause(checkpoint, opened, asked, comparison, tolerance, search_seconds)
         _print_cause(console, cause, comparison, tolerance, len(asked))
     raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _as_json(comparison: Comparison, tolerance: float, cause: Cause | None) -> dict[str, object]:
+    found = None
+    if cause is not None:
+        changes = [{"text": change.text, "remedy": change.remedy} for change in cause.found.best.trial.changes]
+        found = {"worst_error": cause.error, "explains": cause.error <= tolerance, "changes": changes}
+    return {**asdict(comparison), "agrees": comparison.agrees(tolerance), "tolerance": tolerance, "cause": found}
 
 
 def _print_comparison(console: Console, comparison: Comparison, tolerance: float) -> None:

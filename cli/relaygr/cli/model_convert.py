@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.texts import parse_pairs, parse_task
+from relaygr.cli.texts import parse_pairs, parse_task, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.config import CONFIG_FILE
 from relaygr.worker.model.convert.options import ProjectionLayout, SourceKind, read_options
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 EXIT_INCOMPLETE = 1
 
-_LINE_WIDTH = 1000
 _NONE = "none"
 
 
@@ -175,7 +173,7 @@ def _save(out: Path, converted: Converted) -> None:
     from relaygr.worker.model.checkpoint import save_checkpoint
 
     saved = save_checkpoint(out, converted.config, converted.tensors)
-    Console(highlight=False).print(f"{out}: {saved.num_parameters:,} parameters, revision {saved.revision}")
+    stdout_console().print(f"{out}: {saved.num_parameters:,} parameters, revision {saved.revision}")
 
 
 def print_report(report: ConversionReport) -> None:
@@ -196,7 +194,7 @@ def print_report(report: ConversionReport) -> None:
         looked = f"the source has no {missing.looked_for}"
         table.add_row("[red]missing[/red]", "", missing.target, _shape(missing.shape), looked)
     # Each tensor is one line, however long it is; only the terminal may wrap it.
-    console = Console(highlight=False, width=_LINE_WIDTH)
+    console = stdout_console()
     console.print(table)
     for note in report.notes:
         console.print(f"note: {note}")

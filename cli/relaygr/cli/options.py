@@ -13,6 +13,14 @@ import typer
 if TYPE_CHECKING:
     from relaygr.settings import Settings
 
+
+def _setting_keys(incomplete: str) -> list[str]:
+    """Completes `--set`."""
+    from relaygr.settings import setting_fields
+
+    return [f"{key}=" for key in setting_fields() if key.startswith(incomplete)]
+
+
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings file (YAML).", show_default=False)
 ]
@@ -22,8 +30,14 @@ BootstrapOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as worker.hbm_bytes=2GiB; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="One setting, such as worker.hbm_bytes=2GiB; may be repeated.",
+        autocompletion=_setting_keys,
+    ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def command_settings(

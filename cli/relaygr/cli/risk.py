@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import print_json, stdout_console
 from relaygr.replay.risk import RULES, RiskResult, replay_risk, requests_of
 from relaygr.runtime.errors import RelayError
 from relaygr.traffic.records import read_records
@@ -25,6 +27,7 @@ def risk(
         int | None,
         typer.Option(min=0, help="Suffix tokens and candidates of a request; without it, the number of its scores."),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare rules of the risk: how many requests each misjudges, and how many it prepares needlessly."""
     from relaygr.worker.calibration import load_calibration
@@ -34,9 +37,18 @@ def risk(
         raise RelayError(f"{records} has no request that ran in full: record a run with traffic.relay=false.")
     latency = load_calibration(calibration).model
     late = sum(not request.in_time for request in requests)
-    console = Console(highlight=False)
+    results = [replay_risk(requests, rule, latency, int(budget_ms * 1000), rate_per_s) for rule in RULES]
+    if as_json:
+        print_json({"requests": len(requests), "late": late, "rules": [_row(result) for result in results]})
+        return
+    console = stdout_console()
     console.print(f"{len(requests)} requests ran in full, {late} of them truncated or late")
-    console.print(_table([replay_risk(requests, rule, latency, int(budget_ms * 1000), rate_per_s) for rule in RULES]))
+    console.print(_table(results))
+
+
+def _row(result: RiskResult) -> dict[str, object]:
+    own = {**asdict(result), "rule": result.rule.name}
+    return {**own, "missed_share": result.missed_share, "needless_share": result.needless_share}
 
 
 def _table(results: list[RiskResult]) -> Table:

@@ -8,18 +8,33 @@ from typing import Any
 
 import typer
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption
+from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption
+from relaygr.cli.texts import print_json
 
 
-def show(config: ConfigOption = None, bootstrap: BootstrapOption = None, overrides: SetOption = None) -> None:
+def show(
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    bootstrap: BootstrapOption = None,
+    overrides: SetOption = None,
+) -> None:
     """Print the effective settings and the origin of each. Secrets are masked."""
     from relaygr.settings import load, values
 
     loaded = load(config, os.environ, overrides or (), bootstrap)
-    rows = [(key, _shown(value), loaded.origin(key)) for key, value in values(loaded.settings).items()]
+    found = values(loaded.settings)
+    if as_json:
+        print_json({key: {"value": _plain(value), "origin": loaded.origin(key)} for key, value in found.items()})
+        return
+    rows = [(key, _shown(value), loaded.origin(key)) for key, value in found.items()]
     key_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, value, origin in rows:
         typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: sizes in bytes, masked secrets as text."""
+    return value if value is None or isinstance(value, bool | int | float) else _shown(value)
 
 
 def _shown(value: Any) -> str:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import Final
+
+import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console, RenderableType
 
 from relaygr.runtime.errors import RelayError
+
+PIPE_WIDTH: Final = 1000
+"""Width, in characters, of what is not written to a terminal: nothing is cut there or broken into lines."""
 
 
 def parse_task(text: str) -> dict[str, str]:
@@ -35,11 +44,11 @@ def parse_size(option: str, text: str) -> int:
 def show_size(size_bytes: int) -> str:
     """Such as 1.5 GiB."""
     size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1023.95:
             return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    return f"{size:.1f} GiB"
+    return f"{size:,.1f} TiB"
 
 
 def show_age(seconds: float | None) -> str:
@@ -59,3 +68,24 @@ def show_age(seconds: float | None) -> str:
 def printable(text: str) -> str:
     """The text with escapes for what would move a terminal's cursor or change its colours."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def stdout_console(*, markup: bool = True) -> Console:
+    """Prints tables and texts. They are as wide as the terminal, and in a pipe each line is as long as it is."""
+    console = Console(highlight=False, markup=markup)
+    return console if console.is_terminal else Console(highlight=False, markup=markup, width=PIPE_WIDTH)
+
+
+def print_json(content: object) -> None:
+    """Prints dataclasses' and models' plain content as JSON; what JSON has no form for as text."""
+    typer.echo(json.dumps(content, indent=2, default=str))
+
+
+def page(console: Console, content: RenderableType) -> None:
+    """Prints the content; through the pager, as git does, if it is longer than the terminal."""
+    if not console.is_terminal or len(console.render_lines(content, pad=False)) < console.height:
+        console.print(content)
+        return
+    os.environ.setdefault("LESS", "FRX")
+    with console.pager(styles=True):
+        console.print(content)

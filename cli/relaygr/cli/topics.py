@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.options import BootstrapOption, ConfigOption, JsonOption, SetOption, command_settings
+from relaygr.cli.texts import stdout_console
 from relaygr.kafka.admin import check_topics, create_topics
 from relaygr.kafka.rights import Role, rights_of
 from relaygr.kafka.settings import KafkaSettings
@@ -24,8 +24,6 @@ from relaygr.runtime.errors import RelayError
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Create or check the topics; print the rights on them."
 )
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 _STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
@@ -144,11 +142,11 @@ def _show(report: TopicReport, kafka: KafkaSettings, as_json: bool, created: str
     for row in report.rows:
         found = "-" if row.partitions is None else str(row.partitions)
         table.add_row(row.name, found, str(row.wanted_partitions), _state(row, created))
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(table)
     for finding in report.findings:
         text = f"{finding.severity}: {finding.what}" + (f". To fix: {finding.mend}" if finding.mend else "")
-        console.print(text, style=_STYLES[finding.severity], markup=False, soft_wrap=True)
+        console.print(text, style=_STYLES[finding.severity], markup=False)
 
 
 def _state(row: TopicRow, created: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
+from relaygr.cli.texts import stdout_console
 
 if TYPE_CHECKING:
     from relaygr.traffic.summary import TrafficFigures
@@ -112,10 +113,9 @@ def traffic(
 
 
 def _print(figures: TrafficFigures, budget_ms: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = stdout_console()
     if not figures.requests:
         console.print("No request was sent.")
         return

@@ -5,13 +5,16 @@ The command imports torch only when it runs, so that `--help` answers without it
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from relaygr.cli.options import JsonOption
+from relaygr.cli.texts import print_json, stdout_console
 
 if TYPE_CHECKING:
     from relaygr.worker.model.vectors import CaseResult
@@ -19,17 +22,19 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_NOT_UNDERSTOOD = 2
 
-_LINE_WIDTH = 1000
-
 
 def vectors(
     file: Annotated[Path, typer.Argument(help="File of test vectors (.npz); docs/model.md describes its format.")],
+    as_json: JsonOption = False,
 ) -> None:
     """Check our layers against a file of test vectors."""
     from relaygr.worker.model.vectors import KINDS, check_case, read_vectors
 
     results = [check_case(case, KINDS) for case in read_vectors(file)]
-    _print(results)
+    if as_json:
+        print_json([asdict(result) for result in results])
+    else:
+        _print(results)
     raise typer.Exit(exit_code(results))
 
 
@@ -61,7 +66,7 @@ def _print(results: list[CaseResult]) -> None:
             Text(result.detail or result.worst_array),
         )
     # Each case is one line, however long it is; only the terminal may wrap it.
-    console = Console(highlight=False, width=_LINE_WIDTH)
+    console = stdout_console()
     console.print(table)
     passed = sum(result.verdict is CaseVerdict.PASSED for result in results)
     console.print(f"{passed} of {len(results)} passed; allowed is {TOLERANCE:.0e} of the largest value")

@@ -261,14 +261,18 @@ class _CalibrationRun:
         )
 
 
+def calibration_text(calibration: Calibration) -> str:
+    """The content of a calibration file."""
+    return json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n"
+
+
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes a file that `load_calibration` reads. Raises RelayError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": 1, "calibration": asdict(calibration)}, indent=1) + "\n"
         # The file gets its name when it is complete: a standby may read it at any time.
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(calibration_text(calibration), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise RelayError(f"{path} cannot be written: {error}.") from error
