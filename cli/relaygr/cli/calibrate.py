@@ -12,8 +12,7 @@ from rich.table import Table
 
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, KvDtypeOption, ThreadsOption
 from relaygr.cli.texts import parse_size, stdout_console
-from relaygr.worker.kv import KvDtype
-from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 
 if TYPE_CHECKING:
     from relaygr.worker.calibration import Calibration

@@ -17,8 +17,8 @@ from rich.table import Table
 from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption, ThreadsOption
 from relaygr.cli.texts import parse_size, show_age, show_size, stdout_console
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.kv import DramKvDtype, KvDtype
-from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
+from relaygr.worker.kv import DramKvDtype
+from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
 from relaygr.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from relaygr.cli.model_options import ComputeDtypeOption, DeviceOption, DramKvDtypeOption, KvDtypeOption
+from relaygr.cli.model_options import DeviceOption, DramKvDtypeOption, KvDtypeOption
 from relaygr.cli.options import JsonOption
 from relaygr.cli.texts import print_json, stdout_console
 from relaygr.interactions.reading import read_interactions
 from relaygr.runtime.errors import RelayError
-from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
+from relaygr.worker.kv import DramGeometry, DramKvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS, ComputeDtype
 from relaygr.worker.settings import WorkerSettings
 

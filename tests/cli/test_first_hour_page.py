@@ -1,0 +1,96 @@
+"""docs/first-hour.md runs from top to bottom on a real Kafka, in a shell, on a small log in MovieLens' form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaygr.devbroker import LocalBroker
+from relaygr.kafka.settings import KafkaSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "first-hour.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CHANGES = {
+    # Less waiting.
+    "duration_s=20": "duration_s=8",
+    "sleep 15": "sleep 8",
+    # The messages of the last second may not be committed yet.
+    "\nrelaygr lag\n": "\nrelaygr lag || test $? = 4\n",
+}
+TIMEOUT_S = 400
+
+
+def blocks(language: str) -> dict[str, str]:
+    return {name or str(at): text for at, (found, name, text) in enumerate(BLOCK.findall(PAGE)) if found == language}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_log(path: Path) -> None:
+    """`u.data`: user, item, rating and time, between tabs."""
+    random = np.random.default_rng(1)
+    with path.open("w", encoding="utf-8") as file:
+        for user in (196, *range(1, 40)):
+            for at in range(int(random.integers(60, 200))):
+                item, rating = random.integers(1, 300), random.integers(1, 6)
+                file.write(f"{user}\t{item}\t{rating}\t{880_000_000 + 3600 * at}\n")
+
+
+@pytest.mark.kafka
+def test_the_page_can_be_typed_in(real_broker: LocalBroker, tmp_path: Path) -> None:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12))
+    write_log(tmp_path / "u.data")
+    (tmp_path / "relaygr.yaml").write_text(blocks("yaml")["relaygr"], encoding="utf-8")
+    patient = blocks("python")["gateway"].replace("budget_ms=500", "budget_ms=9000")  # For a busy machine.
+    (tmp_path / "gateway.py").write_text(patient, encoding="utf-8")
+    script = "\n".join(blocks("bash").values())
+    port, shared = free_port(), Path("/dev/shm") / prefix
+    for written, meant in {**CHANGES, "localhost:9092": kafka.bootstrap, "localhost:9301": f"localhost:{port}"}.items():
+        assert written in script
+        script = script.replace(written, meant)
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("RELAYGR_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "RELAYGR_TOPIC_PREFIX": prefix,
+        "RELAYGR_GROUP_PREFIX": prefix,
+        "RELAYGR_PARTITIONS": "12",
+        "RELAYGR_REPLICATION_FACTOR": str(kafka.replication_factor),
+        "RELAYGR_WORKER__HTTP_PORT": str(port),
+        "RELAYGR_WORKER__SHARED_PATH": str(shared),
+        "RELAYGR_UI__HTTP_PORT": str(free_port()),
+    }
+    # A failed line ends the shell, which then ends what it started.
+    (tmp_path / "page.sh").write_text(
+        f"trap 'kill -9 -- $(jobs -p | sed s/^/-/) 2>&- || :' EXIT\n{script}", encoding="utf-8"
+    )
+    try:
+        done = subprocess.run(
+            ["bash", "-e", "-m", "page.sh"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    finally:
+        real_broker.delete_topics(kafka)
+        shutil.rmtree(shared, ignore_errors=True)
+    logs = "".join(log.read_text(encoding="utf-8")[-2000:] for log in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
+    assert re.findall(r"^(\w+) \w+ [\d.]+ ms$", done.stdout, re.MULTILINE) == ["ranked"] * 3
+    assert "requests with a deadline of" in done.stdout and "P99" in done.stdout
+    killed = json.loads((tmp_path / "killed.json").read_text())
+    assert killed["requests"] > 50
+    assert not any("lost" in ending for ending in killed["endings"])
