@@ -110,13 +110,6 @@ class Behaviours:
     actions: Actions
     timestamps_ms: Timestamps
 
-    def __post_init__(self) -> None:
-        """Plain sequences become arrays."""
-        if type(self.items) is type(self.actions) is type(self.timestamps_ms) is np.ndarray:
-            return
-        for name in ("items", "actions", "timestamps_ms"):
-            object.__setattr__(self, name, _as_array(getattr(self, name)))
-
     @classmethod
     def empty(cls) -> Behaviours:
         return cls(np.empty(0, "<i8"), np.empty(0, "<u2"), np.empty(0, "<i8"))
@@ -130,7 +123,7 @@ class Behaviours:
         return cls(*map(_as_array, columns))
 
     def __len__(self) -> int:
-        return int(self.items.size)
+        return len(self.items)
 
     def __getitem__(self, part: slice) -> Behaviours:
         return Behaviours(self.items[part], self.actions[part], self.timestamps_ms[part])
@@ -151,7 +144,10 @@ class Behaviours:
         )
 
     def check(self) -> None:
-        """Raises FieldError unless all three are of equal length and the times never decrease."""
+        """Raises FieldError unless all three are of equal length and the times never decrease. Lists become arrays."""
+        array = np.ndarray
+        if type(self.items) is not array or type(self.actions) is not array or type(self.timestamps_ms) is not array:
+            _make_arrays(self, "items", "actions", "timestamps_ms")
         sizes = {self.items.size, self.actions.size, self.timestamps_ms.size}
         if len(sizes) != 1:
             raise FieldError(
@@ -201,12 +197,11 @@ class History:
         "the records of the behaviours topic that this snapshot includes; absent: those with an older timestamp",
     ] = None
 
-    def __post_init__(self) -> None:
-        if type(self.features) is not np.ndarray:
-            object.__setattr__(self, "features", _as_array(self.features))
-
     def chain(self) -> DigestChain:
-        """The digest chain of features and behaviours."""
+        """The digest chain of features and behaviours. Lists become arrays."""
+        if type(self.features) is not np.ndarray or type(self.behaviours.items) is not np.ndarray:
+            _make_arrays(self, "features")
+            _make_arrays(self.behaviours, "items", "actions", "timestamps_ms")
         return digest_chain(self.features, self.behaviours)
 
     def version(self) -> HistoryVersion:
@@ -344,14 +339,12 @@ class RankingRequest:
         "instead of `history_version`: the newest history, and at least so many behaviours",
     ] = None
 
-    def __post_init__(self) -> None:
-        if type(self.candidates) is not np.ndarray:
-            object.__setattr__(self, "candidates", _as_array(self.candidates))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankingRequest) and _as_comparable(self) == _as_comparable(other)
 
     def check(self) -> None:
+        if type(self.candidates) is not np.ndarray:
+            _make_arrays(self, "candidates")
         if len(self.suffix) > MAX_SUFFIX_BEHAVIOURS:
             raise FieldError(f".suffix: {len(self.suffix)} behaviours, expected at most {MAX_SUFFIX_BEHAVIOURS}")
         _check_history(self)
@@ -566,6 +559,12 @@ def _check_history(message: RetrievalEvent | PreInferJob | RankingRequest) -> No
         raise FieldError(".history.user_id: not the message's user")
     if version is not None and version.length != len(history.behaviours):
         raise FieldError(f".history: {len(history.behaviours)} behaviours, but history_version has {version.length}")
+
+
+def _make_arrays(message: Any, *names: str) -> None:
+    """Gives a writer's message arrays in the place of lists. Decoded messages have arrays."""
+    for name in names:
+        object.__setattr__(message, name, _as_array(getattr(message, name)))
 
 
 def _as_array(values: Any) -> NDArray[Any]:

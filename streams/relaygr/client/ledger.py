@@ -129,7 +129,7 @@ class Ledger:
             deadline_us=now_us + request.deadline_us - wall_us,
             sent_wall_us=wall_us - (now_us - sent_us),
             echo_us=request.sent_at_us,
-            candidates=int(request.candidates.size),
+            candidates=len(request.candidates),
             future=future,
             partition=partition,
         )
