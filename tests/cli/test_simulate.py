@@ -172,6 +172,14 @@ def test_each_request_ends_exactly_once(changes: Changes, system: System):
     assert (done.requests.latencies_us != NO_LATENCY).all()
 
 
+def test_what_a_worker_dies_with_goes_to_those_that_own_its_partitions_now():
+    # The only worker has a long queue when a second one takes half of its partitions, and it dies right after that.
+    changes = Changes(kills_s=(3.15,), standby=True, start_s=1.0, autoscale=Autoscale(1, 2, target=0.1, interval_s=2.0))
+    done = outcome(case("traffic.budget_ms=20000", system=System.OFF, changes=changes, rate=150, seconds=6))
+    assert done.most_workers == 2
+    assert share(done, Ending.LOST) == 0
+
+
 def test_a_standby_takes_over_sooner_than_a_session_ends_and_keeps_dram():
     def late(standby: bool) -> tuple[float, PartOutcome]:
         changes = Changes(kills_s=(10.0,), standby=standby, session_timeout_s=4.0, start_s=5.0)
@@ -372,6 +380,18 @@ def test_too_few_requests_teach_nothing(tmp_path: Path):
     (tmp_path / "other.json").write_text('{"hop_us": []}')
     with pytest.raises(RelayError, match="is not a file of"):
         load_times(tmp_path / "other.json")
+
+
+def test_the_time_outside_the_worker_is_spread_as_it_was_learnt():
+    # Evenly between 0 and 20 ms for both ways together.
+    times = NO_TIMES.model_copy(update={"hop_us": (0.0, 10_000.0)})
+    settings = ("traffic.budget_ms=2000",)
+    plain, spread = (
+        outcome(case(*settings, system=System.OFF, times=each, rate=2, seconds=600)) for each in (NO_TIMES, times)
+    )
+    service_us = float(np.median(plain.requests.latencies_us))
+    outside_us = np.percentile(spread.requests.latencies_us, [10, 50, 90]) - service_us
+    assert outside_us == pytest.approx([2_000, 10_000, 18_000], abs=1_000)
 
 
 def test_slower_devices_and_hops_make_requests_slower():
