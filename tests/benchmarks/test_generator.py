@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from relaygr.bench.generator.player import Player, Requests, Run, SyntheticContent
+from relaygr.bench.generator.player import Message, Player, Requests, Run, SyntheticContent, lags_us_of
 from relaygr.bench.generator.samples import LOST, read_samples
-from relaygr.bench.generator.trace import WARM_UP, Trace, read_trace, write_trace
-from relaygr.bench.generator.workload import Workload, make_trace, reuse_of
+from relaygr.bench.generator.trace import WARM_UP, Trace, digest_of, read_trace, write_trace
+from relaygr.bench.generator.workload import Workload, make_trace, reuse_of, with_reuse
 from relaygr.devbroker import LocalBroker
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas import partition_for
@@ -84,6 +84,26 @@ class TestFormat:
     def test_a_name_says_the_format(self, tmp_path: Path) -> None:
         with pytest.raises(RelayError, match=r"must end in \.parquet or \.csv"):
             read_trace(tmp_path / "trace.json")
+
+
+class TestOtherUsers:
+    @pytest.mark.parametrize("reuse", [0.0, 0.3, 0.6, 0.9])
+    def test_a_trace_gets_that_share_of_returning_users_and_keeps_all_else(self, reuse: float) -> None:
+        trace = made(reuse=0.6, warm_up_s=10)
+        other = with_reuse(trace, reuse)
+        assert reuse_of(other) == pytest.approx(reuse, abs=0.04)
+        for column in ("retrieval_us", "ranking_us", "history_length", "suffix", "candidates", "part"):
+            assert np.array_equal(getattr(other, column), getattr(trace, column)), column
+
+    def test_users_stay_where_they_can(self) -> None:
+        trace = made(reuse=0.6)
+        same = np.mean([own == other for own, other in zip(trace.user_id, with_reuse(trace, 1.0).user_id, strict=True)])
+        assert same > 0.5
+
+    def test_a_new_name_is_not_one_of_the_trace(self) -> None:
+        trace = made(reuse=0.9, seconds=2)
+        named = replace(trace, user_id=[f"new-{each}" for each in trace.user_id])
+        assert reuse_of(with_reuse(named, 0.0)) == 0
 
 
 class TestWorkload:
@@ -171,6 +191,25 @@ class TestWorkload:
     def test_a_workload_without_sense_is_refused(self, change: dict[str, float], why: str) -> None:
         with pytest.raises(RelayError, match=why):
             made(**change)
+
+
+def test_an_impression_is_as_late_as_the_latest_of_its_messages() -> None:
+    def sent(topic: str, row: int, lag_us: int) -> Message:
+        return Message(1_000, topic, b"u", b"", row, sent_us=1_000 + lag_us)
+
+    messages = [sent("retrieval", 0, 900), sent("ranking", 0, 5), sent("history", 1, 70), sent("ranking", 1, 8)]
+    assert lags_us_of(messages) == {0: 900, 1: 70}
+
+
+def test_a_changed_file_has_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    digests = []
+    for content in (f"{HEADER}0,9,a,1\n", f"{HEADER}0,9,a,2\n"):
+        path.write_text(content, encoding="utf-8")
+        digests.append(digest_of(path))
+    assert digests[0] != digests[1] and len(digests[0]) == 8
+    with pytest.raises(RelayError, match=r"none\.csv cannot be read"):
+        digest_of(tmp_path / "none.csv")
 
 
 def test_a_longer_synthetic_history_begins_with_the_shorter_one() -> None:

@@ -215,7 +215,7 @@ class LoggedContent:
 
 
 @dataclass(slots=True)
-class _Message:
+class Message:
     """An encoded message. Times are on the wall clock, in µs."""
 
     at_us: int
@@ -233,8 +233,8 @@ class _Histories:
     version and the suffix of the ranking request.
     """
 
-    first: list[_Message]
-    later: list[_Message]
+    first: list[Message]
+    later: list[Message]
     versions: list[HistoryVersion]
     suffixes: list[Behaviours]
 
@@ -279,7 +279,11 @@ class _Sender:
             stopping.set()
             receiver.join()
             sent = [message for message in messages if message.topic == self._ranking]
-            samples = [self._sample(run, trace, each, received.get(f"{run.name}.{each.row}")) for each in sent]
+            lags_us = lags_us_of(messages)
+            samples = [
+                self._sample(run, trace, each, lags_us[each.row], received.get(f"{run.name}.{each.row}"))
+                for each in sent
+            ]
         write_samples(sorted(samples, key=lambda sample: sample.row), run.samples)
 
     # -- before the run
@@ -301,7 +305,7 @@ class _Sender:
             version = versions.get(user)
             if version is None or version.length != length:
                 history = History(user, length, none, known[user][:length])
-                message = _Message(retrieval[row] - HISTORY_LEAD_US, self._history, user.encode(), encode(history), row)
+                message = Message(retrieval[row] - HISTORY_LEAD_US, self._history, user.encode(), encode(history), row)
                 (found.first if version is None else found.later).append(message)
                 version = versions[user] = history.version()
                 total_bytes += len(message.value)
@@ -312,7 +316,7 @@ class _Sender:
             found.suffixes.append(known[user][length : length + suffix])
         return found
 
-    def _publish(self, histories: Sequence[_Message]) -> None:
+    def _publish(self, histories: Sequence[Message]) -> None:
         """Publishes the first histories, and leaves the worker time to read them."""
         for number, message in enumerate(histories):
             _produce(self._durable, message)
@@ -322,7 +326,7 @@ class _Sender:
             raise RelayError("the broker did not take the histories within 30 s")
         time.sleep(_SETTLE_S + sum(len(message.value) for message in histories) / _SETTLE_BYTES_PER_S)
 
-    def _timed(self, run: Run, trace: Trace, histories: _Histories) -> tuple[list[_Message], int]:
+    def _timed(self, run: Run, trace: Trace, histories: _Histories) -> tuple[list[Message], int]:
         """The messages of the run in the order of their times, and its beginning, which lies ahead."""
         took_s = len(trace) * 300e-6
         while True:
@@ -332,7 +336,7 @@ class _Sender:
                 return messages, begin_us
             took_s *= 2
 
-    def _encoded(self, run: Run, trace: Trace, histories: _Histories, begin_us: int) -> list[_Message]:
+    def _encoded(self, run: Run, trace: Trace, histories: _Histories, begin_us: int) -> list[Message]:
         budget_us, expected_us = run.budget_ms * 1000, int(run.expected_lead_ms * 1000)
         messages = [replace(message, at_us=begin_us + message.at_us) for message in histories.later]
         columns = (trace.retrieval_us.tolist(), trace.ranking_us.tolist(), trace.candidates.tolist())
@@ -345,20 +349,20 @@ class _Sender:
                     request_id, user, retrieval_us, retrieval_us + expected_us, run.budget_ms, candidates, len(suffix),
                     version,
                 )  # fmt: skip
-                messages.append(_Message(retrieval_us, self._retrieval, key, encode(event), row))
+                messages.append(Message(retrieval_us, self._retrieval, key, encode(event), row))
             places = np.arange(row * _STRIDE, row * _STRIDE + candidates)
             request = RankingRequest(
                 request_id, user, ranking_us, ranking_us + budget_us, retrieval_us // 1000,
                 self._order.take(places, mode="wrap"), suffix, version,
             )  # fmt: skip
             headers = RankingHeaders(request_id, GATEWAY_ID, self._results, 0, ranking_us + budget_us).encode()
-            messages.append(_Message(ranking_us, self._ranking, key, encode(request), row, headers))
+            messages.append(Message(ranking_us, self._ranking, key, encode(request), row, headers))
         messages.sort(key=lambda message: message.at_us)
         return messages
 
     # -- during the run
 
-    def _send(self, messages: Sequence[_Message]) -> None:
+    def _send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             while (left_us := message.at_us - time.time_ns() // 1000) > 0:
                 time.sleep(min(left_us / 1e6, _LONGEST_SLEEP_S))
@@ -393,7 +397,9 @@ class _Sender:
 
     # -- after the run
 
-    def _sample(self, run: Run, trace: Trace, message: _Message, received: tuple[int, bytes] | None) -> Sample:
+    def _sample(
+        self, run: Run, trace: Trace, message: Message, lag_us: int, received: tuple[int, bytes] | None
+    ) -> Sample:
         row = message.row
         sample = Sample(
             row=row,
@@ -401,7 +407,7 @@ class _Sender:
             user_id=trace.user_id[row],
             history_length=int(trace.history_length[row]),
             ranking_us=int(trace.ranking_us[row]),
-            lag_us=message.sent_us - message.at_us,
+            lag_us=lag_us,
         )
         if received is None:
             return sample
@@ -430,7 +436,15 @@ class _Sender:
         )
 
 
-def _produce(producer: Producer, message: _Message) -> None:
+def lags_us_of(messages: Sequence[Message]) -> dict[int, int]:
+    """By row: how late the latest of its messages was sent. A late retrieval event takes lead time from the relay."""
+    lags: dict[int, int] = {}
+    for each in messages:
+        lags[each.row] = max(lags.get(each.row, 0), each.sent_us - each.at_us)
+    return lags
+
+
+def _produce(producer: Producer, message: Message) -> None:
     while True:
         try:
             return producer.produce(message.topic, message.value, message.key)

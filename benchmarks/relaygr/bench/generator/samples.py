@@ -31,7 +31,9 @@ class Sample:
     ranking_us: int
     """The scheduled time of the ranking request since the start of the trace."""
     lag_us: int
-    """Sent after its scheduled time."""
+    """The latest of its messages (a new history, the retrieval event, the ranking request) was sent so long after its
+    time.
+    """
     latency_us: int | None = None
     """From its scheduled time to its result; None without one."""
     status: str = LOST
@@ -42,7 +44,7 @@ class Sample:
     prefix_tokens: int = 0
     tokens_cached: int = 0
     history_stale: bool = False
-    """Ranked on another version of the history than that of the request."""
+    """Ranked on another version of the history than that of the request, or on none while histories were loading."""
     to_worker_us: int = 0
     """From sending to receipt at the worker."""
     in_worker_us: int = 0
@@ -62,8 +64,8 @@ class Sample:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was ranked on its whole history."""
-        return self.status == Outcome.RANKED and self.path != RankingPath.TRUNCATED
+        """Whether it was ranked on the whole history that the request names."""
+        return self.status == Outcome.RANKED and self.path != RankingPath.TRUNCATED and not self.history_stale
 
     def answered_within(self, budget_us: int) -> bool:
         """Whether a result came before the deadline."""

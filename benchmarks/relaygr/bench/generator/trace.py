@@ -18,6 +18,7 @@ text `relaygr.made_by` in its metadata: how the trace was made, its seed include
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,15 @@ def read_table(path: Path) -> Any:
             return pa_csv.read_csv(path, convert_options=options)
         return pa_parquet.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
+        raise RelayError(f"{path} cannot be read: {error}") from error
+
+
+def digest_of(path: Path) -> str:
+    """Eight hexadecimal digits of the file's content. Raises RelayError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()[:8]
+    except OSError as error:
         raise RelayError(f"{path} cannot be read: {error}") from error
 
 

@@ -12,12 +12,13 @@ users is in partition 0.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -146,6 +147,31 @@ def reuse_of(trace: Trace) -> float:
         seen.add(user)
     measured = int(np.count_nonzero(trace.part != WARM_UP))
     return again / measured if measured else 0.0
+
+
+def with_reuse(trace: Trace, reuse: float) -> Trace:
+    """The trace with other users, so that about this share of the impressions is of users who came before. Times,
+    lengths and sizes stay. An impression keeps its user where it can.
+    """
+    random = np.random.default_rng(12)
+    prefix = "new-"
+    while any(user.startswith(prefix) for user in trace.user_id):
+        prefix = f"new-{prefix}"
+    seen: dict[str, int] = {}
+    shortest_first: list[tuple[int, str]] = []
+    users = []
+    for row, (own, length) in enumerate(zip(trace.user_id, trace.history_length.tolist(), strict=True)):
+        place = bisect.bisect_right(shortest_first, (length, chr(0x10FFFF)))
+        if random.random() < reuse and place:
+            # A history never becomes shorter. Of the others, the nearest is that of the user who came with it.
+            user = own if seen.get(own, length + 1) <= length else shortest_first[place - 1][1]
+            del shortest_first[bisect.bisect_left(shortest_first, (seen[user], user))]
+        else:
+            user = own if own not in seen else f"{prefix}{row}"
+        seen[user] = length
+        bisect.insort(shortest_first, (length, user))
+        users.append(user)
+    return replace(trace, user_id=users, made_by=json.dumps({"from": trace.made_by, "reuse": reuse}))
 
 
 def _arrivals(workload: Workload, random: np.random.Generator) -> Iterator[float]:
