@@ -109,6 +109,13 @@ def test_an_impression_is_decided_by(changes: dict[str, object], owner: OwnerVie
     assert decision.admit is (reason in (DecisionReason.ADMITTED, DecisionReason.NO_STATUS_THRESHOLD))
 
 
+def test_without_the_question_of_risk_only_the_other_rules_refuse() -> None:
+    everybody = dataclasses.replace(LIMITS, only_at_risk=False)
+    short = dataclasses.replace(AT_RISK, history_behaviours=100)
+    late = dataclasses.replace(short, expected_ranking_at_us=NOW_US)
+    assert [decide(each, OWNER, None, everybody, NOW_US).reason for each in (short, late)] == ["admitted", "infeasible"]
+
+
 @pytest.mark.parametrize("refusal", Refusal)
 def test_a_bucket_without_room_refuses_under_its_own_name(refusal: Refusal) -> None:
     decision = decided(OpenBuckets(refusal))

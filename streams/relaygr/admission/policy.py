@@ -177,6 +177,8 @@ class PolicyLimits:
     """The length assumed if a message names no history; 0: such messages are skipped."""
     lead_fraction: float
     lease_margin_us: int
+    only_at_risk: bool = True
+    """False: impressions that are not at risk are admitted, too."""
 
 
 @record(frozen=True, slots=True)
@@ -379,7 +381,9 @@ def _refused_by(
 ) -> DecisionReason | None:
     if behaviours == 0:
         return DecisionReason.NO_HISTORY
-    if not at_risk(owner, cost.prefix_tokens, cost.scored_tokens, impression.ranking_budget_us, margins):
+    if limits.only_at_risk and not at_risk(
+        owner, cost.prefix_tokens, cost.scored_tokens, impression.ranking_budget_us, margins
+    ):
         return DecisionReason.NOT_AT_RISK
     usable_us = usable_lead_us(impression, owner, limits.lead_fraction, now_us)
     if not feasible(owner.preinfer_queue_us, cost.prepare_us, usable_us):

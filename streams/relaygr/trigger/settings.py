@@ -47,6 +47,9 @@ class TriggerSettings(Section):
         Field(ge=0, le=MAX_BEHAVIOURS, description="length assumed if an event names no history; 0: skip the event"),
     ] = 1024
     status_stale_ms: Annotated[int, Field(ge=100, description="age at which the status of a worker is stale")] = 3000
+    only_at_risk: bool = Field(
+        True, description="false: impressions that full inference would probably answer in time get a job, too"
+    )
     lead_fraction: Annotated[
         float,
         Field(
@@ -87,5 +90,6 @@ class TriggerSettings(Section):
             fallback_behaviours=self.fallback_behaviours,
             assumed_behaviours=self.assumed_behaviours,
             lead_fraction=self.lead_fraction,
+            only_at_risk=self.only_at_risk,
             lease_margin_us=lease_margin_ms * 1000,
         )

@@ -225,7 +225,11 @@ class ExecutorContext:
         settings = self.parts.settings
         self.engine, self.is_cpu = engine, engine.device.is_cpu
         self.resolver = PrefixResolver(
-            self.parts.histories, engine, settings.anchor_behaviours, settings.recent_behaviours
+            self.parts.histories,
+            engine,
+            settings.anchor_behaviours,
+            settings.recent_behaviours,
+            extend_prefixes=settings.extend_prefixes,
         )
         self.chunking = Chunking(
             # Without reuse there is no pre-infer, so a cut would help nobody and cost time.

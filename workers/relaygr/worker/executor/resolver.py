@@ -52,12 +52,21 @@ class PrefixResolver:
     """Resolves histories and prefixes for one engine."""
 
     def __init__(
-        self, histories: HistoryReader, engine: Engine, anchor_behaviours: int, recent_behaviours: int = 0
+        self,
+        histories: HistoryReader,
+        engine: Engine,
+        anchor_behaviours: int,
+        recent_behaviours: int = 0,
+        *,
+        extend_prefixes: bool = True,
     ) -> None:
-        """`recent_behaviours`: prefixes end at a multiple of it, itself a multiple of BLOCK; 0: at the newest one."""
+        """`recent_behaviours`: prefixes end at a multiple of it, itself a multiple of BLOCK; 0: at the newest one.
+        `extend_prefixes` false: a cached prefix of a shorter history is a miss.
+        """
         self._histories = histories
         self._engine = engine
         self._recent_behaviours = recent_behaviours
+        self._growable = engine.rules.grows and extend_prefixes
         # A history above the limit is cut by whole steps. A large step would leave little of one just above the limit.
         self._anchor_behaviours = min(anchor_behaviours, max(1, engine.limits.max_prefix_behaviours // 4))
 
@@ -115,7 +124,7 @@ class PrefixResolver:
         if rules.uses_query_time:
             chain = _chain_at(query_time_ms, chain, behaviours)
         return ResolvedPrefix(
-            key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=rules.grows),
+            key=PrefixKey(user_id, engine.namespace, chain, behaviours, growable=self._growable),
             features=features,
             behaviours=behaviours,
             suffix=_NO_SUFFIX if folded else suffix,
