@@ -41,8 +41,14 @@ def test_where_repeated_runs_differ_by_more_their_spread_is_the_limit():
     assert not row(measured, replace(RUN, p50_ms=27.0)).agrees
 
 
+def test_a_verdict_names_what_differs_and_its_limit():
+    assert row([RUN], RUN).verdict == "agrees"
+    assert row([RUN], replace(RUN, p50_ms=24.0)).verdict == "differs: P50 +20% (limit 5%)"
+    assert row([RUN], replace(RUN, p99_ms=40.0), load=0.9).verdict == "out of range (differs: P99 -20% (limit 10%))"
+
+
 def test_a_cell_near_saturation_is_out_of_range():
-    assert [row([RUN], RUN, load).in_range for load in (0.3, 0.79, 0.8)] == [True, True, False]
+    assert [row([RUN], RUN, load).in_range for load in (0.3, 0.8, 0.81)] == [True, True, False]
 
 
 def test_an_inverted_order_of_systems_is_named():

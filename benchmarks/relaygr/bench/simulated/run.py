@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from relaygr.bench.pipeline.run import MeasuredWindow
 from relaygr.bench.rows import append_rows, machine, now
 from relaygr.demo.plan import PlanOverrides
 from relaygr.demo.prepare import CALIBRATION_FILE, make_model, plan_for_this_machine, planned_settings
@@ -28,7 +29,7 @@ from relaygr.traffic.records import read_records
 from relaygr.worker.calibration import load_calibration
 
 P50_LIMIT, P99_LIMIT, LATE_LIMIT, MIX_LIMIT = 0.05, 0.10, 0.02, 0.03
-OUT_OF_RANGE = 0.8
+HIGHEST_LOAD = 0.8
 PROBE_IMPRESSIONS = 1_500
 FIRST_SEED = 100
 TABLE_WIDTH = 150
@@ -78,6 +79,8 @@ class Row:
     mix_error: float
     mix_worst: str
     mix_spread: float
+    foreign_cpu: float
+    """Cores that other processes of the machine used meanwhile; median of the measured runs."""
     in_range: bool
 
     @property
@@ -93,6 +96,22 @@ class Row:
     @property
     def agrees(self) -> bool:
         return self.excess <= 1.0
+
+    @property
+    def verdict(self) -> str:
+        """In words, with every figure that is beyond its limit and beyond the spread of the measured runs."""
+        wrong = [
+            f"{name} {error:+.0%} (limit {max(limit, spread):.0%})"
+            for name, error, limit, spread in (
+                ("P50", self.p50_error, P50_LIMIT, self.p50_spread),
+                ("P99", self.p99_error, P99_LIMIT, self.p99_spread),
+                ("late", self.late_error, LATE_LIMIT, self.late_spread),
+                (self.mix_worst, self.mix_error, MIX_LIMIT, self.mix_spread),
+            )
+            if abs(error) > max(limit, spread)
+        ]
+        told = f"differs: {', '.join(wrong)}" if wrong else "agrees"
+        return told if self.in_range else f"out of range ({told})"
 
 
 def outcome_of(requests: Requests, budget_us: int) -> Outcome:
@@ -110,7 +129,12 @@ def outcome_of(requests: Requests, budget_us: int) -> Outcome:
 
 
 def row_of(
-    load: float, system: System, rate_per_s: float, measured: Sequence[Outcome], simulated: Sequence[Outcome]
+    load: float,
+    system: System,
+    rate_per_s: float,
+    measured: Sequence[Outcome],
+    simulated: Sequence[Outcome],
+    foreign_cpu: float = 0.0,
 ) -> Row:
     """Compares a cell's runs. Both sequences have the same seeds in the same order."""
 
@@ -146,7 +170,8 @@ def row_of(
         mix_error=float(errors[worst]),
         mix_worst=ENDINGS[worst].value,
         mix_spread=float(np.ptp(mixes, axis=0)[worst]),
-        in_range=load < OUT_OF_RANGE,
+        foreign_cpu=foreign_cpu,
+        in_range=load <= HIGHEST_LOAD,
     )
 
 
@@ -194,7 +219,7 @@ def compare_with_measured(
         f"{described['impressions_per_cpu_s']:,} simulated impressions a second of CPU",
         soft_wrap=True,
     )
-    written = [described | asdict(row) | {"agrees": row.agrees} for row in rows]
+    written = [described | asdict(row) | {"agrees": row.agrees, "verdict": row.verdict} for row in rows]
     append_rows(out, written)
     if json_out is not None:
         json_out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
@@ -228,31 +253,39 @@ class _Bench:
         self._shape: Shape = shape_of_model(model, self._settings, calibration)
         self._latency = calibration.model
         self._runs = 0
+        self._foreign_cpu: list[float] = []
         self.simulated, self.took_s = 0, 0.0
-        self._times = self._learn(plan.rate_per_s / 2)
+        self._learn_per_s = plan.rate_per_s / 2
+        self._times = self._learn(FIRST_SEED - 1)
         self.capacity_per_s = self._capacity(plan.rate_per_s)
 
     def rows(self, loads: Sequence[float], repeats: int) -> list[Row]:
         rows = []
-        for load in loads:
+        for number, load in enumerate(loads):
+            if number:
+                # What else the machine does changes within minutes, so each load has a run before it that teaches.
+                self._times = self._learn(FIRST_SEED - 3 - number)
             for system in System:
                 rate = load * self.capacity_per_s
                 seeds = range(FIRST_SEED, FIRST_SEED + repeats)
                 measured, simulated = [], []
+                self._foreign_cpu.clear()
                 for seed in seeds:
                     settings = self._at(rate, seed)
                     measured.append(self._measured(settings, system))
                     simulated.append(self._outcome(self._simulate(settings, system).requests))
-                rows.append(row_of(load, system, rate, measured, simulated))
+                foreign_cpu = float(np.median(self._foreign_cpu))
+                rows.append(row_of(load, system, rate, measured, simulated, foreign_cpu))
         return rows
 
     def _at(self, rate_per_s: float, seed: int, seconds: float | None = None) -> Settings:
         update = {"rate_per_s": rate_per_s, "seed": seed, "duration_s": seconds or self._seconds}
         return self._settings.model_copy(update={"traffic": self._settings.traffic.model_copy(update=update)})
 
-    def _learn(self, rate_per_s: float) -> MeasuredTimes:
+    def _learn(self, seed: int) -> MeasuredTimes:
         """Learns from a run of its own."""
-        records = self._play(self._at(rate_per_s, FIRST_SEED - 1, max(self._seconds, 100 / rate_per_s)), System.RELAY)
+        rate_per_s = self._learn_per_s
+        records = self._play(self._at(rate_per_s, seed, max(self._seconds, 100 / rate_per_s)), System.RELAY)
         traffic = self._settings.traffic
         scored = traffic.suffix * self._shape.layout.tokens_per_behaviour + traffic.candidates
         times = learn(read_records(records), self._latency, scored, "a run at a low load")
@@ -303,7 +336,9 @@ class _Bench:
             ) as stack,
             self._console.status(title),
         ):
-            stack.play_unobserved(records, lambda: None)
+            window = MeasuredWindow(records, stack.roles)
+            stack.play_unobserved(records, window.sample)
+        self._foreign_cpu.append(window.foreign_cpu_per_second())
         return records
 
 
@@ -315,9 +350,9 @@ def _table(rows: Sequence[Row]) -> Table:
     for name in ("load", "system", "rate", "requests", "P50", "simulated", "P99", "simulated", "late", "simulated"):
         table.add_column(name, justify="right")
     table.add_column("mix", justify="right")
+    table.add_column("other cores", justify="right")
     table.add_column("")
     for row in rows:
-        verdict = "agrees" if row.agrees else f"differs: {row.excess:.1f} x limit"
         table.add_row(
             f"{row.load:g}",
             row.system,
@@ -330,6 +365,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.measured_late:.1%} ± {row.late_spread / 2:.1%}",
             f"{row.simulated_late:.1%}",
             f"{row.mix_worst} {row.mix_error:.1%}",
-            verdict if row.in_range else f"out of range ({verdict})",
+            f"{row.foreign_cpu:.2f}",
+            row.verdict,
         )
     return table
