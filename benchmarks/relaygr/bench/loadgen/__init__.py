@@ -1,0 +1,1 @@
+"""B0 under MLPerf's own load generator, server scenario."""
